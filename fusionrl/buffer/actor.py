@@ -1,0 +1,349 @@
+"""The Buffer: owns the rollout data, runs the user's rollout function, hands shards to the trainers.
+
+It is an asyncio actor. Its control loop never blocks: a rollout function is synchronous, so it runs in a thread,
+and status, metrics, abort and save answer while it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fusionrl.algorithms.grpo import group_normalize
+from fusionrl.buffer.rollout_metrics import eval_metrics, rollout_metrics
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import load_function
+from fusionrl.data.build import build_shards
+from fusionrl.data.sample import Sample, Status
+from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.plan.plan import Plan
+from fusionrl.rewards.dispatch import batched_async_rm
+from fusionrl.rollout.sglang_rollout import apply_filter
+from fusionrl.rollout.types import as_eval_output, as_train_output, flatten
+
+SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
+MAX_REFILLS = 10  # calls of a rollout function that keeps returning too few groups
+
+
+@dataclass(frozen=True)
+class EngineEndpoints:
+    """Where the engines are; empty lists in a mode without engines."""
+
+    router_url: str = ""
+    engine_urls: tuple[str, ...] = ()
+    api_key: str | None = None
+
+
+@dataclass
+class Rollout:
+    """What the driver gets of a rollout: references to one shard a rank, and numbers."""
+
+    rollout_id: int
+    shards: list[Any]  # object references; the trainers pull what they stand for
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_accepted: int = 0
+
+
+class BufferActor:
+    """See the module's docstring. A plain class: the cluster room makes it a Ray actor."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        run_dir: str,
+        attempt: int,
+        endpoints: EngineEndpoints,
+        put: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.config, self.plan = config, plan
+        self.run_dir = Path(run_dir)
+        self.attempt = attempt
+        self.endpoints = endpoints
+        self._put = put or _ray_put
+        self._writer = RolloutWriter(self.run_dir)
+        self._abort = threading.Event()
+        self._phase = "idle"
+        self._phase_since = time.monotonic()
+        self._states: dict[int, dict[str, Any]] = {}  # rollout → data source state right after it
+        self._last_metrics: dict[str, float] = {}
+        self._source: Any = None
+
+    # -------------------------------------------------------------------------------- control
+    async def setup(self) -> dict[str, Any]:
+        """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long."""
+        run = self.config.run
+        path = self.config.rollout.rollout_function_path
+        default = type(self.config.rollout)().rollout_function_path
+        if run.mode == "sft" and path == default:
+            path = SFT_ROLLOUT
+        self._rollout_function = load_function(path)
+        self._eval_function = load_function(self.config.rollout.eval_function_path or default)
+        post = self.config.reward.custom_reward_post_process_path
+        self._post_process = load_function(post) if post else None
+        if self.config.data.prompt_data is not None and run.mode != "eval" and not run.load_debug_rollout_data:
+            make = load_function(self.config.data.data_source_path)
+            self._source = await asyncio.to_thread(make, self._args())
+            self._states[-1] = self._source_state()
+        return {
+            "num_prompts": len(self._source) if self._source is not None else 0,
+            "num_too_long": getattr(self._source, "num_too_long", 0),
+        }
+
+    async def status(self) -> dict[str, Any]:
+        """What the Buffer is doing, since how many seconds, and the data cursor."""
+        cursor = {name: getattr(self._source, name, None) for name in ("epoch", "offset")}
+        return {"phase": self._phase, "seconds": time.monotonic() - self._phase_since, **cursor}
+
+    async def metrics(self) -> dict[str, float]:
+        """Metrics of the last finished rollout."""
+        return dict(self._last_metrics)
+
+    async def abort(self) -> None:
+        """Stop the rollout that is running, if any; its prompts go back to the data source."""
+        self._abort.set()
+
+    async def save(self, path: str, rollout_id: int) -> None:
+        """Write the data cursor as it was right after rollout `rollout_id` to `path` (JSON)."""
+        if self._source is not None and not hasattr(self._source, "state_dict"):
+            self._source.save(rollout_id)  # a user's data source that keeps its state itself
+        state = {"rollout_id": rollout_id, "source": self._states.get(rollout_id)}
+        target = Path(path)
+        temporary = target.with_name(target.name + ".tmp")
+        temporary.write_text(json.dumps(state), encoding="utf-8")
+        temporary.replace(target)
+
+    async def load(self, path: str) -> int:
+        """Go on from a file that `save` wrote; returns its rollout id.
+
+        Raises:
+            ValueError: the state does not fit the prompt data.
+        """
+        state = json.loads(Path(path).read_text(encoding="utf-8"))
+        if self._source is not None and state["source"] is not None:
+            if hasattr(self._source, "load_state_dict"):
+                self._source.load_state_dict(state["source"])
+            else:
+                self._source.load(state["rollout_id"])
+            self._states[state["rollout_id"]] = state["source"]
+        if self.config.run.mode == "reject-sampling":
+            self._forget_accepted_after(state["rollout_id"])
+        return int(state["rollout_id"])
+
+    async def cursor(self) -> dict[str, Any] | None:
+        """The data source's state, for comparisons."""
+        return self._source_state() if self._source is not None else None
+
+    def _source_state(self) -> dict[str, Any]:
+        if hasattr(self._source, "state_dict"):
+            return self._source.state_dict()
+        return {}
+
+    def _set_phase(self, phase: str) -> None:
+        self._phase, self._phase_since = phase, time.monotonic()
+
+    def _args(self, **extra: Any) -> Any:
+        """A fresh copy of the flags for one call of a hook, with slime's names for what the run adds."""
+        router = self.endpoints.router_url.removeprefix("http://")
+        host, _, port = router.rpartition(":")
+        return self.config.to_args(
+            sglang_router_ip=host or None,
+            sglang_router_port=int(port) if port else None,
+            router_url=self.endpoints.router_url,
+            engine_urls=list(self.endpoints.engine_urls),
+            api_key=self.endpoints.api_key,
+            rollout_global_dataset=True,
+            save=str(self.run_dir / "checkpoints"),
+            load=None,
+            run_dir=str(self.run_dir),
+            abort_event=self._abort,
+            **extra,
+        )
+
+    # -------------------------------------------------------------------------------- rollouts
+    async def generate(self, rollout_id: int) -> Rollout:
+        """Make rollout `rollout_id`: groups → rewards → shards in the object store.
+
+        Raises:
+            RewardError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
+        """
+        self._abort.clear()
+        self._set_phase(f"rollout {rollout_id}")
+        start = time.perf_counter()
+        try:
+            rollout = await asyncio.to_thread(self._generate, rollout_id)
+        finally:
+            self._set_phase("idle")
+        if self._source is not None:
+            self._states[rollout_id] = self._source_state()
+            for old in [key for key in self._states if key < rollout_id - 2]:
+                del self._states[old]
+        rollout.metrics["perf/time_generate_s"] = time.perf_counter() - start
+        self._last_metrics = rollout.metrics
+        return rollout
+
+    def _generate(self, rollout_id: int) -> Rollout:
+        mode = self.config.run.mode
+        metrics: dict[str, float] = {}
+        if self.config.run.load_debug_rollout_data:
+            samples = self._load_saved(rollout_id)
+        else:
+            groups, metrics = self._collect_groups(rollout_id)
+            samples = flatten(groups)
+        if self.config.run.save_debug_rollout_data:
+            self._save_samples(rollout_id, samples)
+        if mode == "sft":
+            raw = rewards = [0.0] * len(samples)
+            metrics["rollout/num_samples"] = float(len(samples))
+        else:
+            raw, rewards = self._rewards(samples)
+            indices = np.array([-1 if s.group_index is None else s.group_index for s in samples])
+            metrics.update(rollout_metrics(samples, raw, indices))
+            self._writer.write(rollout_id, self.attempt, [s.to_dict() for s in samples], kind="train")
+        accepted = self._accept(rollout_id, samples, raw) if mode == "reject-sampling" else 0
+        if mode == "reject-sampling":
+            metrics["rollout/accepted"] = float(accepted)
+        shards: list[Any] = []
+        if self.plan.layout is not None and self.plan.batch is not None and mode in ("rl", "sft"):
+            built = build_shards(
+                samples,
+                rewards,
+                raw,
+                self.plan.batch,
+                rollout_id=rollout_id,
+                max_tokens=self.config.train.max_tokens_per_gpu,
+                micro_batch_size=self.config.train.micro_batch_size,
+            )
+            shards = [self._put(shard) for shard in built]
+        return Rollout(rollout_id, shards, metrics, accepted)
+
+    def _collect_groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Call the rollout function until there are enough groups; score and filter what it left undone."""
+        wanted = self.config.rollout.rollout_batch_size
+        assert wanted is not None
+        groups: list[list[Sample]] = []
+        metrics: dict[str, float] = {}
+        for _ in range(MAX_REFILLS):
+            args = self._args()
+            output = as_train_output(self._rollout_function(args, rollout_id, self._source))
+            metrics.update(output.metrics)
+            groups += self._finish(args, output.samples)
+            if len(groups) >= wanted:
+                break
+        if len(groups) < wanted:
+            raise ValueError(
+                f"--rollout-function-path {self.config.rollout.rollout_function_path}: {MAX_REFILLS} calls gave"
+                f" {len(groups)} groups that pass the filter, --rollout-batch-size is {wanted}"
+            )
+        return groups[:wanted], metrics
+
+    def _finish(self, args: Any, groups: list[list[Sample]]) -> list[list[Sample]]:
+        """Rewards that are still missing are computed; groups that got them here are filtered here."""
+        if self.config.run.mode == "sft":
+            return groups
+        kept: list[list[Sample]] = []
+        path = self.config.rollout.dynamic_sampling_filter_path
+        for group in groups:
+            missing = [s for s in group if s.reward is None and s.status not in (Status.FAILED, Status.ABORTED)]
+            if missing:
+                for sample, reward in zip(missing, asyncio.run(batched_async_rm(args, missing)), strict=True):
+                    sample.reward = reward
+                if path and not apply_filter(args, load_function(path), group).keep:
+                    continue
+            kept.append(group)
+        return kept
+
+    def _rewards(self, samples: list[Sample]) -> tuple[list[float], list[float]]:
+        """Raw rewards, and those that are trained on: normalised over each group unless told otherwise."""
+        args = self._args()
+        if self._post_process is not None:
+            raw, rewards = self._post_process(args, samples)
+            return [float(r) for r in raw], [float(r) for r in rewards]
+        failed = (Status.FAILED, Status.ABORTED)
+        raw = [0.0 if s.status in failed and s.reward is None else s.get_reward_value(args) for s in samples]
+        if self.config.algorithm.disable_rewards_normalization:
+            return raw, raw
+        groups = np.array([s.group_index if s.group_index is not None else -1 - i for i, s in enumerate(samples)])
+        divide = not self.config.algorithm.disable_grpo_std_normalization
+        return raw, group_normalize(np.asarray(raw, np.float64), groups, divide).tolist()
+
+    def _accept(self, rollout_id: int, samples: list[Sample], raw: list[float]) -> int:
+        """Append the accepted samples to the reject-sampling file, in the form that `--mode sft` reads."""
+        options = self.config.reject_sampling
+        path = self._accepted_path()
+        by_group: dict[Any, list[tuple[float, Sample]]] = {}
+        for sample, reward in zip(samples, raw, strict=True):
+            if reward >= options.reject_sampling_threshold and sample.status == Status.COMPLETED:
+                by_group.setdefault(sample.group_index, []).append((reward, sample))
+        count = 0
+        with path.open("a", encoding="utf-8") as out:
+            for found in by_group.values():
+                found.sort(key=lambda pair: -pair[0])
+                for reward, sample in found[: options.reject_sampling_per_prompt]:
+                    row: dict[str, Any] = {
+                        "rollout_id": rollout_id,
+                        "prompt": sample.prompt,
+                        "response": sample.response,
+                    }
+                    if sample.messages is not None:
+                        row["messages"] = [*sample.messages, {"role": "assistant", "content": sample.response}]
+                    row.update(reward=reward, label=sample.label, metadata=sample.metadata)
+                    out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    count += 1
+        return count
+
+    def _forget_accepted_after(self, rollout_id: int) -> None:
+        """Drop accepted samples of rollouts that a resumed run makes again: none shall stand there twice."""
+        path = self._accepted_path()
+        if not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["rollout_id"] <= rollout_id]
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+
+    def _accepted_path(self) -> Path:
+        return Path(self.config.reject_sampling.reject_sampling_output or self.run_dir / "accepted.jsonl")
+
+    # -------------------------------------------------------------------------------- replay
+    def _save_samples(self, rollout_id: int, samples: list[Sample]) -> None:
+        path = Path(str(self.config.run.save_debug_rollout_data).format(rollout_id=rollout_id))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(sample.to_dict()) + "\n" for sample in samples)
+
+    def _load_saved(self, rollout_id: int) -> list[Sample]:
+        path = Path(str(self.config.run.load_debug_rollout_data).format(rollout_id=rollout_id))
+        if not path.is_file():
+            raise ValueError(f"--load-debug-rollout-data: there is no {path}")
+        return [Sample.from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    # -------------------------------------------------------------------------------- evaluation
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Evaluate on every set of --eval-prompt-data; returns eval/<set>/… and writes the samples."""
+        self._set_phase(f"evaluation {rollout_id}")
+        start = time.perf_counter()
+        try:
+            output = await asyncio.to_thread(self._eval_function, self._args(), rollout_id, self._source, evaluation=True)
+        finally:
+            self._set_phase("idle")
+        result = as_eval_output(output)
+        for name, found in result.data.items():
+            rows = [sample.to_dict() for sample in found.get("samples", [])]
+            self._writer.write(rollout_id, self.attempt, rows, kind=f"eval-{name}")
+        return {**eval_metrics(result.data), **result.metrics, "perf/time_eval_s": time.perf_counter() - start}
+
+
+def _ray_put(value: Any) -> Any:
+    import ray
+
+    return ray.put(value)

@@ -1,0 +1,171 @@
+"""The command `fusionrl`: train, plan, flags."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionrl import __version__
+from fusionrl.config.config import Config
+from fusionrl.config.parser import CommandLineError, build_parser, parse_args
+from fusionrl.config.reference import render_reference
+from fusionrl.config.validate import validate
+from fusionrl.plan.plan import Plan, make_plan, render_plan
+
+USAGE = """usage: fusionrl COMMAND [flags]
+
+  fusionrl train --mode rl|sft|reject-sampling|eval …   run
+  fusionrl plan  …                                      check the same flags, print the plan, start nothing
+  fusionrl flags                                        the flag reference, as Markdown
+
+`fusionrl train --help` lists the flags."""
+
+EXIT_USER, EXIT_FAILURE, EXIT_TERMINATED, EXIT_INTERRUPTED = 2, 1, 143, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 2 for a user's mistake, 1 for a failure."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (args[0], args[1:]) if args else ("--help", [])
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if command == "--version":
+        print(__version__)
+        return 0
+    if command == "flags":
+        print(render_reference(), end="")
+        return 0
+    if command not in ("train", "plan"):
+        print(f"error: unknown command {command!r}\n\n{USAGE}", file=sys.stderr)
+        return EXIT_USER
+    if "-h" in rest or "--help" in rest:
+        build_parser().print_help()
+        return 0
+    try:
+        config, plan = resolve(rest)
+    except CommandLineError as error:
+        for line in error.errors:
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_USER
+    if command == "plan" or config.run.dry_run:
+        print(render_plan(plan, config), end="")
+        return 0
+    return run_command(config, plan)
+
+
+def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
+    """Command line → checked configuration and its plan.
+
+    Raises:
+        CommandLineError: every mistake that can be known before anything starts.
+    """
+    config = parse_args(argv)
+    checked, errors = validate(config)
+    if checked is None:
+        raise CommandLineError(errors)
+    try:
+        cores = len(os.sched_getaffinity(0))
+        plan = make_plan(
+            config,
+            checked.shape,
+            device=detect_device(config.cluster.device),
+            num_prompts=checked.num_prompts,
+            num_cores=cores,
+        )
+    except ValueError as error:
+        raise CommandLineError([str(error)]) from error
+    return config, plan
+
+
+def detect_device(wanted: str) -> str:
+    """`cpu` or `cuda`; auto asks NVML, which costs milliseconds where torch costs seconds.
+
+    Raises:
+        ValueError: --device cuda on a machine without a GPU.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        pynvml.nvmlShutdown()
+    except ImportError:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False) if _has("nvidia-smi") else None
+        count = len(listed.stdout.splitlines()) if listed is not None and listed.returncode == 0 else 0
+    except pynvml.NVMLError:
+        count = 0
+    if wanted == "cuda" and not count:
+        raise ValueError("--device cuda: this machine has no NVIDIA GPU; use --device cpu or auto")
+    return "cuda" if count else "cpu"
+
+
+def _has(program: str) -> bool:
+    return any(os.access(Path(folder) / program, os.X_OK) for folder in os.get_exec_path())
+
+
+def run_command(config: Config, plan: Plan) -> int:
+    """Run a resolved configuration in its folder; whatever goes wrong is said last, in one message."""
+    # Ray and the rest of the stack are imported only now, when the command line has been found good.
+    from fusionrl.observe.log import quiet_libraries, setup_logging
+    from fusionrl.observe.progress import Progress
+    from fusionrl.observe.run_dir import RunDir
+
+    path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        run_dir = RunDir(path, resume=config.run.resume)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    error: BaseException | None = None
+    code = 0
+    with run_dir:
+        run_dir.write_config(config.model_dump())
+        run_dir.write_plan(render_plan(plan, config))
+        log_file = run_dir.logs / "driver.log"
+        with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
+            setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
+            progress.print(f"run folder {path}")
+            try:
+                from fusionrl.train import run_training
+
+                quiet_libraries()
+                run_training(config, plan, path, run_dir.attempt, progress)
+            except BaseException as raised:  # the last stop of every error: it becomes the exit code and message
+                error = raised
+                logging.getLogger("fusionrl").debug("the run failed", exc_info=True)
+                with log_file.open("a", encoding="utf-8") as log:
+                    log.write("".join(traceback.format_exception(raised)))
+    if error is not None:
+        code, message = explain(error)
+        print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
+    else:
+        print(f"done: {path}")
+    return code
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
+    from fusionrl.cluster.session import root_cause
+    from fusionrl.train import Terminated
+
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted"
+    if isinstance(error, Terminated):
+        return EXIT_TERMINATED, "terminated by SIGTERM"
+    cause = root_cause(error)
+    if isinstance(cause, ValueError):
+        return EXIT_USER, f"error: {cause}"
+    return EXIT_FAILURE, f"failed: {type(cause).__name__}: {cause}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

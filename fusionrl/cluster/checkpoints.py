@@ -1,0 +1,60 @@
+"""Checkpoints in a run's folder: written under a temporary name, published by one rename, found again by a resume."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"step_(\d{6,})")
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One finished checkpoint: its folder, and the last rollout whose training it contains."""
+
+    path: Path
+    rollout_id: int
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def latest(self) -> Checkpoint | None:
+        """The newest finished checkpoint; one without its manifest was never published and does not count."""
+        found = []
+        for path in self.folder.glob("step_*"):
+            if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
+                manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+                found.append(Checkpoint(path, int(manifest["rollout_id"])))
+        return max(found, key=lambda checkpoint: checkpoint.rollout_id, default=None)
+
+    def publish(self, rollout_id: int, write: Callable[[Path], None], facts: dict[str, Any]) -> Checkpoint:
+        """Let `write` fill a temporary folder, add the manifest, and rename it to `step_<finished rollouts>`.
+
+        An exception or a kill on the way leaves every earlier checkpoint as it was.
+        """
+        final = self.folder / f"step_{rollout_id + 1:06d}"
+        temporary = self.folder / f".writing_{final.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            write(temporary)
+            manifest = {"rollout_id": rollout_id, "time": time.time(), **facts}
+            (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if final.exists():  # the same step, saved again by a later attempt
+            shutil.rmtree(final)
+        temporary.rename(final)
+        return Checkpoint(final, rollout_id)

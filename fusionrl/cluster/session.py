@@ -1,0 +1,349 @@
+"""`Session`: the actors of one run, from start to end. Nothing of it outlives its `close`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, start_ray
+from fusionrl.cluster.workers import BufferWorker, EngineWorker, TrainerWorker
+from fusionrl.config.config import Config
+from fusionrl.engines.engine import EngineSpec
+from fusionrl.engines.process import interface_of
+from fusionrl.engines.router import Router
+from fusionrl.plan.plan import Plan
+from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
+from fusionrl.weights.push import push_weights, verify_push
+
+logger = logging.getLogger(__name__)
+
+_TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_ENGINE_STOP_TIMEOUT_S = 20.0
+
+
+class Session:
+    """Engines, router, Buffer and trainers of a run. A context manager: leaving it ends every process of the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        run_dir: Path,
+        attempt: int,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`say` is told what is going on; `check_stop` is called while waiting, and may raise to end the wait."""
+        self.config, self.plan = config, plan
+        self.run_dir, self.attempt = run_dir.resolve(), attempt
+        self.say, self.check_stop = say, check_stop
+        self.trainers: list[Any] = []
+        self.engines: list[Any] = []
+        self.urls: list[str] = []
+        self.buffer: Any = None
+        self.router: Router | None = None
+        self.api_key: str | None = None
+        self._group: PlacementGroup | None = None
+        self._started_ray = False
+        self._num_pushes = 0
+        self._targets: list[EngineTarget] = []
+        self._feeds: list[Feed] = []
+
+    # ------------------------------------------------------------------------------------ life
+    def __enter__(self) -> Session:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        plan, cluster = self.plan, self.config.cluster
+        self.say("starting Ray")
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        self._started_ray = start_ray(
+            plan.device, plan.num_bundles, address=cluster.ray_address, dashboard=self.config.run.dashboard
+        )
+        self.alone = is_alone()
+        bundles: list[Bundle] = []
+        if plan.num_bundles:
+            self._group, bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
+        self.say("starting " + " and ".join(self._parts()))
+        engine_refs = self._make_engines(bundles)
+        trainer_refs = self._make_trainers(bundles)
+        buffer_ready = self._make_router_and_buffer(engine_refs, bundles)
+        if self.trainers:
+            facts = _gather(trainer_refs)
+            logger.info("trainers: %s", facts[0])
+        facts = ray.get(buffer_ready)
+        if facts["num_too_long"]:
+            self.say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
+        if self.trainers and self.engines:
+            self._plan_pushes(bundles)
+
+    def _parts(self) -> list[str]:
+        parts = []
+        if self.plan.num_engines:
+            parts.append(f"{self.plan.num_engines} engine{'s' * (self.plan.num_engines > 1)} and the router")
+        if self.plan.layout:
+            parts.append(f"{self.plan.layout.world_size} trainer{'s' * (self.plan.layout.world_size > 1)}")
+        return parts or ["the Buffer"]
+
+    def _env(self, address: str | None = None) -> dict[str, str]:
+        """Environment of every actor: imports from the folder the command ran in, one collective interface."""
+        paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
+        interface = interface_of(LOOPBACK if self.alone else address or LOOPBACK)
+        if interface:
+            env["GLOO_SOCKET_IFNAME"] = interface
+        if self.plan.device == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that the machine has, but the run does not use
+        else:
+            env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+            if interface and not self.alone:
+                env["NCCL_SOCKET_IFNAME"] = interface
+        return env
+
+    def _log(self, role: str) -> str:
+        return str(self.run_dir / "logs" / f"{role}.a{self.attempt}.log")
+
+    def _make_engines(self, bundles: list[Bundle]) -> list[Any]:
+        if not self.plan.num_engines:
+            return []
+        self.api_key = secrets.token_urlsafe(24)
+        refs = []
+        for index, places in enumerate(self.plan.engine_bundles):
+            first = bundles[places[0]]
+            if len({bundles[i].node_id for i in places}) > 1:
+                raise ValueError(
+                    f"engine {index} would span several nodes (--rollout-num-gpus-per-engine {self.plan.engine_size}),"
+                    " which is not available yet"
+                )
+            server_args = dict(self.config.passthrough.sglang)
+            if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
+                server_args.setdefault("enable_memory_saver", True)
+            spec = EngineSpec(
+                index=index,
+                model_path=str(self.config.model.hf_checkpoint),
+                device=self.plan.device,
+                dtype=_TORCH_DTYPES[self.plan.rollout_dtype],
+                tp_size=self.plan.engine_size,
+                gpu_ids=tuple(bundles[i].device_id for i in places),
+                host=LOOPBACK if self.alone else first.node_address,
+                api_key=self.api_key,
+                log_dir=str(self.run_dir / "logs"),
+                seed=self.config.data.rollout_seed + index,
+                start_timeout_s=self.config.rollout.engine_start_timeout_s,
+                num_threads=self.config.rollout.engine_num_threads,
+                server_args=server_args,
+            )
+            actor = actor_on(
+                EngineWorker, first, self._group, env=self._env(first.node_address), max_concurrency=8
+            ).remote(spec, self._log(f"engine-actor-{index}"))
+            self.engines.append(actor)
+            refs.append(actor.start.remote())
+        return refs
+
+    def _make_trainers(self, bundles: list[Bundle]) -> list[Any]:
+        if self.plan.layout is None:
+            return []
+        for rank, place in enumerate(self.plan.trainer_bundles):
+            bundle = bundles[place]
+            env = self._env(bundle.node_address)
+            env["OMP_NUM_THREADS"] = str(self.plan.train_num_threads)
+            actor = actor_on(TrainerWorker, bundle, self._group, env=env, max_concurrency=1).remote(
+                pinned(self.config, self.plan),
+                self.plan,
+                rank,
+                str(self.run_dir),
+                bundle.device_id,
+                LOOPBACK if self.alone else bundle.node_address,
+                self._log(f"trainer-{rank}"),
+            )
+            self.trainers.append(actor)
+        address, port = ray.get(self.trainers[0].node_address.remote())
+        return [trainer.setup.remote(address, port) for trainer in self.trainers]
+
+    def _make_router_and_buffer(self, engine_refs: list[Any], bundles: list[Bundle]) -> Any:
+        router_url = ""
+        if engine_refs:
+            host = LOOPBACK if self.alone else ray.util.get_node_ip_address()
+            self.router = Router(
+                host, str(self.run_dir / "logs"), api_key=self.api_key, router_args=self.config.passthrough.router
+            )
+            router_url = self.router.start()
+            self.urls = _gather(engine_refs)
+            for url in self.urls:
+                self.router.add_worker(url, self.api_key)
+        endpoints = EngineEndpoints(router_url, tuple(self.urls), self.api_key)
+        self.buffer = actor_on(BufferWorker, None, None, env=self._env()).remote(
+            self.config, self.plan, str(self.run_dir), self.attempt, endpoints, self._log("buffer")
+        )
+        return self.buffer.setup.remote()
+
+    def _plan_pushes(self, bundles: list[Bundle]) -> None:
+        self._targets = [
+            EngineTarget(i, engine, bundles[places[0]].node_id, places)
+            for i, (engine, places) in enumerate(zip(self.engines, self.plan.engine_bundles, strict=True))
+        ]
+        if self.plan.transport == "ipc":
+            nodes = [bundles[place].node_id for place in self.plan.trainer_bundles]
+            self._feeds = plan_feeds(self._targets, self.plan.trainer_bundles, nodes, self.plan.device)
+
+    # ------------------------------------------------------------------------------------ work
+    def push(self, version: int) -> dict[str, float]:
+        """Push the trainers' weights to every engine as `version`; verified as --verify-weights says."""
+        weights = self.config.weights
+        if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
+            ray.get([engine.resume_memory.remote(None) for engine in self.engines])
+        assert self.plan.transport is not None
+        metrics = push_weights(
+            self.trainers,
+            self._targets,
+            self._feeds,
+            version=version,
+            transport=self.plan.transport,
+            pause_mode=weights.pause_generation_mode,
+            timeout_s=weights.update_weight_timeout_s,
+        )
+        is_first = self._num_pushes == 0
+        self._num_pushes += 1
+        if weights.verify_weights == "always" or (weights.verify_weights == "first" and is_first):
+            metrics.update(self._verify(version))
+        return metrics
+
+    def _verify(self, version: int) -> dict[str, float]:
+        is_fp32 = self.plan.precision == self.plan.rollout_dtype == "fp32"
+        return verify_push(
+            self.trainers,
+            self._targets,
+            self.urls,
+            api_key=self.api_key,
+            vocab_size=self.plan.shape.vocab_size,
+            version=version,
+            temperature=self.config.rollout.rollout_temperature,
+            tolerance=self.config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
+            check_bytes=self.plan.device == "cpu",
+        )
+
+    def release_engine_memory(self) -> None:
+        """Colocated on GPUs: the engines give their memory back before the trainers work."""
+        if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
+            ray.get([engine.flush_cache.remote() for engine in self.engines])
+            ray.get([engine.release_memory.remote(None) for engine in self.engines])
+
+    def train(self, rollout_id: int, shards: Sequence[Any]) -> dict[str, float]:
+        """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
+        assert self.plan.layout is not None
+        refs = [
+            trainer.train.remote(rollout_id, [shards[self.plan.layout.dp_rank(rank)]])
+            for rank, trainer in enumerate(self.trainers)
+        ]
+        return _gather(refs)[0]
+
+    def generate(self, rollout_id: int) -> Any:
+        """The Buffer's `Rollout`; an engine that dies meanwhile is reported instead of its consequences."""
+        return self._watched(self.buffer.generate.remote(rollout_id))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of an evaluation on every set."""
+        return self._watched(self.buffer.evaluate.remote(step))
+
+    def _watched(self, ref: Any) -> Any:
+        """Wait for the Buffer's answer, looking after the engines: a dead one is an error at once."""
+        while True:
+            done, _ = ray.wait([ref], timeout=1.0)
+            if done:
+                try:
+                    return ray.get(ref)
+                except ray.exceptions.RayTaskError:
+                    self.check_engines()  # raises, with the engine's log, where a dead engine is the cause
+                    raise
+            self.check_engines()
+            self.check_stop()
+
+    def check_engines(self) -> None:
+        """Raise with the end of its log when an engine's server is dead."""
+        ray.get([engine.check_alive.remote() for engine in self.engines])
+
+    def save(self, path: Path, rollout_id: int) -> None:
+        """Trainers' checkpoint and the Buffer's cursor into the folder `path`."""
+        refs = [self.buffer.save.remote(str(path / "buffer.json"), rollout_id)]
+        refs += [trainer.save.remote(str(path / "trainer"), rollout_id) for trainer in self.trainers]
+        _gather(refs)
+
+    def load(self, path: Path) -> None:
+        """The inverse of `save`."""
+        refs = [self.buffer.load.remote(str(path / "buffer.json"))]
+        refs += [trainer.load.remote(str(path / "trainer")) for trainer in self.trainers]
+        _gather(refs)
+
+    def save_hf(self, path: Path) -> None:
+        """Weights as a Hugging Face folder."""
+        _gather([trainer.save_hf.remote(str(path)) for trainer in self.trainers])
+
+    # ------------------------------------------------------------------------------------ end
+    def close(self) -> None:
+        """End every process of the run. Idempotent; never raises what would hide the error that led here."""
+        if not ray.is_initialized():
+            return
+        stops = [engine.shutdown.remote() for engine in self.engines]
+        if self.router is not None:
+            self.router.shutdown()
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=_ENGINE_STOP_TIMEOUT_S)
+        for actor in [*self.trainers, *self.engines, self.buffer]:
+            if actor is not None:
+                ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self.trainers, self.engines, self.buffer = [], [], None
+        self.router = self._group = None
+        ray.shutdown()
+
+
+def pinned(config: Config, plan: Plan) -> Config:
+    """The configuration with the plan's answers in place of `auto` and of what was left open."""
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"num_rollout": plan.num_rollout}),
+            "cluster": config.cluster.model_copy(
+                update={"device": plan.device, "train_num_threads": plan.train_num_threads}
+            ),
+            "model": config.model.model_copy(update={"precision": plan.precision}),
+            "train": config.train.model_copy(
+                update={"num_steps_per_rollout": plan.batch.num_steps if plan.batch else None}
+            ),
+        }
+    )
+
+
+def _gather(refs: Sequence[Any]) -> list[Any]:
+    """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one."""
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1)
+        ray.get(done)
+    return ray.get(list(refs))
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error an actor's method raised, out of Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
+        return cause
+    return error
+

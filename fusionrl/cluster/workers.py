@@ -1,0 +1,164 @@
+"""The actors' processes: each writes its output into its own file of the run's folder, then is the plain class.
+
+Everything a process prints, and what C++ libraries write to its descriptors, lands in that file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from fusionrl.buffer.actor import BufferActor
+from fusionrl.config.config import Config
+from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.http import EndpointError
+from fusionrl.observe.log import setup_logging
+from fusionrl.plan.plan import Plan
+
+
+def _log_to(path: str, role: str, level: str = "info") -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    setup_logging(level, Path(path), role=role)
+
+
+class EngineWorker(EngineActor):
+    """An engine's actor process."""
+
+    def __init__(self, spec: EngineSpec, log: str) -> None:
+        _log_to(log, f"engine-{spec.index}")
+        super().__init__(spec)
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError with the end of the server's log when its process is dead; asks the server nothing."""
+        self._living("generation")
+
+
+    def weight_checksums(self) -> list[dict[str, str]] | None:
+        """Engine rank → tensor name → hash, as the server reports them; None where its version cannot."""
+        try:
+            answer = self._call("POST", "/weights_checker", {"action": "checksum"})
+        except EndpointError as error:
+            if error.status in (404, 405):
+                return None
+            raise
+        return [rank["checksums"] for rank in answer["ranks"]]
+
+
+class BufferWorker(BufferActor):
+    """The Buffer's actor process."""
+
+    def __init__(
+        self, config: Config, plan: Plan, run_dir: str, attempt: int, endpoints: Any, log: str
+    ) -> None:
+        _log_to(log, "buffer", config.run.log_level)
+        super().__init__(config, plan, run_dir, attempt, endpoints)
+
+
+class TrainerWorker:
+    """A trainer rank's actor process. Megatron is imported here and nowhere in the driver."""
+
+    def __init__(
+        self, config: Config, plan: Plan, rank: int, run_dir: str, device_id: int, host: str, log: str
+    ) -> None:
+        _log_to(log, f"trainer-{rank}", config.run.log_level)
+        import torch
+
+        if plan.device == "cuda":
+            torch.cuda.set_device(device_id)
+        else:
+            torch.set_num_threads(plan.train_num_threads)
+        from fusionrl.trainer.actor import TrainerActor
+
+        assert plan.layout is not None
+        self._plan, self._config, self._host, self._rank = plan, config, host, rank
+        self._trainer = TrainerActor(config, plan.layout, rank, run_dir)
+        self._sender: Any = None
+
+    def node_address(self) -> tuple[str, int]:
+        """Rendezvous of the ranks, asked of rank 0: this node's address and a port.
+
+        The port's store is bound here and stays so; torch's rendezvous in this process joins it (multi-tenant), so
+        that no other process can take the port in between.
+        """
+        from fusionrl.weights.group import create_group_store
+
+        self._store = create_group_store(self._host, 60.0 * self._config.cluster.distributed_timeout_minutes)
+        return self._host, self._store.port
+
+    def setup(self, master_address: str, master_port: int) -> dict[str, Any]:
+        """Process groups, model, optimizer."""
+        return self._trainer.setup(master_address, master_port)
+
+    def push_weights(self, targets: list[Any], feeds: list[Any], version: int, transport: str) -> dict[str, Any]:
+        """This rank's part of a weight push."""
+        if self._sender is None:
+            self._sender = self._make_sender()
+        return self._sender.send(targets, feeds, version, transport)
+
+    def _make_sender(self) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        from fusionrl.weights.send import WeightSender
+
+        return WeightSender(
+            rank=self._rank,
+            device=self._plan.device,
+            backend=self._plan.backend,
+            host=self._host,
+            export=self._export,
+            dtype=torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16,
+            buffer_size=self._config.weights.update_weight_buffer_size,
+            timeout_s=self._config.weights.update_weight_timeout_s,
+            object_group=dist.new_group(backend="gloo"),
+        )
+
+    def _export(self) -> Any:
+        """(Hugging Face name, full tensor) of every weight; collective."""
+        from fusionrl.weights.hf_io import iter_hf_tensors
+
+        trained = self._trainer.trained
+        return iter_hf_tensors(trained.chunks, trained.transformer, self._trainer.shape)
+
+    def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
+        """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
+        import torch
+
+        from fusionrl.weights.checksums import engine_checksums
+
+        dtype = torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16
+        tensors = ((name, tensor.detach().to(dtype)) for name, tensor in self._export())
+        return engine_checksums(tensors, self._plan.shape, tp_size)
+
+
+    def train(self, rollout_id: int, shard: Any) -> dict[str, float]:
+        """The optimizer steps of one rollout."""
+        return self._trainer.train(rollout_id, shard)
+
+    def score(self, shard: Any) -> list[Any]:
+        """Log-probs of the responses, forward only."""
+        return self._trainer.score(shard)
+
+    def save(self, path: str, rollout_id: int) -> None:
+        """Megatron checkpoint."""
+        self._trainer.save(path, rollout_id)
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Restore a Megatron checkpoint."""
+        return self._trainer.load(path)
+
+    def save_hf(self, path: str) -> None:
+        """Hugging Face folder."""
+        self._trainer.save_hf(path)
+
+    def state_hashes(self) -> dict[str, str]:
+        """Hashes of weights, optimizer state and RNG."""
+        return self._trainer.state_hashes()

@@ -1,0 +1,80 @@
+"""`Config`: every group of flags, and what is passed through to SGLang, the router and Megatron-core."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from typing import Any
+
+from pydantic import Field
+
+from fusionrl.config.groups import (
+    GROUPS,
+    AlgorithmGroup,
+    CheckpointGroup,
+    ClusterGroup,
+    DataGroup,
+    EvalGroup,
+    Group,
+    ModelGroup,
+    RejectSamplingGroup,
+    RewardGroup,
+    RolloutGroup,
+    RunGroup,
+    TrainGroup,
+    WeightsGroup,
+)
+
+
+class PassThrough(Group):
+    """Flags that belong to the parts: upstream's own field names, only those the user set."""
+
+    sglang: dict[str, Any] = Field(default_factory=dict, description="SGLang ServerArgs fields (--sglang-*).")
+    router: dict[str, Any] = Field(default_factory=dict, description="Router arguments (--router-*).")
+    transformer: dict[str, Any] = Field(default_factory=dict, description="Megatron TransformerConfig fields.")
+    optimizer: dict[str, Any] = Field(default_factory=dict, description="Megatron OptimizerConfig fields.")
+    ddp: dict[str, Any] = Field(default_factory=dict, description="Megatron DistributedDataParallelConfig fields.")
+
+
+class Config(Group):
+    """The whole configuration of a run; frozen. What is derived from it stands in the Plan."""
+
+    run: RunGroup = Field(default_factory=RunGroup)
+    cluster: ClusterGroup = Field(default_factory=ClusterGroup)
+    model: ModelGroup = Field(default_factory=ModelGroup)
+    data: DataGroup = Field(default_factory=DataGroup)
+    rollout: RolloutGroup = Field(default_factory=RolloutGroup)
+    reward: RewardGroup = Field(default_factory=RewardGroup)
+    algorithm: AlgorithmGroup = Field(default_factory=AlgorithmGroup)
+    train: TrainGroup = Field(default_factory=TrainGroup)
+    eval: EvalGroup = Field(default_factory=EvalGroup)
+    weights: WeightsGroup = Field(default_factory=WeightsGroup)
+    checkpoint: CheckpointGroup = Field(default_factory=CheckpointGroup)
+    reject_sampling: RejectSamplingGroup = Field(default_factory=RejectSamplingGroup)
+    passthrough: PassThrough = Field(default_factory=PassThrough)
+
+    @classmethod
+    def from_flat(cls, values: dict[str, Any], passthrough: PassThrough | None = None) -> Config:
+        """Build a Config from flat field names, as a test or a notebook has them.
+
+        Raises:
+            ValueError: a name that is no field, or a value that a field does not take.
+        """
+        known = {field: group for group, model in GROUPS.items() for field in model.model_fields}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown configuration fields: {', '.join(unknown)}")
+        nested: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        for name, value in values.items():
+            nested[known[name]][name] = value
+        return cls(**nested, passthrough=passthrough or PassThrough())
+
+    def to_args(self, **extra: Any) -> argparse.Namespace:
+        """A fresh flat namespace for hooks: slime's names, a copy that a hook may write on."""
+        flat: dict[str, Any] = {}
+        for group in GROUPS:
+            flat.update(getattr(self, group).model_dump())
+        for name, value in self.passthrough.sglang.items():
+            flat[f"sglang_{name}"] = copy.deepcopy(value)
+        flat.update(extra)
+        return argparse.Namespace(**flat)

@@ -1,0 +1,313 @@
+"""The flags of fusionrl: one pydantic group a topic, one field a flag.
+
+A field `rollout_batch_size` is the flag `--rollout-batch-size`; its description is the help text and the line of
+the flag reference. Names are slime's and Megatron's wherever the meaning is the same. Field names are unique over
+all groups, so that hooks can be handed one flat namespace.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Group(BaseModel):
+    """Base of every group: strict, frozen, unknown names refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class RunGroup(Group):
+    """Run: what is done, and where its files go"""
+
+    mode: Literal["rl", "sft", "reject-sampling", "eval"] = Field(
+        "rl", description="What the run does: rl, sft, reject-sampling or eval. Each toggles engines and trainers."
+    )
+    pipeline: Literal["on-policy", "stream", "async", "async-partial"] = Field(
+        "on-policy", description="How generation and training overlap."
+    )
+    name: str = Field("run", description="Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
+    run_dir: str | None = Field(None, description="Folder of the run. Default: runs/<name>-<time>.")
+    resume: bool = Field(
+        False, description="Go on in --run-dir from its last checkpoint (from the start where there is none yet)."
+    )
+    seed: int = Field(1234, description="Seed of initialisation, data order and trainers.", ge=0)
+    num_rollout: int | None = Field(None, description="Number of rollout steps to run.", ge=0)
+    num_epoch: int | None = Field(
+        None, description="Epochs over the prompt data, where --num-rollout is not given.", ge=1
+    )
+    use_tensorboard: bool = Field(False, description="Write TensorBoard event files into the run folder as well.")
+    dry_run: bool = Field(False, description="Check everything, print the plan and stop before Ray starts.")
+    dashboard: bool = Field(False, description="Start Ray's dashboard with a cluster that is started here.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the log files.")
+    debug_rollout_only: bool = Field(False, description="Run the engines and the Buffer alone; nothing is trained.")
+    debug_train_only: bool = Field(
+        False, description="Run the trainers alone on rollouts saved before (--load-debug-rollout-data)."
+    )
+    load_debug_rollout_data: str | None = Field(
+        None, description="Path template with {rollout_id} of rollouts to train on instead of generating."
+    )
+    save_debug_rollout_data: str | None = Field(
+        None, description="Path template with {rollout_id} to save each rollout's samples for later replay."
+    )
+
+
+class ClusterGroup(Group):
+    """Cluster: devices and placement"""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of engines and trainers.")
+    ray_address: str | None = Field(
+        None, description="Address of a Ray cluster that runs already; by default a local one is started."
+    )
+    actor_num_nodes: int = Field(1, description="Nodes of the trainers.", ge=1)
+    actor_num_gpus_per_node: int = Field(
+        1, description="Trainer ranks a node; devices are GPUs, or processes on a CPU.", ge=1
+    )
+    rollout_num_gpus: int | None = Field(
+        None, description="Devices of the engines in all. Default: the trainers' when colocated, else 1.", ge=1
+    )
+    rollout_num_gpus_per_engine: int = Field(1, description="Devices of one engine (its tensor parallel size).", ge=1)
+    num_gpus_per_node: int = Field(8, description="Devices a node has, at most, when a placement is planned.", ge=1)
+    colocate: bool = Field(False, description="Engines and trainers share the same devices.")
+    offload_rollout: bool = Field(
+        True, description="Colocated on GPUs: engines give their memory back while the trainers work."
+    )
+    distributed_timeout_minutes: int = Field(10, description="Time limit of a collective operation, minutes.", ge=1)
+    placement_timeout_s: float = Field(
+        120.0, description="Time limit for the cluster to provide the devices, seconds.", gt=0
+    )
+    train_num_threads: int | None = Field(
+        None, description="CPU threads of one trainer rank. Default: cores shared out over the ranks.", ge=1
+    )
+
+
+class ModelGroup(Group):
+    """Model and precision"""
+
+    hf_checkpoint: str | None = Field(
+        None, description="Hugging Face folder: the model's shape, its tokenizer and the weights the run starts with."
+    )
+    ref_load: str | None = Field(
+        None, description="Hugging Face folder of the reference model of the KL terms. Default: --hf-checkpoint."
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."
+    )
+    rollout_dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Precision of the engines; auto is the trainers'."
+    )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="Layer implementation; auto is Transformer Engine's where it is installed, on GPUs."
+    )
+    tensor_model_parallel_size: int = Field(1, description="Tensor parallel size of the trainers.", ge=1)
+    pipeline_model_parallel_size: int = Field(1, description="Pipeline parallel size of the trainers.", ge=1)
+    context_parallel_size: int = Field(1, description="Context parallel size of the trainers.", ge=1)
+    expert_model_parallel_size: int = Field(1, description="Expert parallel size of the trainers.", ge=1)
+    expert_tensor_parallel_size: int = Field(1, description="Tensor parallel size of the experts.", ge=1)
+
+
+class DataGroup(Group):
+    """Data"""
+
+    prompt_data: str | None = Field(
+        None, description="Prompts (rl, reject-sampling) or conversations (sft): a .jsonl or .parquet file."
+    )
+    input_key: str = Field("input", description="Column of the prompt (text, or a list of messages).")
+    label_key: str | None = Field(None, description="Column of the label handed to the reward.")
+    metadata_key: str = Field("metadata", description="Column of a JSON object that reaches hooks untouched.")
+    tool_key: str | None = Field(None, description="Column of tool definitions handed to the chat template.")
+    apply_chat_template: bool = Field(False, description="Render prompts by the tokenizer's chat template.")
+    apply_chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the chat template, as JSON."
+    )
+    rollout_shuffle: bool = Field(False, description="Shuffle the prompts anew in each epoch.")
+    rollout_seed: int = Field(42, description="Seed of the shuffle and of sampling.", ge=0)
+    rollout_max_prompt_len: int | None = Field(
+        None, description="Prompts of more tokens are left out, and counted.", ge=1
+    )
+    data_source_path: str = Field(
+        "fusionrl.buffer.data_source.RolloutDataSource", description="Class of the data source, by import path."
+    )
+
+
+class RolloutGroup(Group):
+    """Rollout"""
+
+    rollout_function_path: str = Field(
+        "fusionrl.rollout.sglang_rollout.generate_rollout", description="Function that makes a rollout."
+    )
+    eval_function_path: str | None = Field(
+        None, description="Function that evaluates. Default: --rollout-function-path."
+    )
+    custom_generate_function_path: str | None = Field(None, description="Function that generates one sample.")
+    rollout_batch_size: int | None = Field(None, description="Prompts of one rollout step.", ge=1)
+    n_samples_per_prompt: int = Field(1, description="Samples generated for each prompt.", ge=1)
+    over_sampling_batch_size: int | None = Field(
+        None, description="Prompts submitted at a time while a filter drops groups. Default: --rollout-batch-size.", ge=1
+    )
+    dynamic_sampling_filter_path: str | None = Field(
+        None, description="Function that keeps or drops a finished group."
+    )
+    rollout_temperature: float = Field(1.0, description="Sampling temperature.", gt=0)
+    rollout_top_p: float = Field(1.0, description="Nucleus sampling mass.", gt=0, le=1)
+    rollout_top_k: int = Field(-1, description="Number of likeliest tokens sampled from; -1 is all.", ge=-1)
+    rollout_max_response_len: int | None = Field(None, description="Most new tokens of a response.", ge=1)
+    rollout_min_response_len: int = Field(0, description="Fewest new tokens of a response.", ge=0)
+    rollout_max_context_len: int | None = Field(None, description="Most tokens of prompt and response.", ge=1)
+    rollout_stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
+    rollout_stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a response.")
+    rollout_ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token (benchmarks).")
+    rollout_skip_special_tokens: bool = Field(True, description="Leave special tokens out of the response's text.")
+    sglang_server_concurrency: int = Field(
+        512, description="Requests in flight for each engine, at most.", ge=1
+    )
+    engine_start_timeout_s: float = Field(
+        300.0, description="Time limit for an engine to become healthy, seconds.", gt=0
+    )
+    engine_num_threads: int = Field(1, description="CPU threads of an engine's forward pass, on a CPU.", ge=1)
+
+
+class RewardGroup(Group):
+    """Rewards"""
+
+    rm_type: str | None = Field(None, description="Built-in reward: math, exact, last_number, f1 or random.")
+    custom_rm_path: str | None = Field(None, description="Reward function, `async rm(args, sample, **kw)`.")
+    group_rm: bool = Field(False, description="The reward function gets a whole group, and returns a list.")
+    reward_key: str | None = Field(None, description="Key of the reward that is trained on, where it is a dict.")
+    eval_reward_key: str | None = Field(None, description="Key of the reward that an evaluation reports.")
+    reward_timeout_s: float = Field(60.0, description="Time limit of the reward of one sample, seconds.", gt=0)
+    custom_reward_post_process_path: str | None = Field(
+        None, description="Function that turns raw rewards into the rewards that are trained on."
+    )
+
+
+class AlgorithmGroup(Group):
+    """Algorithm"""
+
+    advantage_estimator: Literal["grpo"] = Field("grpo", description="Advantage estimator.")
+    disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
+    disable_rewards_normalization: bool = Field(False, description="Use raw rewards as advantages.")
+    eps_clip: float = Field(0.2, description="Lower clip range of the policy ratio.", gt=0)
+    eps_clip_high: float | None = Field(None, description="Upper clip range. Default: --eps-clip.", gt=0)
+    use_kl_loss: bool = Field(False, description="Add a KL term to the reference model to the loss.")
+    kl_loss_coef: float = Field(0.0, description="Coefficient of the KL term in the loss.", ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("k3", description="Estimator of the KL term.")
+    entropy_coef: float = Field(0.0, description="Coefficient of the entropy bonus.", ge=0)
+    calculate_per_token_loss: bool = Field(
+        True, description="Average the loss over all tokens; off: over samples of their token means."
+    )
+    use_rollout_logprobs: bool = Field(
+        False, description="Take the engine's log-probs as the old policy's instead of computing them."
+    )
+
+
+class TrainGroup(Group):
+    """Training"""
+
+    global_batch_size: int | None = Field(None, description="Samples of one optimizer step.", ge=1)
+    num_steps_per_rollout: int | None = Field(
+        None, description="Optimizer steps of one rollout; gives --global-batch-size, and the reverse.", ge=1
+    )
+    micro_batch_size: int | None = Field(
+        None, description="Samples of a micro-batch. Default: as many as --max-tokens-per-gpu holds.", ge=1
+    )
+    max_tokens_per_gpu: int = Field(8192, description="Tokens of a micro-batch, at most.", ge=1)
+    lr: float = Field(1e-6, description="Learning rate at its peak.", ge=0)
+    min_lr: float = Field(0.0, description="Learning rate at the end of its decay.", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay.")
+    lr_decay_iters: int | None = Field(
+        None, description="Optimizer steps over which the rate decays. Default: the whole run.", ge=1
+    )
+    lr_warmup_iters: int = Field(0, description="Optimizer steps of linear warm-up.", ge=0)
+    weight_decay: float = Field(0.0, description="Weight decay (decoupled).", ge=0)
+    adam_beta1: float = Field(0.9, description="Adam's beta 1.", ge=0, lt=1)
+    adam_beta2: float = Field(0.98, description="Adam's beta 2.", ge=0, lt=1)
+    adam_eps: float = Field(1e-8, description="Adam's epsilon.", gt=0)
+    clip_grad: float = Field(1.0, description="Largest norm of the gradient; 0 is no clipping.", ge=0)
+    log_probs_chunk_size: int = Field(
+        1024, description="Tokens whose logits stand in memory at a time.", ge=1
+    )
+
+
+class EvalGroup(Group):
+    """Evaluation"""
+
+    eval_interval: int | None = Field(None, description="Rollout steps between evaluations.", ge=1)
+    eval_prompt_data: list[str] = Field(
+        default_factory=list, description="Pairs of name and file: `--eval-prompt-data aime aime.jsonl`."
+    )
+    skip_eval_before_train: bool = Field(False, description="No evaluation before the first step.")
+    eval_input_key: str | None = Field(None, description="As --input-key, for evaluation.")
+    eval_label_key: str | None = Field(None, description="As --label-key, for evaluation.")
+    n_samples_per_eval_prompt: int = Field(1, description="Samples of each evaluation prompt.", ge=1)
+    eval_temperature: float | None = Field(
+        None, description="Temperature of evaluation; 0 is greedy. Default: --rollout-temperature.", ge=0
+    )
+    eval_top_p: float | None = Field(None, description="As --rollout-top-p, for evaluation.", gt=0, le=1)
+    eval_top_k: int | None = Field(None, description="As --rollout-top-k, for evaluation.", ge=-1)
+    eval_max_response_len: int | None = Field(None, description="As --rollout-max-response-len.", ge=1)
+
+
+class WeightsGroup(Group):
+    """Weight push"""
+
+    update_weight_transport: Literal["auto", "broadcast", "ipc"] = Field(
+        "auto", description="How weights reach the engines; auto is ipc when colocated, else broadcast."
+    )
+    update_weight_buffer_size: int = Field(
+        512 * 1024**2, description="Bytes of one bucket of a weight push, at most.", ge=1024
+    )
+    pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
+        "abort", description="What a weight push does to requests that are running."
+    )
+    verify_weights: Literal["first", "always", "never"] = Field(
+        "first", description="Which pushes are verified by checksums and by log-probs."
+    )
+    verify_tolerance: float | None = Field(
+        None, description="Mean |log-prob difference| a verified push may show. Default: 1e-4 in fp32, else 0.1.", gt=0
+    )
+    update_weight_timeout_s: float = Field(600.0, description="Time limit of one weight push, seconds.", gt=0)
+
+
+class CheckpointGroup(Group):
+    """Checkpoints"""
+
+    save_interval: int | None = Field(
+        None, description="Rollout steps between checkpoints; without it only the last step is saved.", ge=1
+    )
+    no_save: bool = Field(False, description="Write no checkpoints at all.")
+    save_hf: str | None = Field(
+        None, description="Save the weights as a Hugging Face folder here at the end ({rollout_id} is filled in)."
+    )
+
+
+class RejectSamplingGroup(Group):
+    """Reject sampling"""
+
+    reject_sampling_output: str | None = Field(
+        None, description="File of the accepted samples. Default: accepted.jsonl in the run folder."
+    )
+    reject_sampling_threshold: float = Field(
+        1.0, description="Samples with at least this reward are accepted."
+    )
+    reject_sampling_per_prompt: int = Field(
+        1, description="Accepted samples kept for one prompt, the best first.", ge=1
+    )
+    no_trainer: bool = Field(False, description="reject-sampling without trainers: the engines load the checkpoint.")
+
+
+GROUPS: dict[str, type[Group]] = {
+    "run": RunGroup,
+    "cluster": ClusterGroup,
+    "model": ModelGroup,
+    "data": DataGroup,
+    "rollout": RolloutGroup,
+    "reward": RewardGroup,
+    "algorithm": AlgorithmGroup,
+    "train": TrainGroup,
+    "eval": EvalGroup,
+    "weights": WeightsGroup,
+    "checkpoint": CheckpointGroup,
+    "reject_sampling": RejectSamplingGroup,
+}

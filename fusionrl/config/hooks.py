@@ -1,0 +1,88 @@
+"""Loading of user functions: from `package.module.function` or from `path/to/file.py:function`.
+
+A hook is loaded when the command starts, before Ray does, and again by name in the process that calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Per flag: the call as fusionrl makes it (positional count, keywords), and how the signature reads for people.
+SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
+    "rollout_function_path": (3, ("evaluation",), "generate_rollout(args, rollout_id, data_source, evaluation=False)"),
+    "eval_function_path": (3, ("evaluation",), "generate_rollout(args, rollout_id, data_source, evaluation=False)"),
+    "custom_generate_function_path": (3, (), "async generate(args, sample, sampling_params)"),
+    "custom_rm_path": (2, (), "async rm(args, sample, **kw)"),
+    "dynamic_sampling_filter_path": (2, (), "filter(args, samples, **kw)"),
+    "custom_reward_post_process_path": (2, (), "post_process(args, samples)"),
+    "data_source_path": (1, (), "class DataSource(args)"),
+}
+
+
+@functools.cache
+def load_function(path: str) -> Callable[..., Any]:
+    """The function (or class) that `path` names.
+
+    Raises:
+        ValueError: the module or file cannot be imported, or has no such name.
+    """
+    module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not name:
+        raise ValueError(f"{path!r} is neither package.module.function nor path/to/file.py:function")
+    try:
+        module = _load_file(Path(module_name)) if ":" in path else importlib.import_module(module_name)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's module may raise anything at import; all of it is the user's to mend
+        raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        raise ValueError(f"{path!r}: the module {module_name!r} has no {name!r}")
+    if not callable(found):
+        raise ValueError(f"{path!r} is not callable")
+    return found
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r}: there is no such file")
+    resolved = path.resolve()
+    module_name = f"fusionrl_hook_{resolved.stem}_{abs(hash(str(resolved))):x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, resolved)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def check_hook(field: str, path: str) -> str | None:
+    """What is wrong with the hook `path` of the flag of `field`, or None: it loads and takes the call made of it."""
+    flag = "--" + field.replace("_", "-")
+    num_positional, keywords, readable = SIGNATURES[field]
+    try:
+        function = load_function(path)
+    except ValueError as error:
+        return f"{flag}: {error}; expected {readable}"
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*[None] * num_positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return f"{flag} {path}: its signature {inspect.signature(function)} does not fit ({error}); expected {readable}"
+    except ValueError:  # no signature to be had (a builtin): the call itself will tell
+        return None
+    return None

@@ -1,0 +1,194 @@
+"""The command line, generated from the groups. Every mistake on it is collected and reported at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from fusionrl.config import upstream
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.groups import GROUPS
+
+# Flags of the field whose work is still to come here: refused by name, never ignored.
+COMING: dict[str, str] = {
+    "partial_rollout": "partial rollouts",
+    "mask_offpolicy_in_partial_rollout": "partial rollouts",
+    "max_staleness": "the asynchronous pipelines",
+    "update_weights_interval": "the asynchronous pipelines",
+    "buffer_filter_path": "the buffer filter hook",
+    "rollout_sample_filter_path": "the sample filter hook",
+    "rollout_all_samples_process_path": "the all-samples hook",
+    "custom_convert_samples_to_train_data_path": "the conversion hook",
+    "rollout_data_postprocess_path": "the train data hook",
+    "custom_loss_function_path": "the custom loss hook",
+    "custom_advantage_function_path": "the custom advantage hook",
+    "custom_model_provider_path": "the model provider hook",
+    "rm_url": "remote rewards",
+    "use_tis": "truncated importance sampling",
+    "tis_clip": "truncated importance sampling",
+    "use_opsm": "off-policy sequence masking",
+    "use_routing_replay": "routing replay",
+    "use_rollout_routing_replay": "routing replay",
+    "eps_clip_c": "the dual clip",
+    "kl_coef": "KL as a reward",
+    "gamma": "estimators with a critic",
+    "lambd": "estimators with a critic",
+    "normalize_advantages": "whitened advantages",
+    "num_layers_per_virtual_pipeline_stage": "interleaved pipelines",
+    "use_dynamic_batch_size": "the balancer (micro-batches are already filled up to --max-tokens-per-gpu)",
+    "balance_data": "the balancer",
+    "offload_train": "trainer offload",
+    "multimodal_keys": "multimodal data",
+    "loss_mask_type": "the other ways of chat loss masks (the prefix-difference way is built in)",
+    "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",
+    "use_fault_tolerance": "engine recovery",
+    "async_save": "asynchronous checkpoints",
+    "rollout_external_engine_addrs": "external engines",
+}
+
+
+class CommandLineError(ValueError):
+    """Everything that is wrong with a command line; `errors` has one message a mistake."""
+
+    def __init__(self, errors: Sequence[str]) -> None:
+        self.errors = list(errors)
+        super().__init__("\n".join(self.errors))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise CommandLineError([message])
+
+
+def flag_of(field: str) -> str:
+    """`rollout_batch_size` → `--rollout-batch-size`."""
+    return "--" + field.replace("_", "-")
+
+
+def inner_type(info: FieldInfo) -> Any:
+    """The field's type without Optional."""
+    options = [t for t in typing.get_args(info.annotation) if t is not type(None)]
+    is_optional = len(options) == 1 and type(None) in typing.get_args(info.annotation)
+    return options[0] if is_optional else info.annotation
+
+
+def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
+    """argparse with one option a field. Values stay text: pydantic converts and checks them, all at once."""
+    parser = _Parser(prog=prog, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, model in GROUPS.items():
+        group = parser.add_argument_group((model.__doc__ or name).strip())
+        for field, info in model.model_fields.items():
+            kind = inner_type(info)
+            text = (info.description or "").replace("%", "%%")
+            common: dict[str, Any] = {"dest": field, "default": argparse.SUPPRESS, "help": text}
+            if kind is bool:
+                group.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, **common)
+            elif typing.get_origin(kind) is list:
+                group.add_argument(flag_of(field), nargs="+", metavar="VALUE", **common)
+            else:
+                choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+                metavar = "{" + ",".join(map(str, choices)) + "}" if choices else field.split("_")[-1].upper()
+                group.add_argument(flag_of(field), metavar=metavar, **common)
+    return parser
+
+
+def parse_args(argv: Sequence[str], prog: str = "fusionrl train") -> Config:
+    """Turn a command line into a Config.
+
+    Raises:
+        CommandLineError: every unknown flag and every value that does not fit, each with flag, value and cure.
+    """
+    parsed, extras = build_parser(prog).parse_known_args(list(argv))
+    errors: list[str] = []
+    passthrough = _parse_extras(extras, errors)
+    values = vars(parsed)
+    for field, value in list(values.items()):
+        if isinstance(value, str) and typing.get_origin(inner_type(_field_info(field))) is dict:
+            try:
+                values[field] = json.loads(value)
+            except json.JSONDecodeError as error:
+                errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
+                del values[field]
+    try:
+        config = Config.from_flat(values, passthrough)
+    except ValidationError as error:
+        errors.extend(_describe(item) for item in error.errors())
+        raise CommandLineError(errors) from error
+    except ValueError as error:  # groups are validated one by one inside from_flat
+        errors.append(str(error))
+        raise CommandLineError(errors) from error
+    if errors:
+        raise CommandLineError(errors)
+    return config
+
+
+def _field_info(field: str) -> FieldInfo:
+    return next(model.model_fields[field] for model in GROUPS.values() if field in model.model_fields)
+
+
+def _describe(item: Any) -> str:
+    field = str(item["loc"][1]) if len(item["loc"]) > 1 else str(item["loc"][0])
+    value = item.get("input")
+    return f"{flag_of(field)} {value}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+
+
+def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
+    grouped: list[tuple[str, list[str]]] = []
+    for token in extras:
+        if token.startswith("--") and len(token) > 2:
+            flag, separator, value = token.partition("=")
+            grouped.append((flag, [value] if separator else []))
+        elif grouped:
+            grouped[-1][1].append(token)
+        else:
+            grouped.append((token, []))
+    return grouped
+
+
+def _parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in PassThrough.model_fields}
+    for flag, values in _group_extras(extras):
+        field = flag[2:].replace("-", "_")
+        shown = " ".join([flag, *values])
+        try:
+            if not flag.startswith("--"):
+                errors.append(f"{flag}: unexpected argument (flags begin with --)")
+            elif field in COMING:
+                errors.append(f"{flag}: not available yet ({COMING[field]} is still to come); leave it out")
+            elif flag.startswith("--sglang-"):
+                parsed = upstream.parse_with(
+                    upstream.sglang_parser(), "--" + flag[len("--sglang-") :], values, upstream.SGLANG_OWNED
+                )
+                found["sglang"].update(parsed)
+            elif flag.startswith("--router-"):
+                parsed = upstream.parse_with(
+                    upstream.router_parser(), "--" + flag[len("--router-") :], values, upstream.ROUTER_OWNED
+                )
+                found["router"].update(parsed)
+            else:
+                for kind, value in upstream.parse_megatron(field, values).items():
+                    found[kind][field.removeprefix("no_") if value is False else field] = value
+        except upstream.UpstreamError as error:
+            errors.append(f"{shown}: {error}{_did_you_mean(flag)}")
+        except KeyError:
+            errors.append(f"{flag}: unknown flag{_did_you_mean(flag)}")
+    return PassThrough(**found)
+
+
+def _did_you_mean(flag: str) -> str:
+    names = [flag_of(field) for model in GROUPS.values() for field in model.model_fields]
+    if flag.startswith("--sglang-"):
+        names = upstream.option_names(upstream.sglang_parser(), "sglang")
+    elif flag.startswith("--router-"):
+        names = upstream.option_names(upstream.router_parser(), "router")
+    else:
+        names += [flag_of(field) for fields in upstream.megatron_fields().values() for field in fields]
+    close = difflib.get_close_matches(flag, names, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close and close[0] != flag else ""

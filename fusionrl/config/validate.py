@@ -1,0 +1,186 @@
+"""Checks over several flags and over what they name: all mistakes are found before Ray starts, and listed at once."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import SIGNATURES, check_hook
+from fusionrl.config.model_shape import ModelShape, read_model_shape
+from fusionrl.data.prompts import PromptColumns, check_file
+from fusionrl.rewards.registry import RM_TYPES
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks read on the way: the model's shape and the number of prompts."""
+
+    shape: ModelShape
+    num_prompts: int
+
+
+PIPELINES_READY = ("on-policy",)
+
+
+def validate(config: Config) -> tuple[Checked | None, list[str]]:
+    """Every mistake in the configuration, as messages that name flag, value and cure."""
+    errors: list[str] = []
+    shape = _attempt(errors, lambda: _check_model(config))
+    _check_modes(config, errors)
+    _check_parallel(config, shape, errors)
+    _check_rollout(config, shape, errors)
+    _check_hooks(config, errors)
+    num_prompts = _check_data(config, errors)
+    if config.algorithm.kl_loss_coef and not config.algorithm.use_kl_loss:
+        errors.append(f"--kl-loss-coef {config.algorithm.kl_loss_coef} has no effect without --use-kl-loss; add it")
+    if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
+        errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
+    if config.run.resume and config.run.run_dir is None:
+        errors.append("--resume: name the run's folder with --run-dir")
+    if errors or shape is None:
+        return None, errors
+    return Checked(shape, num_prompts), errors
+
+
+def _attempt(errors: list[str], check: Callable[[], ModelShape | None]) -> ModelShape | None:
+    try:
+        return check()
+    except ValueError as error:
+        errors.append(str(error))
+        return None
+
+
+def _check_model(config: Config) -> ModelShape | None:
+    folder = config.model.hf_checkpoint
+    if folder is None:
+        raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
+    shape = read_model_shape(folder)
+    names = {path.name for path in Path(folder).iterdir()}
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ValueError(f"--hf-checkpoint {folder}: it has no .safetensors file")
+    if not names & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
+        raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
+    if config.model.ref_load is not None:
+        reference = read_model_shape(config.model.ref_load, "--ref-load")
+        if reference != shape:
+            raise ValueError(f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint {folder}")
+    return shape
+
+
+def _check_modes(config: Config, errors: list[str]) -> None:
+    run, mode = config.run, config.run.mode
+    if run.pipeline not in PIPELINES_READY:
+        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(PIPELINES_READY)}")
+    if mode != "eval":
+        if config.data.prompt_data is None:
+            errors.append(f"--prompt-data is required in --mode {mode}: a .jsonl or .parquet file")
+        if config.rollout.rollout_batch_size is None:
+            errors.append(f"--rollout-batch-size is required in --mode {mode}: prompts of one step")
+        if run.num_rollout is None and run.num_epoch is None:
+            errors.append(f"--num-rollout or --num-epoch is required in --mode {mode}")
+    needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only
+    custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
+    if needs_reward and not custom_rollout and config.reward.rm_type is None and config.reward.custom_rm_path is None:
+        errors.append("a reward is required: --rm-type or --custom-rm-path")
+    if config.reward.rm_type is not None and config.reward.rm_type not in RM_TYPES:
+        errors.append(f"--rm-type {config.reward.rm_type}: unknown; known are {', '.join(sorted(RM_TYPES))}")
+    if mode != "sft" and not run.debug_train_only and config.rollout.rollout_max_response_len is None:
+        errors.append(f"--rollout-max-response-len is required in --mode {mode}")
+    if mode == "eval" and not config.eval.eval_prompt_data:
+        errors.append("--eval-prompt-data is required in --mode eval: pairs of name and file")
+    if config.eval.eval_interval and not config.eval.eval_prompt_data:
+        errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data")
+    if run.debug_train_only and run.debug_rollout_only:
+        errors.append("--debug-train-only and --debug-rollout-only exclude each other")
+    if run.debug_train_only and mode == "rl" and run.load_debug_rollout_data is None:
+        errors.append("--debug-train-only in --mode rl needs --load-debug-rollout-data")
+    if run.load_debug_rollout_data is not None and not run.debug_train_only:
+        errors.append("--load-debug-rollout-data needs --debug-train-only")
+    if config.reject_sampling.no_trainer and mode != "reject-sampling":
+        errors.append(f"--no-trainer belongs to --mode reject-sampling, not to {mode}")
+    if mode == "eval" and config.checkpoint.save_hf:
+        errors.append("--save-hf: --mode eval changes no weights")
+
+
+def _check_parallel(config: Config, shape: ModelShape | None, errors: list[str]) -> None:
+    for field in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ):
+        if (value := getattr(config.model, field)) != 1:
+            errors.append(f"--{field.replace('_', '-')} {value}: not available yet; data parallelism is")
+    size = config.cluster.rollout_num_gpus_per_engine
+    if shape and shape.num_attention_heads % size:
+        errors.append(
+            f"--rollout-num-gpus-per-engine {size} does not divide the model's {shape.num_attention_heads} attention heads"
+        )
+    if size > config.cluster.num_gpus_per_node:
+        errors.append(f"--rollout-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
+
+
+def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) -> None:
+    rollout, reward = config.rollout, config.reward
+    if config.run.mode in ("rl", "reject-sampling") and (rollout.rollout_top_p != 1.0 or rollout.rollout_top_k != -1):
+        if config.run.mode == "rl":
+            errors.append(
+                "--rollout-top-p / --rollout-top-k: the engine's log-probs are those of the full distribution, so training"
+                " on truncated samples would be biased; leave them at 1.0 and -1 (evaluation has its own flags)"
+            )
+    limit = rollout.rollout_max_context_len
+    if shape and limit and limit > shape.max_position_embeddings:
+        errors.append(
+            f"--rollout-max-context-len {limit} is over the model's {shape.max_position_embeddings} positions"
+        )
+    if rollout.rollout_max_response_len and rollout.rollout_min_response_len > rollout.rollout_max_response_len:
+        errors.append(
+            f"--rollout-min-response-len {rollout.rollout_min_response_len} is over --rollout-max-response-len"
+            f" {rollout.rollout_max_response_len}"
+        )
+    if rollout.rollout_ignore_eos and (rollout.rollout_stop or rollout.rollout_stop_token_ids):
+        errors.append("--rollout-ignore-eos makes no sense with --rollout-stop or --rollout-stop-token-ids")
+    if reward.rm_type and reward.custom_rm_path:
+        errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
+    if reward.group_rm and not reward.custom_rm_path:
+        errors.append("--group-rm needs --custom-rm-path: the built-in rewards score one sample")
+
+
+def _check_hooks(config: Config, errors: list[str]) -> None:
+    flat = vars(config.to_args())
+    for field in SIGNATURES:
+        if flat.get(field) is not None and (error := check_hook(field, flat[field])):
+            errors.append(error)
+
+
+def _check_data(config: Config, errors: list[str]) -> int:
+    data, count = config.data, 0
+    if data.prompt_data is not None and config.run.mode != "eval":
+        columns = PromptColumns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
+        count, found = check_file(data.prompt_data, columns, "--prompt-data", "--input-key")
+        errors += found
+    pairs = config.eval.eval_prompt_data
+    if len(pairs) % 2:
+        errors.append(f"--eval-prompt-data {' '.join(pairs)}: give pairs of name and file")
+        return count
+    for name, path in eval_sets(config):
+        columns = PromptColumns(
+            config.eval.eval_input_key or data.input_key,
+            config.eval.eval_label_key or data.label_key,
+            data.metadata_key,
+            data.tool_key,
+        )
+        if "/" in name or not name:
+            errors.append(f"--eval-prompt-data {name}: the name of a set has no slash (pairs of name and file)")
+        errors += check_file(path, columns, "--eval-prompt-data", "--eval-input-key")[1]
+    return count
+
+
+def eval_sets(config: Config) -> list[tuple[str, str]]:
+    """(name, file) of each evaluation set."""
+    pairs = config.eval.eval_prompt_data
+    return list(zip(pairs[::2], pairs[1::2], strict=True))

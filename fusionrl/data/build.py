@@ -1,0 +1,102 @@
+"""Samples → train shards: one balanced shard per data-parallel rank.
+
+Every rank gets, in each optimizer step, the same number of micro-batches; the counts over which a loss is averaged
+are those of the whole step, so that no split changes the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fusionrl.data.sample import Sample, Status
+from fusionrl.data.train_batch import TrainShard, TrainStep, flat_field
+from fusionrl.plan.batch import BatchPlan, equalise, pack_micro_batches, split_over_ranks
+
+
+def build_shards(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    raw_rewards: Sequence[float],
+    plan: BatchPlan,
+    *,
+    rollout_id: int,
+    max_tokens: int,
+    micro_batch_size: int | None,
+) -> list[TrainShard]:
+    """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
+
+    samples  in the order in which they are trained; siblings of one group stand side by side and stay in one step
+             where the step's size allows it.
+
+    Raises:
+        ValueError: another number of samples than the plan's, or a sample whose lengths do not agree.
+    """
+    if len(samples) != plan.num_samples:
+        raise ValueError(f"the rollout has {len(samples)} samples, the plan wants {plan.num_samples}")
+    for sample in samples:
+        sample.validate()
+    per_rank: list[list[int]] = [[] for _ in range(plan.dp_size)]
+    steps: list[list[TrainStep]] = [[] for _ in range(plan.dp_size)]
+    for step in range(plan.num_steps):
+        first = step * plan.global_batch_size
+        chosen = np.arange(first, first + plan.global_batch_size)
+        lengths = np.array([len(samples[i].tokens) for i in chosen])
+        masks = [response_mask(samples[i]) for i in chosen]
+        num_tokens = int(sum(mask.sum() for mask in masks))
+        num_samples = int(sum(mask.any() for mask in masks))
+        ranks = split_over_ranks(lengths, plan.dp_size)
+        packed = [
+            pack_micro_batches(lengths[np.array(members, np.int64)], max_tokens, micro_batch_size) for members in ranks
+        ]
+        count = max(len(bins) for bins in packed)
+        for rank, members in enumerate(ranks):
+            offset = len(per_rank[rank])
+            bins = equalise(packed[rank], count)
+            steps[rank].append(TrainStep([[offset + i for i in b] for b in bins], num_tokens, num_samples))
+            per_rank[rank] += [int(chosen[i]) for i in members]
+    return [
+        _shard([samples[i] for i in members], [rewards[i] for i in members], [raw_rewards[i] for i in members], rollout_id, s)
+        for members, s in zip(per_rank, steps, strict=True)
+    ]
+
+
+def response_mask(sample: Sample) -> np.ndarray:
+    """[response_length] float32: 1 where the token is trained on; all 0 for a removed or failed sample."""
+    if sample.remove_sample or sample.status in (Status.FAILED, Status.ABORTED):
+        return np.zeros(sample.response_length, np.float32)
+    if sample.loss_mask is None:
+        return np.ones(sample.response_length, np.float32)
+    return np.asarray(sample.loss_mask, np.float32)
+
+
+def _shard(
+    samples: list[Sample], rewards: list[float], raw_rewards: list[float], rollout_id: int, steps: list[TrainStep]
+) -> TrainShard:
+    fields: dict[str, np.ndarray] = {
+        "tokens": flat_field("tokens", [s.tokens for s in samples]),
+        "loss_mask": flat_field("loss_mask", [response_mask(s) for s in samples]),
+        "rewards": flat_field("rewards", rewards),
+        "raw_rewards": flat_field("raw_rewards", raw_rewards),
+        "sample_index": flat_field("sample_index", [_or(s.index, -1) for s in samples]),
+        "group_index": flat_field("group_index", [_or(s.group_index, -1) for s in samples]),
+        "truncated": flat_field("truncated", [s.status == Status.TRUNCATED for s in samples]),
+    }
+    for name in ("rollout_log_probs", "weight_versions"):
+        values: list[Any] = [getattr(s, name) for s in samples]
+        if all(value is not None for value in values):
+            fields[name] = flat_field(name, values)
+    return TrainShard(
+        rollout_id=rollout_id,
+        total_lengths=np.array([len(s.tokens) for s in samples], np.int32),
+        response_lengths=np.array([s.response_length for s in samples], np.int32),
+        fields=fields,
+        steps=steps,
+        metadata=[s.train_metadata if s.train_metadata is not None else s.metadata for s in samples],
+    )
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

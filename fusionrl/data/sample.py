@@ -1,0 +1,189 @@
+"""`Sample`: one prompt with one response, under slime's field names, so that hooks written for slime fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+
+class Status(str, Enum):
+    """How far a sample has come. FAILED: its generation or reward failed; it is reported and not trained on."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+_FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+_ARRAY_DTYPES = {
+    "tokens": np.int32,
+    "loss_mask": np.int32,
+    "rollout_log_probs": np.float32,
+    "weight_versions": np.int32,
+    "prompt_tokens": np.int32,
+}
+
+
+@dataclass
+class Sample:
+    """One sample of a rollout.
+
+    tokens             prompt and response ids, [prompt + response_length]; an int32 array where the default
+                       rollout made it, any sequence of ints where a user's function did
+    loss_mask          [response_length], 1 = trained on; None: all of the response is
+    rollout_log_probs  [response_length], the engine's log-prob of each response token (0 where the mask is 0)
+    weight_versions    [response_length], weight version that generated each token
+    reward             a float, or a dict of floats (then --reward-key chooses); None: not scored yet
+    """
+
+    Status = Status
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: Sequence[int] | np.ndarray = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: Sequence[int] | np.ndarray | None = None
+    rollout_log_probs: Sequence[float] | np.ndarray | None = None
+    weight_versions: Sequence[int] | np.ndarray | None = None
+    status: Status = Status.PENDING
+    remove_sample: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    session_id: str | None = None
+    prompt_tokens: np.ndarray | None = None  # ids of `prompt`, made when the data was read
+    messages: list[dict[str, Any]] | None = None  # the prompt before the chat template
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.tokens) - self.response_length
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Sequence[int] | np.ndarray,
+        log_probs: Sequence[float] | np.ndarray | None = None,
+        trainable: bool = True,
+        versions: Sequence[int] | np.ndarray | int = 0,
+        text: str = "",
+        finish_reason: str | None = None,
+    ) -> None:
+        """Extend the response: the one way that keeps tokens, masks, log-probs and versions aligned.
+
+        tokens, log_probs  [n]; log_probs are required when `trainable`; tokens of a tool or an environment
+        (`trainable=False`) get mask 0 and log-prob 0.
+
+        Raises:
+            ValueError: trainable tokens without log-probs, or lengths that differ.
+        """
+        count = len(tokens)
+        if trainable and log_probs is None:
+            raise ValueError("trainable response tokens need the log-probs of the engine that sampled them")
+        if log_probs is not None and len(log_probs) != count:
+            raise ValueError(f"{count} response tokens, but {len(log_probs)} log-probs")
+        self.validate()
+        mask = np.full(count, 1 if trainable else 0, np.int32)
+        kept = np.asarray(log_probs, np.float32) if trainable else np.zeros(count, np.float32)
+        version = np.broadcast_to(np.asarray(versions, np.int32), (count,))
+        self.loss_mask = _joined(self._response_field("loss_mask", 1), mask)
+        self.rollout_log_probs = _joined(self._response_field("rollout_log_probs", 0), kept)
+        self.weight_versions = _joined(self._response_field("weight_versions", 0), version)
+        self.tokens = _joined(np.asarray(self.tokens, np.int32), np.asarray(tokens, np.int32))
+        self.response_length += count
+        self.response += text
+        if finish_reason is not None:
+            self.status = _FINISH_STATUS.get(finish_reason, Status.COMPLETED)
+
+    def _response_field(self, name: str, default: int) -> np.ndarray:
+        value = getattr(self, name)
+        if value is None:
+            return np.full(self.response_length, default, _ARRAY_DTYPES[name])
+        return np.asarray(value, _ARRAY_DTYPES[name])
+
+    def validate(self) -> None:
+        """Check that what runs over the response is as long as the response.
+
+        Raises:
+            ValueError: names the sample, the field and both lengths.
+        """
+        if self.response_length > len(self.tokens):
+            raise ValueError(
+                f"sample {self.index}: response_length {self.response_length} exceeds its {len(self.tokens)} tokens"
+            )
+        for name in ("loss_mask", "rollout_log_probs", "weight_versions"):
+            value = getattr(self, name)
+            if value is not None and len(value) != self.response_length:
+                raise ValueError(
+                    f"sample {self.index}: {name} has {len(value)} values for {self.response_length} response tokens"
+                )
+
+    def get_reward_value(self, args: Any) -> float:
+        """The reward as one number: of a dict, the value under `args.reward_key`.
+
+        Raises:
+            ValueError: a dict without --reward-key, or without that key.
+        """
+        return reward_value(self.reward, getattr(args, "reward_key", None), "--reward-key")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of plain values that JSON can hold; attributes a hook added are kept."""
+        out: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                value = value.tolist()
+            elif isinstance(value, Status):
+                value = value.value
+            out[name] = copy.deepcopy(value)
+        return out
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """The inverse of `to_dict`."""
+        own = {f.name for f in fields(cls)}
+        values = dict(data)
+        values["status"] = Status(values.get("status", "pending"))
+        for name, dtype in _ARRAY_DTYPES.items():
+            if values.get(name) is not None:
+                values[name] = np.asarray(values[name], dtype)
+        sample = cls(**{name: value for name, value in values.items() if name in own})
+        for name, value in values.items():
+            if name not in own:
+                setattr(sample, name, value)
+        return sample
+
+
+def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.concatenate([first, second.astype(first.dtype, copy=False)])
+
+
+def reward_value(reward: Any, key: str | None, flag: str) -> float:
+    """One number out of a reward that may be a dict.
+
+    Raises:
+        ValueError: no reward, a dict without `key`, or no number.
+    """
+    if isinstance(reward, dict):
+        if key is None:
+            raise ValueError(f"the reward is a dict with the keys {sorted(reward)}; choose one with {flag}")
+        if key not in reward:
+            raise ValueError(f"{flag} {key}: the reward has only the keys {sorted(reward)}")
+        reward = reward[key]
+    if isinstance(reward, bool):
+        return float(reward)
+    if not isinstance(reward, int | float | np.number):
+        raise ValueError(f"the reward {reward!r} is no number")
+    return float(reward)

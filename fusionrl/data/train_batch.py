@@ -1,0 +1,110 @@
+"""The train batch: what the Buffer hands to the trainers, declared in one place.
+
+A rollout becomes one `TrainShard` per data-parallel rank. Ragged values stand flat, sample after sample, in one
+array a field; `FIELDS` says for each field over what it runs. A value a user's hook adds flows through `metadata`
+(one dict a sample) or through a field of its own that the shard carries as `extra`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Extent = Literal["token", "response", "sample"]
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """Over what a field runs, its type, and whether a shard may lack it."""
+
+    extent: Extent  # token: prompt and response tokens; response: response tokens; sample: one value a sample
+    dtype: type
+    required: bool
+    description: str
+
+
+FIELDS: dict[str, FieldSpec] = {
+    "tokens": FieldSpec("token", np.int32, True, "prompt and response token ids"),
+    "loss_mask": FieldSpec("response", np.float32, True, "1 where the token is trained on, else 0"),
+    "rollout_log_probs": FieldSpec("response", np.float32, False, "the engine's log-prob of each response token"),
+    "weight_versions": FieldSpec("response", np.int32, False, "weight version that generated each token"),
+    "rewards": FieldSpec("sample", np.float32, True, "reward that is trained on, after post-processing"),
+    "raw_rewards": FieldSpec("sample", np.float32, True, "reward as the reward function gave it"),
+    "sample_index": FieldSpec("sample", np.int64, True, "Sample.index"),
+    "group_index": FieldSpec("sample", np.int64, True, "Sample.group_index"),
+    "truncated": FieldSpec("sample", np.bool_, True, "whether the response hit its length limit"),
+}
+
+
+@dataclass
+class TrainStep:
+    """One optimizer step of one rank: its micro-batches, and the counts of the whole step over all ranks."""
+
+    micro_batches: list[list[int]]  # indices into the shard's samples
+    num_tokens: int  # response tokens with loss_mask, over all ranks
+    num_samples: int  # samples with at least one such token, over all ranks
+
+
+@dataclass
+class TrainShard:
+    """One data-parallel rank's part of a rollout.
+
+    total_lengths     [num_samples] int32, prompt and response
+    response_lengths  [num_samples] int32
+    fields            name of `FIELDS` → flat array of its extent
+    metadata          one dict a sample, untouched from Sample.train_metadata / Sample.metadata
+    """
+
+    rollout_id: int
+    total_lengths: np.ndarray
+    response_lengths: np.ndarray
+    fields: dict[str, np.ndarray]
+    steps: list[TrainStep]
+    metadata: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.total_lengths)
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "token": int(self.total_lengths.sum()),
+            "response": int(self.response_lengths.sum()),
+            "sample": len(self.total_lengths),
+        }
+        for name, spec in FIELDS.items():
+            if name not in self.fields:
+                assert not spec.required, f"train shard lacks the field {name!r}"
+                continue
+            array = self.fields[name]
+            assert array.shape == (sizes[spec.extent],), (
+                f"train shard field {name!r}: shape {array.shape}, expected ({sizes[spec.extent]},)"
+            )
+
+    def split(self, name: str) -> list[np.ndarray]:
+        """The field `name` as one array a sample (views)."""
+        extent = FIELDS[name].extent
+        if extent == "sample":
+            return list(self.fields[name].reshape(-1, 1))
+        lengths = self.total_lengths if extent == "token" else self.response_lengths
+        return np.split(self.fields[name], np.cumsum(lengths)[:-1])
+
+
+def flat_field(name: str, values: Sequence[Any]) -> np.ndarray:
+    """Join per-sample values of the field `name` into its flat array.
+
+    Raises:
+        ValueError: a value that cannot be cast to the field's type.
+    """
+    spec = FIELDS[name]
+    try:
+        if spec.extent == "sample":
+            return np.asarray(values, dtype=spec.dtype)
+        if not values:
+            return np.zeros(0, dtype=spec.dtype)
+        return np.concatenate([np.asarray(value, dtype=spec.dtype).reshape(-1) for value in values])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"train batch field {name!r}: {error}") from error

@@ -1,0 +1,206 @@
+"""Asynchronous client of `/generate`, of an engine or of the router.
+
+The answer is turned into arrays where it is read: a sample of 32,000 tokens is 32,000 small lists in JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiohttp
+import numpy as np
+import orjson
+
+from fusionrl.engines.http import EndpointError, auth_headers
+
+_NUM_TRIES = 5
+_FIRST_BACKOFF_S = 0.25
+
+
+@dataclass
+class Generation:
+    """One generated continuation of `n` tokens."""
+
+    tokens: np.ndarray
+    """int32 [n]."""
+    log_probs: np.ndarray
+    """float32 [n], of the sampled tokens under the engine's distribution; [0] if they were not asked for."""
+    text: str
+    finish_reason: str
+    """ "stop", "length" or "abort"."""
+    weight_versions: list[tuple[int | str, int]]
+    """(version, number of tokens) in order; the numbers sum to n."""
+    prompt_tokens: int
+    cached_tokens: int
+    meta_info: dict[str, Any]
+    """The engine's own, without the log-probs."""
+
+
+class GenerateClient:
+    """Sends `/generate` requests over kept connections. Belongs to one event loop; close it there."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        timeout_s: float = 3600.0,
+        max_connections: int = 1024,
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
+        """`timeout_s` bounds one request, retries included; `max_connections` the requests under way.
+
+        With `vocab_size`, `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang server,
+        and the router would try the request on the next one.
+        """
+        self._vocab_size = vocab_size
+        self._url = base_url.rstrip("/") + "/generate"
+        self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
+        self._timeout_s = timeout_s
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, payload: dict[str, Any]) -> Generation:
+        """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
+
+        `return_logprob` is set unless the payload has it. Broken connections and 5xx answers are tried again, 5
+        times in all with growing pauses. Raises RuntimeError with the server's text for a 4xx answer at once and
+        for the last failed try, TimeoutError after `timeout_s` seconds.
+        """
+        if payload.get("sampling_params", {}).get("n", 1) != 1:
+            raise ValueError("sampling_params.n must be 1: send one request a sample")
+        self._check_tokens(payload.get("input_ids"))
+        body = orjson.dumps({"return_logprob": True, **payload}, option=orjson.OPT_SERIALIZE_NUMPY)
+        async with asyncio.timeout(self._timeout_s):
+            return parse_generation(orjson.loads(await self._send(body)))
+
+    def _check_tokens(self, input_ids: Sequence[int] | np.ndarray | None) -> None:
+        if self._vocab_size is None or input_ids is None or len(input_ids) == 0:
+            return
+        ids = np.asarray(input_ids)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise ValueError(
+                f"input_ids hold {ids.min()}..{ids.max()}, the model's tokens are 0..{self._vocab_size - 1}: "
+                f"is the tokenizer the model's?"
+            )
+
+    async def _send(self, body: bytes) -> bytes:
+        session = self._open()
+        for attempt in range(_NUM_TRIES):
+            try:
+                async with session.post(self._url, data=body, headers=self._headers) as response:
+                    answer = await response.read()
+                if response.status < 400:
+                    return answer
+                error: RuntimeError = EndpointError(
+                    self._url, response.status, answer.decode(errors="replace")
+                )
+                if response.status < 500:
+                    raise error
+            except aiohttp.ClientError as cause:
+                error = RuntimeError(f"{self._url} did not answer: {cause!r}")
+            if attempt + 1 == _NUM_TRIES:
+                raise error
+            await asyncio.sleep(_FIRST_BACKOFF_S * 2**attempt)
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                # The whole request has its bound in `generate`; aiohttp's own default is five minutes.
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def parse_generation(answer: dict[str, Any]) -> Generation:
+    """Turn the JSON of one `/generate` answer into a `Generation`.
+
+    Raises RuntimeError when tokens and log-probs do not belong together.
+    """
+    meta = answer["meta_info"]
+    # Entries are [log-prob, token, text or null].
+    entries = meta.pop("output_token_logprobs", None) or []
+    ids = answer.get("output_ids")
+    if ids is None:
+        ids = [entry[1] for entry in entries]
+    if entries and [entry[1] for entry in entries] != ids:
+        raise RuntimeError(
+            f"request {meta.get('id')}: the engine returned {len(ids)} tokens and {len(entries)} log-probs of others"
+        )
+    return Generation(
+        tokens=np.array(ids, dtype=np.int32),
+        log_probs=np.fromiter((entry[0] for entry in entries), dtype=np.float32, count=len(entries)),
+        text=answer.get("text") or "",
+        finish_reason=(meta.get("finish_reason") or {}).get("type", "abort"),
+        weight_versions=_version_spans(meta, len(ids)),
+        prompt_tokens=int(meta.get("prompt_tokens", 0)),
+        cached_tokens=int(meta.get("cached_tokens", 0)),
+        meta_info=meta,
+    )
+
+
+def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | str, int]]:
+    """`weight_versions` where the server has it, else one span of `weight_version`."""
+    if num_tokens == 0:
+        return []
+    spans = meta.get("weight_versions")
+    if not spans:
+        return [(_as_version(meta.get("weight_version", "default")), num_tokens)]
+    found = []
+    covered = 0
+    for span in spans:
+        end = min(int(span["end"]), num_tokens)
+        if end > covered:
+            found.append((_as_version(span["version"]), end - covered))
+            covered = end
+    if covered != num_tokens:
+        raise RuntimeError(
+            f"request {meta.get('id')}: weight_versions {spans} do not cover {num_tokens} tokens"
+        )
+    return found
+
+
+def _as_version(version: Any) -> int | str:
+    text = str(version)
+    return int(text) if text.isdecimal() else text
+
+
+async def abort_all(engine_urls: Sequence[str], api_key: str | None = None, timeout_s: float = 30.0) -> None:
+    """Make every engine answer its running and waiting requests now, finish reason "abort".
+
+    The router does not pass this on, so it goes to the engines. All are asked; RuntimeError names those that failed.
+    """
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+
+        async def abort(url: str) -> None:
+            async with session.post(
+                f"{url}/abort_request", json={"abort_all": True}, headers=auth_headers(api_key)
+            ) as response:
+                if response.status >= 400:
+                    raise EndpointError(f"{url}/abort_request", response.status, await response.text())
+
+        results = await asyncio.gather(*(abort(url) for url in engine_urls), return_exceptions=True)
+    failed = [
+        f"{url}: {result!r}"
+        for url, result in zip(engine_urls, results, strict=True)
+        if isinstance(result, BaseException)
+    ]
+    if failed:
+        raise RuntimeError("abort_request failed: " + "; ".join(failed))

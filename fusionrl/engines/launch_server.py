@@ -1,0 +1,43 @@
+"""Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
+
+It adds three things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
+`cpu_boot` are installed when this module is imported, so that SGLang's spawned children, which import their
+parent's main module again, have them too. The API key comes from the environment, as a command line can be
+read by every user of the machine. And nothing of SGLang is imported before that, so a spawned child that is
+not SGLang's pays nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+DEVICE_VARIABLE = "FUSIONRL_DEVICE"
+API_KEY_VARIABLE = "FUSIONRL_ENGINE_API_KEY"
+
+if os.environ.get(DEVICE_VARIABLE) == "cpu":
+    from fusionrl.engines import cpu_boot
+
+    cpu_boot.install()
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang takes its CPU code paths only when told to
+
+
+def main(argv: list[str]) -> None:
+    """Parse SGLang's arguments and serve until a signal ends the process."""
+    api_key = os.environ.pop(API_KEY_VARIABLE, None)
+    if api_key is not None:
+        argv = [*argv, "--api-key", api_key]
+
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        # The schedulers are children of this process and do not end with its main thread.
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,265 @@
+"""Child processes that never outlive their starter, and ports that are theirs.
+
+Ports. A port found free by bind-and-close can be taken before the server binds it, ten seconds later. Here a
+`PortReservation` keeps the socket bound (not listening, SO_REUSEADDR set) until the server answers: on Linux the
+kernel then hands that port to nobody who asks for "any port", refuses it to whoever binds it without
+SO_REUSEADDR, and lets the server, which sets SO_REUSEADDR as uvicorn, the router and torch's TCPStore all do,
+bind and listen on it. What remains is a stranger who names this very port with SO_REUSEADDR; then the server
+ends with "address already in use", and `start_on_free_ports` starts it again on other ports.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+_MINDER = Path(__file__).with_name("minder.py")
+_ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|\b(errno|os error) 98\b", re.IGNORECASE)
+
+# A process that forks without exec (multiprocessing's "fork") would keep our ends of the socket pairs open
+# and so keep the children alive after our end: the forked copy closes them first.
+_starter_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_starter_ends() -> None:
+    for end in list(_starter_ends):
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_starter_ends)
+
+
+class ChildExited(RuntimeError):
+    """A child ended while something was expected of it; the message has its status and the end of its log."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.address_in_use = bool(_ADDRESS_IN_USE.search(log))
+
+
+class ChildProcess:
+    """A command in a session of its own that dies, with all its descendants, when this object's process does.
+
+    The command runs under `minder.py`, which see. Its standard output and error are appended to `log_path`; its
+    standard input is empty. Collecting this object ends the command too.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_path: str | os.PathLike[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> None:
+        """Start `command`. Raises OSError when the log cannot be opened; `alive` tells the rest."""
+        self.log_path = Path(log_path)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        try:
+            with open(self.log_path, "ab") as log:
+                self._log_start = log.tell()  # what an earlier start wrote is not this child's log
+                self._minder = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_MINDER), str(theirs.fileno()), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(os.environ if env is None else env),
+                    cwd=cwd,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._ours = ours
+        _starter_ends.add(ours)
+        self.pid = self._read_pid()
+        """Pid of the command itself (of the minder if the command could not be started)."""
+
+    def _read_pid(self) -> int:
+        with self._ours.makefile("rb") as stream:
+            line = stream.readline()
+        return int(line) if line.strip() else self._minder.pid
+
+    def alive(self) -> bool:
+        """Whether the command is still running."""
+        return self._poll() is None
+
+    def _poll(self) -> int | None:
+        """Exit code of the minder, which is the command's; None while it runs."""
+        if self._minder.returncode is None:
+            try:
+                ended = os.waitid(os.P_PID, self._minder.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None  # another thread has just collected it
+            if ended is not None:
+                # A minder that was itself killed leaves its group behind. As long as it is not collected, its
+                # process group's number cannot be another's.
+                _kill_group(self._minder.pid)
+        return self._minder.poll()
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Whether the command has ended within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while self._poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def exit_status(self) -> str:
+        """The end of the command in words: "running", "exit code 1" or "killed by SIGKILL"."""
+        code = self._poll()
+        if code is None:
+            return "running"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        """The last `num_lines` lines that this child wrote (at most the last 64 KiB)."""
+        with open(self.log_path, "rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - 65536))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-num_lines:])
+
+    def died(self, what: str) -> ChildExited:
+        """The error to raise when the child is found dead while `what` was expected of it."""
+        tail = self.log_tail()
+        return ChildExited(
+            f"{what}: the process ended ({self.exit_status()}). Its log is {self.log_path}; the end of it:\n{tail}",
+            tail,
+        )
+
+    def wait_until(
+        self, predicate: Callable[[], bool], timeout_s: float, what: str, *, poll_s: float = 0.05
+    ) -> None:
+        """Call `predicate` until it is true.
+
+        Raises `ChildExited` (a RuntimeError) as soon as the child has ended and RuntimeError after `timeout_s`
+        seconds; both show the end of the log and name its file.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not predicate():
+            if not self.alive():
+                raise self.died(what)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{what}: not there after {timeout_s:.0f} s. The log is {self.log_path}; the end of it:\n"
+                    f"{self.log_tail()}"
+                )
+            time.sleep(poll_s)
+
+    def terminate(self, timeout_s: float = 10.0) -> None:
+        """SIGTERM to the command; after `timeout_s` seconds SIGKILL to it and all its descendants. Idempotent."""
+        if self.alive():
+            try:
+                # The minder has not collected the command, so the pid it signals cannot be another process's.
+                self._ours.sendall(b"T")
+                self.wait_exit(timeout_s)
+            except OSError:
+                pass  # the minder ended at this moment, or an earlier call has closed the socket
+        self._ours.close()  # the minder kills what is left and ends
+        if not self.wait_exit(15.0):
+            self._minder.kill()
+            self.wait_exit(15.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.terminate()
+
+
+def _kill_group(pgid: int) -> None:
+    """SIGKILL to a process group, which may be empty."""
+    try:
+        os.killpg(pgid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+class PortReservation:
+    """A TCP port kept for a server that is about to bind it; see the module's docstring."""
+
+    def __init__(self, host: str, port: int = 0, *, flag: str = "port") -> None:
+        """Reserve `port`, or any free one for 0. Raises ValueError when a fixed port is in use."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise ValueError(
+                f"{flag}: cannot bind {host}:{port}: {error.strerror}. Leave {flag} out to get a free port, "
+                f"or end the process that has it."
+            ) from error
+        self.port: int = self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        """Let go of the port; a server that has bound it meanwhile keeps it."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def start_on_free_ports(
+    host: str,
+    num_ports: int,
+    start: Callable[[list[int]], ChildProcess],
+    wait_ready: Callable[[ChildProcess], None],
+    *,
+    num_attempts: int = 3,
+) -> ChildProcess:
+    """Start a server on `num_ports` reserved ports of `host` and wait until it answers.
+
+    A start that fails because one of the ports was taken all the same is repeated on other ports, up to
+    `num_attempts` times in all; any other failure is raised at once, the child ended.
+    """
+    for attempt in range(num_attempts):
+        reservations = [PortReservation(host) for _ in range(num_ports)]
+        try:
+            child = start([reservation.port for reservation in reservations])
+            try:
+                wait_ready(child)
+                return child
+            except BaseException as error:
+                child.terminate(timeout_s=2.0)
+                taken = isinstance(error, ChildExited) and error.address_in_use
+                if not taken or attempt + 1 == num_attempts:
+                    raise
+        finally:
+            for reservation in reservations:
+                reservation.release()
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def base_url(host: str, port: int) -> str:
+    """`http://host:port`, with the brackets that an IPv6 address needs."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the local network interface that has the address `host` ("lo" for 127.0.0.1); None if none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.split("%")[0] == host for address in addresses):
+            return name
+    return None

@@ -1,0 +1,162 @@
+"""SGLang's router (`sglang_router`) as a child process of whoever makes a `Router`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fusionrl.engines.http import EndpointError, call
+from fusionrl.engines.launch_router import API_KEY_VARIABLE
+from fusionrl.engines.process import ChildProcess, PortReservation, base_url, start_on_free_ports
+from fusionrl.engines.spec import to_flags
+
+_REQUEST_TIMEOUT_S = 7 * 24 * 3600
+"""The router's default of half an hour ends long generations and requests that wait out a paused engine."""
+
+_DEFAULTS: dict[str, Any] = {
+    "policy": "cache_aware",
+    "health_check_interval_secs": 5,
+    "health_check_timeout_secs": 20,
+    "request_timeout_secs": _REQUEST_TIMEOUT_S,
+    "worker_startup_timeout_secs": 300,
+    "worker_startup_check_interval": 1,
+    "log_level": "warn",
+}
+
+
+class Router:
+    """Starts, fills and ends one router."""
+
+    def __init__(
+        self,
+        host: str,
+        log_dir: str,
+        *,
+        api_key: str | None = None,
+        router_args: dict[str, Any] | None = None,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        """`router_args` are fields of sglang_router's RouterArgs; they win over the defaults here.
+
+        `host` is the address to bind, by which clients reach it. With an `api_key` the router asks its clients for
+        it. Raises ValueError when `router_args` has what this class sets itself.
+        """
+        args = dict(router_args or {})
+        taken = sorted({"host", "api_key", "worker_urls"} & args.keys())
+        if taken:
+            flags = ", ".join("--router-" + name.replace("_", "-") for name in taken)
+            raise ValueError(f"{flags}: set by fusionrl itself")
+        self._fixed_port = args.pop("port", None)
+        self._fixed_prometheus_port = args.pop("prometheus_port", None)
+        self._args = {**_DEFAULTS, **args}
+        self._host = host
+        self._api_key = api_key
+        self._log_path = Path(log_dir, "router.log")
+        self._start_timeout_s = start_timeout_s
+        self._process: ChildProcess | None = None
+        self.url = ""
+
+    def start(self) -> str:
+        """Start the router, wait until it answers, and return its base URL.
+
+        Raises ValueError when a port the user fixed is in use, RuntimeError with the log's end when it dies.
+        """
+        for flag, port in (
+            ("--router-port", self._fixed_port),
+            ("--router-prometheus-port", self._fixed_prometheus_port),
+        ):
+            if port is not None:
+                PortReservation(self._host, int(port), flag=flag).release()
+        self._process = start_on_free_ports(self._host, 2, self._spawn, self._wait_ready)
+        return self.url
+
+    def _spawn(self, ports: list[int]) -> ChildProcess:
+        port = self._fixed_port or ports[0]
+        self.url = base_url(self._host, port)
+        flags = to_flags(
+            {
+                **self._args,
+                "host": self._host,
+                "port": port,
+                # Its default is one fixed port, which a second router on the machine could not have.
+                "prometheus_port": self._fixed_prometheus_port or ports[1],
+                "prometheus_host": self._host,
+            }
+        )
+        env = dict(os.environ)
+        package_root = str(Path(__file__).resolve().parents[2])
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
+        if self._api_key is not None:
+            env[API_KEY_VARIABLE] = self._api_key
+        command = [sys.executable, "-m", "fusionrl.engines.launch_router", *flags]
+        return ChildProcess(command, self._log_path, env=env)
+
+    def _wait_ready(self, process: ChildProcess) -> None:
+        def answers() -> bool:
+            try:
+                call("GET", self.url + "/liveness", timeout_s=10.0)
+            except RuntimeError:
+                return False
+            return True
+
+        process.wait_until(answers, self._start_timeout_s, f"start of the router at {self.url}")
+
+    def add_worker(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+        """Register an engine and wait until the router has found it healthy.
+
+        `api_key` is the engine's. Raises RuntimeError when that takes longer than `timeout_s` seconds or the router
+        ends meanwhile.
+        """
+        process = self._living("add a worker")
+        payload: dict[str, Any] = {"url": url}
+        if api_key is not None:
+            payload["api_key"] = api_key
+        self._call("POST", "/workers", payload)
+        process.wait_until(
+            lambda: any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()),
+            timeout_s,
+            f"registration of {url} with the router at {self.url}",
+        )
+
+    def remove_worker(self, url: str, timeout_s: float = 30.0) -> None:
+        """Take an engine out and wait until the router no longer lists it. One it does not know is no error."""
+        deadline = time.monotonic() + timeout_s
+        while found := [worker for worker in self.workers() if worker["url"] == url]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the router at {self.url} still lists {url} after {timeout_s:.0f} s")
+            try:
+                self._call("DELETE", "/workers/" + quote(found[0]["id"], safe=""))
+            except EndpointError as error:
+                if error.status != 404:  # it went between the look and the call
+                    raise
+            time.sleep(0.05)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The router's own records, with `id`, `url`, `is_healthy`, `load`, ..."""
+        return list(self._call("GET", "/workers")["workers"])
+
+    def check_health(self) -> dict[str, Any]:
+        """`url` and `pid`; raises RuntimeError with the end of the log when the router is dead or silent."""
+        process = self._living("health check")
+        call("GET", self.url + "/liveness", timeout_s=10.0)
+        return {"url": self.url, "pid": process.pid}
+
+    def shutdown(self) -> None:
+        """End the router. Idempotent."""
+        if self._process is not None:
+            self._process.terminate(timeout_s=5.0)
+
+    def _living(self, what: str) -> ChildProcess:
+        if self._process is None:
+            raise RuntimeError(f"{what}: the router has not been started")
+        if not self._process.alive():
+            raise self._process.died(f"{what} of the router at {self.url}")
+        return self._process
+
+    def _call(self, method: str, path: str, payload: dict[str, Any] | None = None) -> Any:
+        self._living(path)
+        return call(method, self.url + path, payload, api_key=self._api_key)

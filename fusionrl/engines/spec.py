@@ -1,0 +1,185 @@
+"""What one SGLang engine is started with: its specification, command line and environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusionrl.engines.launch_server import API_KEY_VARIABLE, DEVICE_VARIABLE
+from fusionrl.engines.process import interface_of
+
+OWNED_FIELDS = frozenset(
+    ("model_path", "device", "dtype", "tp_size", "host", "port", "nccl_port")
+    + ("base_gpu_id", "gpu_id_step", "random_seed", "api_key")
+)
+"""Fields of SGLang's ServerArgs that the specification sets; `server_args` may not hold them."""
+
+# torch_native and pytorch are the back ends that need no GPU kernel; without sleep_on_idle an idle scheduler
+# burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a token
+# anyway. A KV pool sized from free memory would take most of a machine that trainers share.
+_CPU_DEFAULTS: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+    "max_total_tokens": 32768,
+    "max_running_requests": 64,
+    "skip_server_warmup": True,
+}
+_DEFAULTS: dict[str, Any] = {
+    "weight_version": "0",  # the spans of an answer then hold numbers from the first request on
+    "log_level_http": "warning",  # one line a request otherwise
+}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine: what it serves, on which devices, and how it is reached."""
+
+    index: int
+    model_path: str
+    device: str
+    """ "cpu" or "cuda"."""
+    dtype: str
+    """ "float32" or "bfloat16"."""
+    tp_size: int
+    gpu_ids: tuple[int, ...]
+    """Physical device numbers on the node, one a tensor-parallel rank, evenly spaced; ignored on a CPU."""
+    host: str
+    """Address to bind; the one by which other nodes reach this engine."""
+    api_key: str | None
+    log_dir: str
+    seed: int
+    start_timeout_s: float = 300.0
+    num_threads: int = 1
+    """OpenMP threads a scheduler on a CPU."""
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """The user's own values of SGLang's ServerArgs fields; they win over the defaults here."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be started."""
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r} of engine {self.index}: expected 'cpu' or 'cuda'")
+        owned = sorted(OWNED_FIELDS & self.server_args.keys())
+        if owned:
+            flags = ", ".join("--sglang-" + name.replace("_", "-") for name in owned)
+            raise ValueError(f"{flags}: set by fusionrl itself; use fusionrl's own flags for it")
+        if self.device == "cuda":
+            steps = {b - a for a, b in zip(self.gpu_ids, self.gpu_ids[1:], strict=False)}
+            if len(self.gpu_ids) != self.tp_size or len(steps) > 1 or (steps and min(steps) < 1):
+                raise ValueError(
+                    f"gpu_ids={self.gpu_ids} of engine {self.index}: SGLang takes tp_size={self.tp_size} "
+                    f"devices, ascending and evenly spaced"
+                )
+
+
+def server_command(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
+    """Command that serves `spec` on `port`; `nccl_port` is the rendezvous of its tensor-parallel ranks."""
+    arguments: dict[str, Any] = {
+        **_DEFAULTS,
+        **(_CPU_DEFAULTS if spec.device == "cpu" else {}),
+        **spec.server_args,
+        "model_path": _resolved(spec.model_path),
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "tp_size": spec.tp_size,
+        "host": spec.host,
+        "port": port,
+        "nccl_port": nccl_port,
+        "random_seed": spec.seed,
+    }
+    if spec.device == "cuda":
+        first, *rest = spec.gpu_ids
+        arguments["base_gpu_id"] = first
+        arguments["gpu_id_step"] = rest[0] - first if rest else 1
+    return [sys.executable, "-m", "fusionrl.engines.launch_server", *to_flags(arguments)]
+
+
+def to_flags(arguments: dict[str, Any]) -> list[str]:
+    """Command-line form of upstream field values: `{"a_b": 1, "c": True, "d": None}` → `--a-b 1 --c`.
+
+    True is a bare flag, False and None leave the flag out, a list is several values, a dict is JSON.
+    """
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if isinstance(value, dict):
+            flags.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            flags.extend(str(item) for item in value)
+        elif value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def server_environment(spec: EngineSpec) -> dict[str, str]:
+    """Environment of the server: this process's, with what `spec` decides and the defaults of a CPU run."""
+    env = dict(os.environ)
+    # gpu_ids are physical numbers, and a CUDA IPC handle names a device by the sender's numbering.
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    env[DEVICE_VARIABLE] = spec.device
+    if spec.api_key is not None:
+        env[API_KEY_VARIABLE] = spec.api_key
+    # A health check that generates a token fails by design while generation is paused or memory released;
+    # the router would take the engine out.
+    env.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    package_root = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
+    interface = interface_of(spec.host)
+    if interface is not None:
+        env["GLOO_SOCKET_IFNAME"] = interface
+    if os.path.isdir(spec.model_path):
+        env["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cpu":
+        env["OMP_NUM_THREADS"] = str(spec.num_threads)
+        env["TORCHDYNAMO_DISABLE"] = "1"
+        if spec.tp_size > 1:
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _thread_binding(spec))
+        _skip_other_models(env, spec.model_path)
+    return env
+
+
+def _resolved(model_path: str) -> str:
+    return os.path.abspath(model_path) if os.path.isdir(model_path) else model_path
+
+
+def _thread_binding(spec: EngineSpec) -> str:
+    """`cores|cores|...`, one group of `num_threads` cores a rank; engines and ranks go round the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    start = spec.index * spec.tp_size * spec.num_threads
+    groups = []
+    for rank in range(spec.tp_size):
+        wanted = range(start + rank * spec.num_threads, start + (rank + 1) * spec.num_threads)
+        groups.append(",".join(str(core) for core in sorted({cores[i % len(cores)] for i in wanted})))
+    return "|".join(groups)
+
+
+def _skip_other_models(env: dict[str, str], model_path: str) -> None:
+    """Tell SGLang not to import the model files that do not name this checkpoint's architecture.
+
+    A scheduler otherwise imports all of its 250 model files, 1.4 s of a start of 10 s. Files that the wanted one
+    imports are not affected. Left alone where the user set the variable or the architecture is unknown.
+    """
+    config = Path(model_path, "config.json")
+    package = importlib.util.find_spec("sglang")
+    if (
+        "SGLANG_DISABLED_MODEL_ARCHS" in env
+        or not config.is_file()
+        or package is None
+        or package.origin is None
+    ):
+        return
+    architectures = json.loads(config.read_text()).get("architectures") or []
+    files = sorted(Path(package.origin).parent.glob("srt/models/*.py"))
+    texts = {file.stem: file.read_text(errors="replace") for file in files if file.stem != "__init__"}
+    wanted = {stem for stem, text in texts.items() if any(name in text for name in architectures)}
+    if wanted:
+        env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(texts.keys() - wanted - {"registry", "transformers"})

@@ -1,0 +1,349 @@
+"""The curves of a run as one picture, drawn from its metrics; each chart appears if its keys do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Metrics = Sequence[Mapping[str, Any]]
+Series = tuple[list[int], list[float]]
+
+REWARD, ACCURACY, LOSS = "rollout/raw_reward", "rollout/accuracy", "train/loss"
+MISMATCH, TOKENS = "train/logprob_diff_mean", "perf/tokens_per_s"
+TIMES = (("generate", "perf/time_generate_s"), ("train", "perf/time_train_s"), ("sync", "perf/time_sync_s"))
+
+# Okabe and Ito's colours (distinct for colour-blind readers too), the strongest first.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+INK, MUTED, GRID = "#222222", "#6B6B6B", "#E6E6E6"
+
+_STYLE = {
+    "font.size": 10.0,
+    "axes.edgecolor": "#B0B0B0",
+    "axes.linewidth": 0.8,
+    "axes.labelcolor": MUTED,
+    "axes.titlesize": 11.0,
+    "axes.titleweight": "bold",
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10.0,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 9.0,
+    "ytick.labelsize": 9.0,
+    "legend.frameon": False,
+    "legend.fontsize": 9.0,
+    "legend.labelcolor": MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "savefig.facecolor": "white",
+}
+
+
+def series(metrics: Metrics, key: str) -> Series:
+    """Steps and values of `key`, without the steps that lack it or hold null (no finite value)."""
+    steps, values = [], []
+    for line in metrics:
+        value = line.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            steps.append(int(line["step"]))
+            values.append(float(value))
+    return steps, values
+
+
+def smooth(steps: Sequence[int], values: Sequence[float], span: float | None = None) -> list[float]:
+    """A Gaussian average over steps of deviation `span` (default: 3 % of the range, at least 1 step).
+
+    Centred, so it does not lag behind as an exponential average does; its weights are normalised at each
+    step, so neither gaps nor the ends bend it.
+    """
+    import numpy as np
+
+    if len(values) < 3:
+        return list(values)
+    at, known = np.asarray(steps, float), np.asarray(values, float)
+    width = span if span is not None else max(0.03 * (at[-1] - at[0]), 1.0)
+    # Row by row: a run of 100,000 steps has no room for all the weights at once.
+    smoothed = []
+    for step in at:
+        near = slice(*np.searchsorted(at, (step - 4 * width, step + 4 * width)))
+        weights = np.exp(-0.5 * ((at[near] - step) / width) ** 2)
+        smoothed.append(float(weights @ known[near] / weights.sum()))
+    return smoothed
+
+
+def draw_curves(metrics: Metrics, out: Path, title: str) -> Path:
+    """Draw what `metrics` holds of reward, accuracy, loss, mismatch, time, speed as a PNG; returns `out`.
+
+    `metrics` is what `read_metrics` returns. Raises ValueError if no known key has a single finite value.
+    """
+    charts = [chart for has, chart in _charts() if has(metrics)]
+    if not charts:
+        raise ValueError(
+            f"nothing to draw for {title!r}: none of {REWARD}, eval/*/accuracy, {LOSS}, {MISMATCH}, "
+            "perf/time_*_s has a value; did the run finish a step?"
+        )
+    figure, axes = _figure(len(charts), title, _subtitle(metrics))
+    with _style():
+        for axis, chart in zip(axes, charts, strict=True):
+            chart(axis, metrics)
+    return _save(figure, out)
+
+
+def compare_curves(runs: Mapping[str, Metrics], key: str, out: Path) -> Path:
+    """Draw `key` of several runs, named by the keys of `runs`, over one another as a PNG; returns `out`.
+
+    Raises ValueError if none of the runs has a finite value of `key`.
+    """
+    drawn = {name: found for name, metrics in runs.items() if (found := series(metrics, key))[0]}
+    if not drawn:
+        raise ValueError(f"none of the runs {', '.join(runs)} has a value of {key!r}")
+    figure, (axis,) = _figure(1)
+    with _style():
+        for index, (name, (steps, values)) in enumerate(drawn.items()):
+            _line(axis, steps, values, COLORS[index % len(COLORS)], name)
+        _label_axis(axis, key, _unit(key))
+        if key == MISMATCH:
+            _logarithmic(axis, [value for _, values in drawn.values() for value in values])
+        axis.legend(loc="best")
+    return _save(figure, out)
+
+
+# ---- charts ------------------------------------------------------------------------------------------------
+
+
+def _charts() -> list[tuple[Callable[[Metrics], bool], Callable[[Axes, Metrics], None]]]:
+    def has(key: str) -> Callable[[Metrics], bool]:
+        return lambda metrics: bool(series(metrics, key)[0])
+
+    return [
+        (has(REWARD), _draw_reward),
+        (lambda metrics: bool(_accuracy_keys(metrics)), _draw_accuracy),
+        (has(LOSS), _draw_loss),
+        (has(MISMATCH), _draw_mismatch),
+        (lambda metrics: any(has(key)(metrics) for _, key in TIMES), _draw_times),
+        (has(TOKENS), _draw_tokens),
+    ]
+
+
+def _draw_reward(axis: Axes, metrics: Metrics) -> None:
+    _line(axis, *series(metrics, REWARD), COLORS[0])
+    _label_axis(axis, "Reward", "mean raw reward of a rollout")
+
+
+def _draw_loss(axis: Axes, metrics: Metrics) -> None:
+    _line(axis, *series(metrics, LOSS), COLORS[0])
+    _label_axis(axis, "Loss", "training loss")
+
+
+def _draw_tokens(axis: Axes, metrics: Metrics) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    _line(axis, *series(metrics, TOKENS), COLORS[2])
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+    _label_axis(axis, "Throughput", "tokens per second")
+
+
+def _draw_accuracy(axis: Axes, metrics: Metrics) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    steps, values = series(metrics, ACCURACY)
+    if steps:
+        _line(axis, steps, values, MUTED, "training rollouts")
+    names = [key for key in _accuracy_keys(metrics) if key != ACCURACY]
+    for index, key in enumerate(names):
+        steps, values = series(metrics, key)
+        axis.plot(
+            steps,
+            values,
+            color=COLORS[(index + 1) % len(COLORS)],
+            linewidth=1.8,
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            label=f"eval: {key.split('/', 1)[1].removesuffix('/accuracy')}",
+            zorder=3,
+        )
+    axis.set_ylim(0, _headroom(axis.get_ylim()[1]))
+    axis.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
+    axis.legend(loc="best")
+    _label_axis(axis, "Accuracy", "share of correct answers")
+
+
+def _draw_mismatch(axis: Axes, metrics: Metrics) -> None:
+    steps, values = series(metrics, MISMATCH)
+    _line(axis, steps, values, COLORS[3])
+    _logarithmic(axis, values)
+    _label_axis(axis, "Trainer against engine", "mean |Δ log-prob|, nats per token")
+
+
+def _draw_times(axis: Axes, metrics: Metrics) -> None:
+    known = {name: dict(zip(*series(metrics, key), strict=True)) for name, key in TIMES}
+    known = {name: times for name, times in known.items() if times}
+    _label_axis(axis, "Time of a step", "seconds")
+    if len(known) == 1:
+        ((name, times),) = known.items()
+        _line(axis, list(times), list(times.values()), COLORS[4], name)
+        axis.set_ylim(0, _headroom(max(times.values()), cap=None) * 1.12)
+        axis.legend(loc="upper left")
+        return
+    steps = sorted(set().union(*known.values()))
+    colors = dict(zip((name for name, _ in TIMES), ("#5B9BC8", "#E08A4A", "#8C8C8C"), strict=True))
+    heights = [[times.get(step, 0.0) for step in steps] for times in known.values()]
+    labels = [f"{name} ({_share(row, heights)})" for name, row in zip(known, heights, strict=True)]
+    if len(steps) <= 60:
+        base = [0.0] * len(steps)
+        for (name, row), label in zip(zip(known, heights, strict=True), labels, strict=True):
+            axis.bar(steps, row, bottom=base, width=0.85, color=colors[name], label=label, linewidth=0)
+            base = [under + height for under, height in zip(base, row, strict=True)]
+    else:
+        axis.stackplot(steps, heights, colors=[colors[name] for name in known], labels=labels, linewidth=0)
+    axis.set_ylim(0, _headroom(max(map(sum, zip(*heights, strict=True))), cap=None) * 1.12)
+    axis.legend(loc="upper left", ncols=len(known), handlelength=1.0, columnspacing=1.2)
+
+
+# ---- parts -------------------------------------------------------------------------------------------------
+
+
+def _accuracy_keys(metrics: Metrics) -> list[str]:
+    keys = {
+        key
+        for line in metrics
+        for key in line
+        if key == ACCURACY or (key.startswith("eval/") and key.endswith("/accuracy"))
+    }
+    return sorted(key for key in keys if series(metrics, key)[0])
+
+
+def _line(axis: Axes, steps: list[int], values: list[float], color: str, label: str | None = None) -> None:
+    """The values lightly, their smoothed course strongly; of a handful of values, points."""
+    label = label and label.replace("$", r"\$")
+    if len(steps) < 8:
+        axis.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=4, label=label)
+        return
+    axis.plot(steps, values, color=color, linewidth=0.9, alpha=0.28)
+    axis.plot(steps, smooth(steps, values), color=color, linewidth=2.0, label=label, solid_capstyle="round")
+
+
+def _logarithmic(axis: Axes, values: list[float]) -> None:
+    """A logarithmic axis that also shows zeros: trainer and engine can agree to the last bit."""
+    positive = [value for value in values if value > 0]
+    if not positive or min(values) < 0:
+        return
+    low, high = min(positive), max(positive)
+    if len(positive) < len(values):
+        axis.set_yscale("symlog", linthresh=low)
+        axis.set_ylim(bottom=-0.1 * low)
+        return
+    if high / low < 10:
+        # Less than a decade: widen it, so that noise does not look like a drift and there is a tick to read.
+        low, high = math.sqrt(low * high) / 10, math.sqrt(low * high) * 10
+        axis.set_ylim(low, high)
+    axis.set_yscale("log")
+
+
+def _label_axis(axis: Axes, title: str, unit: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(title)
+    axis.set_ylabel(unit)
+    axis.set_xlabel("step")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+    left, right = axis.get_xlim()
+    if right - left < 1:  # One step only: no ticks at fractions of a step.
+        axis.set_xlim(left - 1, right + 1)
+    axis.grid(axis="x", visible=False)
+    axis.margins(x=0.02)
+
+
+def _unit(key: str) -> str:
+    known = {
+        REWARD: "mean raw reward",
+        LOSS: "training loss",
+        MISMATCH: "mean |Δ log-prob|, nats per token",
+        TOKENS: "tokens per second",
+    }
+    if key.endswith("accuracy"):
+        return "share of correct answers"
+    return known.get(key, "seconds" if key.endswith("_s") else key.rsplit("/", 1)[-1])
+
+
+def _share(row: list[float], heights: list[list[float]]) -> str:
+    total = sum(map(sum, heights))
+    return f"{100 * sum(row) / total:.0f}%" if total > 0 else "0%"
+
+
+def _headroom(top: float, cap: float | None = 1.0) -> float:
+    """An upper end for an axis that starts at 0: a little above the data; never a degenerate 0."""
+    top = top * 1.05 if top > 0 else 1.0
+    return top if cap is None else min(top, cap * 1.02)
+
+
+def _subtitle(metrics: Metrics) -> str:
+    steps = [int(line["step"]) for line in metrics]
+    parts = [f"steps {min(steps)} to {max(steps)}" if len(steps) > 1 else f"step {steps[0]}"]
+    attempts = {line["attempt"] for line in metrics if "attempt" in line}
+    if len(attempts) > 1:
+        parts.append(f"{len(attempts)} attempts")
+    nonfinite = sum(1 for line in metrics if line.get("nonfinite"))
+    if nonfinite:
+        parts.append(f"{nonfinite} step{'s' if nonfinite > 1 else ''} with NaN or infinite values")
+    return "   ·   ".join(parts)
+
+
+def _style() -> Any:
+    import matplotlib
+
+    return matplotlib.rc_context(_STYLE)  # type: ignore[arg-type]
+
+
+def _figure(count: int, title: str = "", subtitle: str = "") -> tuple[Figure, list[Axes]]:
+    """A figure with `count` charts, in two columns if there are several. Needs no display, no pyplot."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = 1 if count == 1 else 2
+    rows = -(-count // columns)
+    head = 0.75 if title else 0.0  # inches
+    height = 3.6 * rows + head
+    with _style():
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, rect=(0, 0, 1, 1 - head / height))
+        figure = Figure(figsize=(7.2 if columns == 1 else 11.5, height), dpi=130, layout=layout)
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(rows, columns, wspace=0.08, hspace=0.1)
+        axes = []
+        for index in range(count):
+            last_alone = columns == 2 and index == count - 1 and count % 2 == 1
+            place = grid[index // columns, :] if last_alone else grid[index // columns, index % columns]
+            axes.append(figure.add_subplot(place))
+        left = 0.16 / figure.get_size_inches()[0]
+        for text, down, size, color in ((title, 0.16, 15, INK), (subtitle, 0.46, 10, MUTED)):
+            weight = "bold" if color == INK else "normal"
+            # A title is the user's text; a '$' in it starts no formula.
+            figure.text(left, 1 - down / height, text, fontsize=size, color=color, weight=weight, va="top",
+                        parse_math=False)  # fmt: skip
+    return figure, axes
+
+
+def _save(figure: Figure, out: Path) -> Path:
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _style():
+        figure.align_ylabels()
+        figure.savefig(out, format="png")
+    return out

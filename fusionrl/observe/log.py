@@ -1,0 +1,129 @@
+"""Logging of a run's processes: short lines that name the process's role, and libraries kept to what matters.
+
+To the file goes everything of ours at the level asked for, and the libraries' warnings; to the terminal the
+same without the libraries' warnings: of them only errors are worth a person's eye.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+LIBRARIES = (
+    "ray",
+    "httpx",
+    "httpcore",
+    "urllib3",
+    "asyncio",
+    "aiohttp",
+    "uvicorn",
+    "filelock",
+    "fsspec",
+    "megatron",
+    "transformers",
+    "datasets",
+    "huggingface_hub",
+    "sglang",
+    "sglang_router",
+    "torch",
+    "torchao",
+    "matplotlib",
+    "PIL",
+    "numexpr",
+    "py.warnings",
+)
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+_OURS = "_fusionrl_handler"
+
+
+def setup_logging(
+    level: str,
+    file: Path | None,
+    role: str = "driver",
+    console: Callable[[str], None] | None = None,
+) -> None:
+    """Set up the root logger of this process; calling it again replaces what it set up before.
+
+    `level` holds for the program and its plugins; `file` is appended to and its folder made; `role` names the
+    process ("driver", "trainer 3", "engine 0"). Terminal lines go through `console`, for instance
+    `Progress.print`, so that they do not tear the panel; default: stderr. Libraries that configure logging
+    when they are imported are silenced again by `quiet_libraries`. Raises ValueError for an unknown level.
+    """
+    if level.upper() not in LEVELS:
+        raise ValueError(f"--log-level {level!r} is unknown; choose one of {', '.join(LEVELS)}")
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if getattr(handler, _OURS, False)]:
+        root.removeHandler(handler)
+        handler.close()
+    terminal: logging.Handler = _ConsoleHandler(console) if console else logging.StreamHandler(sys.stderr)
+    terminal.setFormatter(_TerminalFormatter(role))
+    terminal.addFilter(_worth_the_terminal)
+    handlers = [terminal]
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(file, mode="a", encoding="utf-8", delay=True)
+        # A role is the user's text and may hold a '%'.
+        shown = role.replace("%", "%%")
+        to_file.setFormatter(logging.Formatter(f"%(asctime)s {shown} %(levelname)s %(name)s: %(message)s"))
+        handlers.append(to_file)
+    for handler in handlers:
+        setattr(handler, _OURS, True)
+        root.addHandler(handler)
+    root.setLevel(number)
+    logging.captureWarnings(True)
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Set the libraries to WARNING and let the root's handlers alone write their records.
+
+    Some (ray, transformers) attach handlers of their own when they are imported; call this again after such
+    imports.
+    """
+    for name in LIBRARIES:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.WARNING)
+        logger.propagate = True
+        for handler in list(logger.handlers):
+            if not isinstance(handler, logging.NullHandler):
+                logger.removeHandler(handler)
+
+
+def _worth_the_terminal(record: logging.LogRecord) -> bool:
+    # "py.warnings" is itself a dotted name; the others are the first part of theirs.
+    library = record.name in LIBRARIES or record.name.partition(".")[0] in LIBRARIES
+    return record.levelno >= logging.ERROR or not library
+
+
+class _TerminalFormatter(logging.Formatter):
+    """ "12:03:44 driver  text"; the level only where it is a warning or worse."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._role = role
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return f"{self.formatTime(record, self.datefmt)} {self._role}  {level}{record.message}"
+
+    def usesTime(self) -> bool:
+        return True
+
+
+class _ConsoleHandler(logging.Handler):
+    """Hands formatted lines to a function."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(self.format(record))
+        except Exception:  # noqa: BLE001
+            # As every handler of logging: a line that cannot be shown must not stop the program.
+            self.handleError(record)

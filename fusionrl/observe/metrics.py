@@ -1,0 +1,194 @@
+"""The metrics of a run: `metrics.jsonl`, one JSON line a call, appended and never rewritten; TensorBoard on
+top.
+
+Names are slime's: `rollout/…`, `train/…`, `eval/…`, `perf/…`, `sync/…`. Each line carries its attempt, so a
+resumed run goes on in the same file: `read_metrics` tells which line counts when two attempts passed through
+one step.
+
+    {"step": 3, "attempt": 1, "time": 1760000000.123, "train/loss": 0.02, "rollout/raw_reward": 0.4}
+    {"step": 4, "attempt": 1, "time": 1760000009.456, "train/loss": null, "nonfinite": ["train/loss"]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from fusionrl.observe.values import Scalar, json_line, to_scalar
+
+METRICS_FILE = "metrics.jsonl"
+RESERVED_KEYS = frozenset({"step", "attempt", "time", "nonfinite"})
+
+_ATTEMPT_IN_NAME = re.compile(r"\.a(\d+)\.[a-z]+$")
+
+
+class MetricsSink:
+    """Appends to `run_dir/metrics.jsonl`; with `tensorboard`, also to `run_dir/tensorboard/a<attempt>/`.
+
+    One process of a run (the driver) owns the sink; the run folder's lock keeps a second run away.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int, tensorboard: bool = False) -> None:
+        """Open the file for appending. ValueError if `attempt` < 1, or TensorBoard wanted and missing."""
+        if attempt < 1:
+            raise ValueError(f"attempt is {attempt}; the first attempt of a run is 1")
+        self.attempt = attempt
+        self.path = Path(run_dir) / METRICS_FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = _TensorBoard(Path(run_dir), attempt) if tensorboard else None
+        torn = _ends_without_newline(self.path)
+        # Unbuffered and in append mode: a line is one write, and is with the kernel when `log` returns.
+        self._file = self.path.open("ab", buffering=0)
+        if torn:
+            # The attempt before was killed while it wrote: its half line must not swallow our first one.
+            self._file.write(b"\n")
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append the metrics of `step`; may be called several times for one step (training, then evaluation).
+
+        numpy and torch scalars are accepted. NaN and infinities are written as null and named under
+        "nonfinite". Raises ValueError for a value that is no scalar and for a reserved name (step, attempt,
+        time, nonfinite).
+        """
+        taken = RESERVED_KEYS.intersection(values)
+        if taken:
+            raise ValueError(f"metric names {sorted(taken)} are reserved; use e.g. 'train/step'")
+        scalars = {key: to_scalar(key, value) for key, value in values.items()}
+        nonfinite = [
+            key for key, value in scalars.items() if isinstance(value, float) and not math.isfinite(value)
+        ]
+        line: dict[str, Any] = {
+            "step": int(step),
+            "attempt": self.attempt,
+            "time": round(time.time(), 3),
+            **scalars,
+        }
+        if nonfinite:
+            line["nonfinite"] = nonfinite
+        self._file.write(json_line(line).encode())
+        if self._tensorboard is not None:
+            self._tensorboard.log(int(step), scalars)
+
+    def close(self) -> None:
+        """Close the file and TensorBoard's; safe to call twice."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _TensorBoard:
+    """Numbers as scalars, strings as text; a folder an attempt, so that a resume overwrites no event file."""
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f"TensorBoard was asked for but cannot be imported ({error}): "
+                "`pip install tensorboard`, or leave it off; metrics.jsonl is written either way"
+            ) from error
+        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard" / f"a{attempt}"))
+
+    def log(self, step: int, scalars: Mapping[str, Scalar]) -> None:
+        for key, value in scalars.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, step)
+            elif value is not None:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The metrics of a run (its folder or its `metrics.jsonl`), one dictionary a step, in the order of steps.
+
+    Lines of one step and one attempt are merged, the later value winning. Of several attempts that logged a
+    step, only the highest counts, as a whole: its values were computed from other weights than the abandoned
+    ones. Steps that only an earlier attempt reached are kept. A line torn by a kill (the last one, or the
+    last of an attempt) is passed over; any other unreadable line raises ValueError with its number.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS_FILE
+    steps: dict[int, dict[str, Any]] = {}
+    for line in _lines(path):
+        held = steps.get(line["step"])
+        if held is None or line["attempt"] > held["attempt"]:
+            steps[line["step"]] = line
+        elif line["attempt"] == held["attempt"]:
+            steps[line["step"]] = _merged(held, line)
+    return [steps[step] for step in sorted(steps)]
+
+
+def _merged(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    nonfinite = [key for key in earlier.get("nonfinite", []) if key not in later] + later.get("nonfinite", [])
+    merged = {**earlier, **later}
+    merged.pop("nonfinite", None)
+    return {**merged, "nonfinite": nonfinite} if nonfinite else merged
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    torn: int | None = None
+    attempt = 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                line = None
+            if not isinstance(line, dict) or not {"step", "attempt"} <= line.keys():
+                line = None
+            if torn is not None and (line is None or line["attempt"] <= attempt):
+                raise ValueError(
+                    f"{path}, line {torn}, is not a metrics line, and no kill explains it (the same attempt "
+                    "goes on after it); repair or delete that line"
+                )
+            if line is None:
+                torn = number
+                continue
+            torn, attempt = None, line["attempt"]
+            yield line
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number of the attempt that starts now: 1 in a new folder, else one more than any attempt left a
+    trace of.
+
+    Traces are metrics lines, rollout files and config files, since an attempt may die between any two of
+    them.
+    """
+    run_dir = Path(run_dir)
+    seen = [0]
+    if (run_dir / "config.json").exists():
+        seen.append(1)
+    for folder in (run_dir, run_dir / "rollouts"):
+        if folder.is_dir():
+            matches = (_ATTEMPT_IN_NAME.search(entry.name) for entry in folder.iterdir())
+            seen.extend(int(match.group(1)) for match in matches if match)
+    metrics = run_dir / METRICS_FILE
+    if metrics.exists():
+        seen.extend(int(line["attempt"]) for line in _lines(metrics))
+    return max(seen) + 1
+
+
+def _ends_without_newline(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"

@@ -1,0 +1,190 @@
+"""The folder of one run: made, locked, and continued by a resume without a file being overwritten.
+
+config.json  plan.txt      of attempt 1; config.a2.json, plan.a2.txt of a resume whose own differ
+metrics.jsonl              see `metrics`
+rollouts/ checkpoints/ logs/
+run.lock                   who is at work here: pid, start time of that process, host
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Self
+
+from fusionrl.observe.metrics import next_attempt
+from fusionrl.observe.values import to_jsonable, write_atomically
+
+LOCK_FILE = "run.lock"
+SUB_FOLDERS = ("rollouts", "checkpoints", "logs")
+
+
+class RunDir:
+    """A run's folder, held under a lock from construction to `close`.
+
+    Attributes: `path`; `rollouts`, `checkpoints`, `logs` (its sub folders); `attempt` (1 for a new run).
+    """
+
+    def __init__(self, path: Path | str, resume: bool = False) -> None:
+        """Make or reopen the folder and take its lock.
+
+        Raises ValueError if the folder holds a run and `resume` is False, if it is no folder, or if a live
+        process (or one of another machine, which cannot be asked) holds it. The lock of a dead process is
+        taken over.
+        """
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--run-dir {self.path} is a file; name a folder")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = _Lock(self.path / LOCK_FILE)
+        self._lock.acquire()
+        if not resume and _has_content(self.path):
+            self._lock.release()
+            raise ValueError(
+                f"--run-dir {self.path} already holds a run: pass --resume to go on with it, "
+                "or another --run-dir to start a new one"
+            )
+        self.rollouts, self.checkpoints, self.logs = (self.path / name for name in SUB_FOLDERS)
+        for folder in (self.rollouts, self.checkpoints, self.logs):
+            folder.mkdir(exist_ok=True)
+        self.attempt = next_attempt(self.path)
+
+    def write_config(self, config: Mapping[str, Any]) -> Path:
+        """Write the resolved configuration and return the file that holds it.
+
+        A resume whose configuration equals the last one written adds no file.
+        """
+        text = json.dumps(to_jsonable(config), indent=2, ensure_ascii=False) + "\n"
+        return self._write("config", "json", text)
+
+    def write_plan(self, text: str) -> Path:
+        """Write what the run is going to do, as `--dry-run` prints it; returns the file that holds it."""
+        return self._write("plan", "txt", text if text.endswith("\n") else text + "\n")
+
+    def _write(self, stem: str, suffix: str, text: str) -> Path:
+        last = _last_version(self.path, stem, suffix)
+        if last is not None and last.read_text(encoding="utf-8") == text:
+            return last
+        name = f"{stem}.{suffix}" if self.attempt == 1 else f"{stem}.a{self.attempt}.{suffix}"
+        path = self.path / name
+        assert not path.exists(), f"{path} written twice in attempt {self.attempt} with different contents"
+        write_atomically(path, text)
+        return path
+
+    def close(self) -> None:
+        """Give the lock back; safe to call twice."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _has_content(path: Path) -> bool:
+    """Whether anything was written; a start that failed leaves empty sub folders, which are no run."""
+    for entry in path.iterdir():
+        if entry.name == LOCK_FILE or (
+            entry.name in SUB_FOLDERS and entry.is_dir() and not any(entry.iterdir())
+        ):
+            continue
+        return True
+    return False
+
+
+def _last_version(folder: Path, stem: str, suffix: str) -> Path | None:
+    pattern = re.compile(rf"{stem}(?:\.a(\d+))?\.{suffix}")
+    versions = [
+        (int(match[1] or 1), entry) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name))
+    ]
+    return max(versions)[1] if versions else None
+
+
+class _Lock:
+    """A lock file naming its holder by pid, the start time of that process (pids are used again) and host.
+
+    The holder is recorded rather than an flock kept, because a child that the run forks would inherit an
+    flock and hold the folder after the run has died. flock only makes the look-then-write below atomic.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mine = {"pid": os.getpid(), "started": _start_time(os.getpid()), "host": socket.gethostname()}
+
+    def acquire(self) -> None:
+        with self._exclusive() as file:
+            holder = _parse(file.read())
+            if holder is not None and holder.get("host") != self._mine["host"]:
+                raise ValueError(
+                    f"--run-dir {self.path.parent} is held by process {holder.get('pid')} on "
+                    f"host {holder.get('host')}; if that run is dead, delete {self.path}, "
+                    "else choose another --run-dir"
+                )
+            if holder is not None and _alive(holder):
+                raise ValueError(
+                    f"--run-dir {self.path.parent} is in use by the live process {holder['pid']}; "
+                    "wait for it or stop it, or choose another --run-dir"
+                )
+            _replace(file, json.dumps(self._mine))
+
+    def release(self) -> None:
+        if not self.path.exists():
+            return
+        with self._exclusive() as file:
+            # Emptied, not unlinked: unlinking would let a waiter lock a file that no longer has a name. A
+            # child forked from the holder has another pid, so it cannot release its parent's lock.
+            if _parse(file.read()) == self._mine and os.getpid() == self._mine["pid"]:
+                _replace(file, "")
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[IO[str]]:
+        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+
+
+def _replace(file: IO[str], text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.flush()
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    """The holder a lock file names; None if free. Half a record is of a process that died writing it."""
+    try:
+        holder = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return holder if isinstance(holder, dict) and "pid" in holder else None
+
+
+def _alive(holder: Mapping[str, Any]) -> bool:
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # Somebody else's process, but a live one.
+    return _start_time(holder["pid"]) == holder.get("started")
+
+
+def _start_time(pid: int) -> str | None:
+    """When the process started, as "<boot id>/<clock ticks since boot>"; None where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command, in parentheses, may hold blanks; fields 3 and 22 of proc(5) are the 1st and the 20th after
+    # it.
+    fields = stat.rpartition(")")[2].split()
+    # A zombie runs no more; it only waits for its parent to notice.
+    return None if fields[0] == "Z" else f"{boot}/{fields[19]}"

@@ -1,0 +1,85 @@
+"""Turns what a step hands over (Python, numpy, torch) into what JSON can hold; imports neither library."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Scalar = float | int | str | bool | None
+
+
+def to_scalar(key: str, value: object) -> Scalar:
+    """`value` as a Python scalar; arrays and tensors of one element count as scalars.
+
+    Raises ValueError, naming `key`, for anything that is not a single number, string, bool or None.
+    """
+    if hasattr(value, "item") and callable(value.item):
+        shape = tuple(getattr(value, "shape", ()))
+        if math.prod(shape) != 1:
+            raise ValueError(f"metric {key!r} has shape {shape}; log one number, e.g. its mean")
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"metric {key!r} is a {type(value).__name__} ({value!r}); log a number or a string")
+
+
+def to_jsonable(value: Any) -> Any:
+    """`value` with arrays and tensors as nested lists, enums as their values, NaN and infinities as null.
+
+    An object of no known kind (a user may put anything into a sample's metadata) becomes its `repr`: a file
+    that can be written is worth more than a run that stops over a field nobody trains on.
+    """
+    if value is None or isinstance(value, bool | str):
+        # A str-valued Enum is a str too; its value is what a reader expects.
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return to_jsonable(value.value)
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_key(key): to_jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_jsonable(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((to_jsonable(item) for item in value), key=repr)
+    if hasattr(value, "tolist") and callable(value.tolist):
+        return to_jsonable(value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    return repr(value)
+
+
+def _key(key: object) -> str:
+    if isinstance(key, enum.Enum):
+        key = key.value
+    return key if isinstance(key, str) else str(key)
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """`row` as one line of strict JSON, newline included."""
+    try:
+        # The C encoder walks the row itself; long token lists make `to_jsonable` ten times slower.
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=to_jsonable)
+    except (ValueError, TypeError):  # A NaN, or a key that is no string.
+        text = json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False)
+    return text + "\n"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` under a temporary name beside `path`, then rename: a reader never sees half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,180 @@
+"""`Plan`: config → devices, placement, parallel groups, batch arithmetic, memory. What --dry-run prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusionrl.config.config import Config
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.plan.batch import BatchPlan, plan_batches
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything derived from the configuration. Bundles are devices, numbered by node and then by device."""
+
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp32", "bf16"]
+    rollout_dtype: Literal["fp32", "bf16"]
+    shape: ModelShape
+    layout: TrainerLayout | None  # None: the run has no trainers
+    num_engines: int
+    engine_size: int
+    num_bundles: int
+    trainer_bundles: tuple[int, ...]  # rank → bundle
+    engine_bundles: tuple[tuple[int, ...], ...]  # engine → its bundles
+    transport: Literal["broadcast", "ipc"] | None
+    batch: BatchPlan | None
+    num_rollout: int
+    memory: TrainerMemory | None
+    train_num_threads: int
+
+    @property
+    def backend(self) -> str:
+        """Backend of the collective operations."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether an engine and a trainer share a device."""
+        used = {bundle for bundles in self.engine_bundles for bundle in bundles}
+        return bool(used & set(self.trainer_bundles))
+
+
+def uses_trainers(config: Config) -> bool:
+    """Whether the mode has trainers (the table of modes)."""
+    run = config.run
+    if run.mode == "eval" or run.debug_rollout_only:
+        return False
+    return not (run.mode == "reject-sampling" and config.reject_sampling.no_trainer)
+
+
+def uses_engines(config: Config) -> bool:
+    """Whether the mode has engines (the table of modes)."""
+    return config.run.mode != "sft" and not config.run.debug_train_only
+
+
+def make_plan(
+    config: Config, shape: ModelShape, *, device: Literal["cpu", "cuda"], num_prompts: int, num_cores: int = 1
+) -> Plan:
+    """Work out the plan.
+
+    num_prompts  rows of the prompt data, for --num-epoch; 0 where there is none.
+
+    Raises:
+        ValueError: sizes that do not divide or do not fit, with the arithmetic.
+    """
+    cluster, model = config.cluster, config.model
+    precision = _precision(model.precision, "bf16" if device == "cuda" else "fp32")
+    trainers = uses_trainers(config)
+    engines = uses_engines(config)
+    world_size = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node if trainers else 0
+    layout = None
+    if trainers:
+        layout = TrainerLayout(
+            world_size=world_size,
+            tp=model.tensor_model_parallel_size,
+            pp=model.pipeline_model_parallel_size,
+            cp=model.context_parallel_size,
+            ep=model.expert_model_parallel_size,
+            etp=model.expert_tensor_parallel_size,
+        )
+    rollout_gpus = 0
+    if engines:
+        rollout_gpus = cluster.rollout_num_gpus or (world_size if cluster.colocate and trainers else 1)
+    size = cluster.rollout_num_gpus_per_engine
+    if rollout_gpus % size:
+        raise ValueError(f"--rollout-num-gpus {rollout_gpus} is no multiple of --rollout-num-gpus-per-engine {size}")
+    first_engine = 0 if cluster.colocate else world_size
+    num_engines = rollout_gpus // size
+    engine_bundles = tuple(
+        tuple(range(first_engine + e * size, first_engine + (e + 1) * size)) for e in range(num_engines)
+    )
+    batch = None
+    if config.rollout.rollout_batch_size:
+        batch = plan_batches(
+            rollout_batch_size=config.rollout.rollout_batch_size,
+            n_samples_per_prompt=1 if config.run.mode == "sft" else config.rollout.n_samples_per_prompt,
+            global_batch_size=config.train.global_batch_size,
+            num_steps_per_rollout=config.train.num_steps_per_rollout,
+            dp_size=layout.dp if layout else 1,
+        )
+    transport = None
+    if trainers and engines:
+        wanted = config.weights.update_weight_transport
+        transport = ("ipc" if cluster.colocate else "broadcast") if wanted == "auto" else wanted
+    memory = estimate_trainer_memory(shape, layout, precision, config.train.max_tokens_per_gpu) if layout else None
+    threads = cluster.train_num_threads or max(1, num_cores // max(1, min(world_size, cluster.actor_num_gpus_per_node)))
+    return Plan(
+        device=device,
+        precision=precision,
+        rollout_dtype=_precision(model.rollout_dtype, precision),
+        shape=shape,
+        layout=layout,
+        num_engines=num_engines,
+        engine_size=size,
+        num_bundles=max(world_size, first_engine + rollout_gpus),
+        trainer_bundles=tuple(range(world_size)),
+        engine_bundles=engine_bundles,
+        transport=transport,
+        batch=batch,
+        num_rollout=_num_rollout(config, num_prompts),
+        memory=memory,
+        train_num_threads=threads,
+    )
+
+
+def _precision(wanted: str, default: Literal["fp32", "bf16"]) -> Literal["fp32", "bf16"]:
+    return default if wanted == "auto" else ("fp32" if wanted == "fp32" else "bf16")
+
+
+def _num_rollout(config: Config, num_prompts: int) -> int:
+    run = config.run
+    if run.mode == "eval":
+        return 0
+    if run.num_rollout is not None:
+        return run.num_rollout
+    size = config.rollout.rollout_batch_size
+    if run.num_epoch is not None and size:
+        count = run.num_epoch * num_prompts // size
+        if not count:
+            raise ValueError(
+                f"--num-epoch {run.num_epoch} x {num_prompts} prompts are less than one --rollout-batch-size {size}"
+            )
+        return count
+    return 0
+
+
+def render_plan(plan: Plan, config: Config) -> str:
+    """The plan as text: what runs where, and with what arithmetic."""
+    shape = plan.shape
+    lines = [
+        f"mode       {config.run.mode}, pipeline {config.run.pipeline}, {plan.num_rollout} rollout steps",
+        f"model      {shape.model_type}, {shape.num_parameters / 1e6:.2f} M parameters, {shape.num_layers} layers x "
+        f"{shape.hidden_size}, {shape.num_attention_heads} heads, vocabulary {shape.vocab_size}",
+        f"device     {plan.device}, trainers {plan.precision}, engines {plan.rollout_dtype}, collectives {plan.backend}",
+        f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}",
+    ]
+    if plan.layout:
+        lay = plan.layout
+        lines.append(
+            f"trainers   {lay.world_size} ranks = TP {lay.tp} x CP {lay.cp} x PP {lay.pp} x DP {lay.dp} (EP {lay.ep})"
+            f" on devices {list(plan.trainer_bundles)}"
+        )
+    if plan.num_engines:
+        places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
+        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}")
+    if plan.transport:
+        lines.append(f"weights    {shape.num_parameters * (4 if plan.precision == 'fp32' else 2) / 1e6:.1f} MB by {plan.transport}")
+    if plan.batch:
+        lines.append(f"batches    {plan.batch.describe()}")
+    if plan.memory:
+        m = plan.memory
+        lines.append(
+            f"memory     {m.total / 2**30:.2f} GiB a trainer rank, estimated: weights {m.weights / 2**30:.2f}, gradients "
+            f"{m.gradients / 2**30:.2f}, optimizer {m.optimizer / 2**30:.2f}, activations {m.activations / 2**30:.2f}"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,72 @@
+"""From a sample to its reward: the sample's own function, --custom-rm-path or --rm-type, with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from fusionrl.config.hooks import load_function
+from fusionrl.data.sample import Sample
+from fusionrl.rewards.registry import RM_TYPES
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, hung or returned what is no reward; the message names function and sample."""
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
+    """The reward of one sample.
+
+    Raises:
+        RewardError: the function raised, took longer than --reward-timeout-s, or returned no number and no dict.
+    """
+    path = sample.custom_rm_path or args.custom_rm_path
+    if path is not None:
+        name = f"--custom-rm-path {path}"
+        reward = await _limited(load_function(path)(args, sample, **kwargs), args, name, sample)
+    else:
+        name = f"--rm-type {args.rm_type}"
+        try:
+            reward = RM_TYPES[args.rm_type](sample.response, sample.label)
+        except Exception as error:  # whatever a grader raises is reported with the sample it choked on
+            raise RewardError(f"{name}: {_told(error)} at sample {sample.index}") from error
+    return _checked(reward, name, sample)
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+    """The rewards of a group: in one call with --group-rm, one call a sample otherwise."""
+    if not args.group_rm:
+        return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+    name = f"--custom-rm-path {args.custom_rm_path}"
+    call = load_function(args.custom_rm_path)(args, list(samples), **kwargs)
+    rewards = await _limited(call, args, name, samples[0])
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
+        raise RewardError(f"{name}: with --group-rm it must return a list of {len(samples)} rewards, got {rewards!r}")
+    return [_checked(reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
+
+
+async def _limited(call: Any, args: Any, name: str, sample: Sample) -> Any:
+    if not inspect.isawaitable(call):
+        return call
+    try:
+        return await asyncio.wait_for(call, args.reward_timeout_s)
+    except TimeoutError as error:
+        raise RewardError(
+            f"{name}: no reward after {args.reward_timeout_s} s (--reward-timeout-s) for sample {sample.index}"
+        ) from error
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # a user's function may raise anything; it is reported with its sample
+        raise RewardError(f"{name}: {_told(error)} at sample {sample.index}") from error
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _checked(reward: Any, name: str, sample: Sample) -> Any:
+    if isinstance(reward, dict) or (isinstance(reward, int | float) or hasattr(reward, "__float__")):
+        return reward if isinstance(reward, dict) else float(reward)
+    raise RewardError(f"{name}: it returned {reward!r} for sample {sample.index}; a number or a dict is wanted")

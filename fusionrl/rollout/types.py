@@ -1,0 +1,68 @@
+"""What rollout functions and filters return (slime's names)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusionrl.data.sample import Sample
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """Groups of samples to train on, and metrics of the rollout function's own."""
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """Per evaluation set: `{"rewards": […], "truncated": […], "samples": […]}`."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DynamicFilterOutput:
+    """Whether a group is kept; the reason, where not, is counted in the metrics."""
+
+    keep: bool
+    reason: str | None = None
+
+
+class RolloutAborted(RuntimeError):
+    """The rollout was told to stop before it had enough groups."""
+
+
+def as_train_output(output: Any) -> RolloutFnTrainOutput:
+    """What a rollout function returned, with bare lists accepted.
+
+    Raises:
+        ValueError: neither a RolloutFnTrainOutput nor a list of groups or samples.
+    """
+    if hasattr(output, "samples") and hasattr(output, "metrics"):
+        return RolloutFnTrainOutput(_as_groups(output.samples), dict(output.metrics or {}))
+    return RolloutFnTrainOutput(_as_groups(output))
+
+
+def _as_groups(groups: Any) -> list[list[Sample]]:
+    if not isinstance(groups, list):
+        raise ValueError(f"--rollout-function-path: it returned {type(groups).__name__}; a list of groups is wanted")
+    return [group if isinstance(group, list) else [group] for group in groups]
+
+
+def as_eval_output(output: Any) -> RolloutFnEvalOutput:
+    """As `as_train_output`, for an evaluation."""
+    if hasattr(output, "data"):
+        return RolloutFnEvalOutput(output.data, dict(getattr(output, "metrics", None) or {}))
+    if isinstance(output, dict):
+        return RolloutFnEvalOutput(output)
+    raise ValueError(f"--eval-function-path: it returned {type(output).__name__}; a dict of sets is wanted")
+
+
+def flatten(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """All samples, group after group."""
+    return [sample for group in groups for sample in group]

@@ -1,0 +1,252 @@
+"""The driver: one function a mode or pipeline, each readable on one screen. It holds references, never samples."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from fusionrl.cluster.checkpoints import Checkpoints
+from fusionrl.cluster.session import Session
+from fusionrl.config.config import Config
+from fusionrl.observe.curves import draw_curves
+from fusionrl.observe.metrics import MetricsSink, read_metrics
+from fusionrl.observe.progress import Progress
+from fusionrl.plan.plan import Plan
+
+
+class Terminated(Exception):
+    """SIGTERM arrived: what is trained is saved, then the run ends."""
+
+
+@dataclass
+class Run:
+    """What a pipeline works with."""
+
+    config: Config
+    plan: Plan
+    path: Path
+    session: Session
+    metrics: MetricsSink
+    progress: Progress
+    checkpoints: Checkpoints
+    first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
+    last_trained: int  # the last rollout whose training is finished; -1: none yet
+    last_saved: int = -1
+
+    # -------------------------------------------------------------------------------- pieces of a loop
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """One line of metrics.jsonl, and the display. `step` counts finished rollouts."""
+        self.metrics.log(step, values)
+        shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
+        accuracies = [v for k, v in values.items() if k.startswith("eval/") and k.endswith("/accuracy")]
+        if accuracies:
+            shown["eval_accuracy"] = sum(accuracies) / len(accuracies)
+        self.progress.update(step, shown)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate, and say the result."""
+        self.progress.status("evaluating")
+        values = self.session.evaluate(step)
+        for name, value in values.items():
+            if name.endswith("/accuracy"):
+                reward = values[name.replace("/accuracy", "/reward")]
+                self.progress.print(f"step {step}: {name} {value:.4f} (mean reward {reward:.4f})")
+        return values
+
+    def is_eval_due(self, step: int) -> bool:
+        """Every --eval-interval steps, and after the last one."""
+        interval = self.config.eval.eval_interval
+        return interval is not None and (step % interval == 0 or step == self.plan.num_rollout)
+
+    def save_if_due(self, rollout_id: int) -> None:
+        """Every --save-interval steps, and after the last one."""
+        interval = self.config.checkpoint.save_interval
+        is_last = rollout_id + 1 == self.plan.num_rollout
+        if is_last or (interval is not None and (rollout_id + 1) % interval == 0):
+            self.save(rollout_id)
+
+    def save(self, rollout_id: int) -> None:
+        """Publish a checkpoint that contains the training of `rollout_id`."""
+        if self.config.checkpoint.no_save or rollout_id < 0 or rollout_id == self.last_saved:
+            return
+        self.progress.status("saving a checkpoint")
+        facts = {"mode": self.config.run.mode, "world_size": len(self.session.trainers)}
+        self.checkpoints.publish(rollout_id, lambda path: self.session.save(path, rollout_id), facts)
+        self.last_saved = rollout_id
+
+
+_SHOWN = {
+    "reward": "rollout/raw_reward",
+    "accuracy": "rollout/accuracy",
+    "loss": "train/loss",
+    "mismatch": "train/logprob_diff_mean",
+    "tokens_per_s": "perf/tokens_per_s",
+    "time_generate_s": "perf/time_generate_s",
+    "time_train_s": "perf/time_train_s",
+    "time_sync_s": "perf/time_sync_s",
+}
+
+
+# ------------------------------------------------------------------------------------------------ pipelines
+def on_policy(run: Run) -> None:
+    """generate → train → push, one after the other: every sample is of the newest weights."""
+    session = run.session
+    values = session.push(version=run.first_rollout)
+    if run.config.eval.eval_prompt_data and not run.config.eval.skip_eval_before_train and run.first_rollout == 0:
+        values |= run.evaluate(0)
+    run.record(run.first_rollout, values)
+    for rollout_id in range(run.first_rollout, run.plan.num_rollout):
+        start = time.perf_counter()
+        run.progress.status("generating")
+        rollout = session.generate(rollout_id)
+        session.release_engine_memory()
+        run.progress.status("training")
+        values = rollout.metrics | _timed_train(session, rollout_id, rollout.shards)
+        run.last_trained = rollout_id
+        run.progress.status("pushing weights")
+        values |= session.push(version=rollout_id + 1)
+        values["perf/step_time_s"] = time.perf_counter() - start
+        values["perf/tokens_per_s"] = values["rollout/num_tokens"] / values["perf/step_time_s"]
+        if run.is_eval_due(rollout_id + 1):
+            values |= run.evaluate(rollout_id + 1)
+        run.record(rollout_id + 1, values)
+        run.save_if_due(rollout_id)
+        session.check_stop()
+
+
+def sft(run: Run) -> None:
+    """Supervised training: conversations → train. No engines."""
+    for rollout_id in range(run.first_rollout, run.plan.num_rollout):
+        start = time.perf_counter()
+        rollout = run.session.generate(rollout_id)
+        values = rollout.metrics | _timed_train(run.session, rollout_id, rollout.shards)
+        run.last_trained = rollout_id
+        values["perf/step_time_s"] = time.perf_counter() - start
+        values["perf/tokens_per_s"] = values["train/num_tokens"] / values["perf/step_time_s"]
+        run.record(rollout_id + 1, values)
+        run.save_if_due(rollout_id)
+        run.session.check_stop()
+
+
+def reject_sampling(run: Run) -> None:
+    """Generate and keep what the reward accepts, in the form that `sft` reads; weights are pushed once."""
+    values = run.session.push(version=0) if run.session.trainers else {}
+    for rollout_id in range(run.first_rollout, run.plan.num_rollout):
+        start = time.perf_counter()
+        rollout = run.session.generate(rollout_id)
+        values |= rollout.metrics
+        values["perf/step_time_s"] = time.perf_counter() - start
+        values["perf/tokens_per_s"] = values["rollout/num_tokens"] / values["perf/step_time_s"]
+        run.record(rollout_id + 1, values)
+        run.session.check_stop()
+        values = {}
+
+
+def rollout_only(run: Run) -> None:
+    """--debug-rollout-only: engines and Buffer without trainers."""
+    for rollout_id in range(run.first_rollout, run.plan.num_rollout):
+        rollout = run.session.generate(rollout_id)
+        run.record(rollout_id + 1, rollout.metrics)
+        run.session.check_stop()
+
+
+def train_only(run: Run) -> None:
+    """--debug-train-only: trainers on saved rollouts without engines."""
+    for rollout_id in range(run.first_rollout, run.plan.num_rollout):
+        rollout = run.session.generate(rollout_id)
+        values = rollout.metrics | _timed_train(run.session, rollout_id, rollout.shards)
+        run.last_trained = rollout_id
+        run.record(rollout_id + 1, values)
+        run.save_if_due(rollout_id)
+        run.session.check_stop()
+
+
+def evaluate_only(run: Run) -> None:
+    """Evaluate the checkpoint that the engines loaded."""
+    run.record(0, run.evaluate(0))
+
+
+PIPELINES = {"on-policy": on_policy}
+
+
+def choose_loop(config: Config) -> object:
+    """The function that runs this configuration."""
+    if config.run.debug_rollout_only:
+        return rollout_only
+    if config.run.debug_train_only and config.run.mode == "rl":
+        return train_only
+    if config.run.mode == "rl":
+        return PIPELINES[config.run.pipeline]
+    return {"sft": sft, "reject-sampling": reject_sampling, "eval": evaluate_only}[config.run.mode]
+
+
+def _timed_train(session: Session, rollout_id: int, shards: list[object]) -> dict[str, float]:
+    start = time.perf_counter()
+    values = session.train(rollout_id, shards)
+    return values | {"perf/time_train_s": time.perf_counter() - start}
+
+
+# ------------------------------------------------------------------------------------------------ a run
+def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress: Progress) -> None:
+    """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint.
+
+    Raises:
+        Terminated: after SIGTERM, when the checkpoint is written and every process has ended.
+    """
+    stop = _StopSignal()
+    checkpoints = Checkpoints(path / "checkpoints")
+    latest = checkpoints.latest() if config.run.resume else None
+    total = max(1, plan.num_rollout)
+    loop = choose_loop(config)
+    with (
+        stop,
+        Session(config, plan, path, attempt, say=progress.status, check_stop=stop.check) as session,
+        MetricsSink(path, attempt, config.run.use_tensorboard) as metrics,
+    ):
+        first = 0
+        if latest is not None:
+            progress.print(f"going on from {latest.path}, after step {latest.rollout_id + 1} of {total}")
+            session.load(latest.path)
+            first = latest.rollout_id + 1
+        run = Run(config, plan, path, session, metrics, progress, checkpoints, first, first - 1, first - 1)
+        try:
+            loop(run)  # type: ignore[operator]
+            if config.checkpoint.save_hf is not None and session.trainers:
+                progress.status("saving the Hugging Face folder")
+                session.save_hf(Path(config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)))
+        except Terminated:
+            if session.trainers:
+                run.save(run.last_trained)
+            raise
+    draw_curves(read_metrics(path), path / "curves.png", f"{config.run.name} ({config.run.mode})")
+
+
+class _StopSignal:
+    """Turns the first SIGTERM into a request that the loop finds at its next step; a second one acts as Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def __enter__(self) -> _StopSignal:
+        self._before = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            raise KeyboardInterrupt
+        self._asked.set()
+
+    def check(self) -> None:
+        """Raise Terminated once SIGTERM has arrived."""
+        if self._asked.is_set():
+            raise Terminated("SIGTERM")

@@ -1,0 +1,352 @@
+"""One rank of the trainer, as a plain class: the cluster room makes a Ray actor of it, a test a process.
+
+Every method but `node_address` is a collective: the driver calls it on all ranks at once. Megatron-core is imported
+by `setup`, after the CPU layer is in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fusionrl.config.config import Config
+from fusionrl.config.model_shape import read_model_shape
+from fusionrl.data.train_batch import TrainShard
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer import adam, cpu_megatron, settings
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.batch import BatchOptions, MicroBatch
+    from fusionrl.trainer.model import Trained
+    from fusionrl.trainer.reference import ReferenceWeights
+
+
+class TrainerActor:
+    """Trainer rank `rank` of `layout`.
+
+    Args:
+        config: the run's configuration.
+        layout: parallel sizes; its dp is the number of shards of a rollout.
+        rank: global rank, 0 … layout.world_size - 1.
+        run_dir: the run's folder.
+    """
+
+    def __init__(self, config: Config, layout: TrainerLayout, rank: int, run_dir: str) -> None:
+        self.config, self.layout, self.rank, self.run_dir = config, layout, rank, run_dir
+        self.trained: Trained
+        self.device = torch.device("cpu")
+        self._reference: ReferenceWeights | None = None
+        self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
+
+    def node_address(self) -> tuple[str, int]:
+        """This node's address, and a port that is free on it now: the rendezvous, if this is rank 0."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
+                address = probe.getsockname()[0]
+            except OSError:
+                address = "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+            server.bind(("", 0))
+            return address, server.getsockname()[1]
+
+    def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
+        """Join the other ranks, build the model from --hf-checkpoint, its optimizer and its schedule.
+
+        Returns:
+            num_parameters (of the whole model), device, impl ("local" or "transformer_engine"), precision.
+
+        Raises:
+            ValueError: a checkpoint or a flag that does not fit; names it.
+        """
+        config = self.config
+        if config.model.hf_checkpoint is None:
+            raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
+        self.shape = read_model_shape(config.model.hf_checkpoint)
+        self.device = settings.resolve_device(config, self.rank)
+        local_ranks = min(self.layout.world_size, config.cluster.actor_num_gpus_per_node)
+        torch.set_num_threads(settings.resolve_num_threads(config, local_ranks))
+        self._join(master_addr, master_port)
+
+        from fusionrl.trainer import model
+        from fusionrl.weights.hf_io import load_hf
+
+        modules, transformer = model.build_model(config, self.shape, self.layout, self.device)
+        load_hf(config.model.hf_checkpoint, modules, self.shape)
+        self.trained = model.build_training(config, modules, transformer, self.device)
+        if config.run.mode == "rl" and config.algorithm.use_kl_loss:
+            self._read_reference()
+        return {
+            "num_parameters": self.shape.num_parameters,
+            "device": str(self.device),
+            "impl": settings.resolve_impl(config, self.device),
+            "precision": settings.resolve_precision(config, self.device),
+        }
+
+    def _join(self, master_addr: str, master_port: int) -> None:
+        if master_addr.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        cpu_megatron.install()
+        from megatron.core import parallel_state, tensor_parallel
+
+        cpu_megatron.patch()
+        adam.patch()
+        torch.cuda.set_device(self.device)
+        layout = self.layout
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            init_method=f"tcp://{master_addr}:{master_port}",
+            rank=self.rank,
+            world_size=layout.world_size,
+            timeout=timedelta(minutes=self.config.cluster.distributed_timeout_minutes),
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=self.config.cluster.distributed_timeout_minutes,
+            create_gloo_process_groups=False,
+        )
+        coordinates = layout.coordinates(self.rank)
+        assert parallel_state.get_data_parallel_rank() == coordinates.dp, "TrainerLayout disagrees with Megatron"
+        seed = self.config.run.seed + 100 * coordinates.pp
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+    def _read_reference(self) -> None:
+        from fusionrl.trainer.reference import ReferenceWeights
+
+        model = self.config.model
+        flag = "--ref-load" if model.ref_load else "--hf-checkpoint"
+        folder = model.ref_load or model.hf_checkpoint
+        assert folder is not None
+        if read_model_shape(folder, flag) != self.shape:
+            raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
+        self._reference = ReferenceWeights(folder, self.trained.chunks, self.shape, flag)
+
+    def train(self, rollout_id: int, shard: TrainShard | list[Any]) -> dict[str, float]:
+        """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
+
+        Args:
+            rollout_id: kept with the checkpoint.
+            shard: the shard, or `[ref]` with a Ray reference to it.
+
+        Returns:
+            `train/…` metrics over all ranks, the mean over the optimizer steps; the same on every rank.
+
+        Raises:
+            ValueError: a shard that no loss can be computed from.
+        """
+        from fusionrl.trainer.batch import build_micro_batches, check_shard
+        from fusionrl.trainer.loss import LossOptions
+        from fusionrl.trainer.step import train_step
+
+        shard = _pull(shard)
+        check_shard(shard)
+        loss = LossOptions.from_config(self.config)
+        options = self._batch_options()
+        steps = [build_micro_batches(shard, step, options) for step in shard.steps]
+        everything = [batch for batches in steps for batch in batches]
+        if self._reference is not None and everything:
+            with self._reference.lent():
+                self._keep(everything, "ref_log_probs")
+        recompute = loss.mode == "rl" and len(steps) > 1 and not loss.use_rollout_log_probs
+        if recompute:
+            self._keep(everything, "old_log_probs")
+        history: list[dict[str, float]] = []
+        for index, (step, batches) in enumerate(zip(shard.steps, steps, strict=True)):
+            # After the first step the weights are no longer those that the rollout was made with.
+            metrics = train_step(self.trained, batches, loss, recompute or index == 0, self.device)
+            metrics |= {"train/num_tokens": float(step.num_tokens), "train/num_samples": float(step.num_samples)}
+            history.append(metrics)
+            self._counters["skipped"] += int(metrics["train/skipped"])
+            self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
+        self._counters["rollout_id"] = rollout_id
+        return mean_metrics(history)
+
+    def _keep(self, batches: list[MicroBatch], name: str) -> None:
+        from fusionrl.trainer.step import forward_log_probs
+
+        # Empty but on the last pipeline stage, the only one that needs them.
+        for batch, output in zip(batches, forward_log_probs(self.trained, batches), strict=False):
+            setattr(batch, name, output[0])
+
+    def _batch_options(self, all_responses: bool = False) -> BatchOptions:
+        from megatron.core import parallel_state
+
+        from fusionrl.trainer.batch import BatchOptions, Slicing
+
+        config, sft = self.config, self.config.run.mode == "sft"
+        return BatchOptions(
+            slicing=Slicing(
+                cp_size=self.layout.cp,
+                cp_rank=parallel_state.get_context_parallel_rank(),
+                sequence_parallel_size=self.layout.tp if self.trained.transformer.sequence_parallel else 1,
+            ),
+            device=self.device,
+            # What was not sampled has no temperature.
+            temperature=1.0 if sft else config.rollout.rollout_temperature,
+            chunk_size=config.train.log_probs_chunk_size,
+            local_attention=settings.resolve_impl(config, self.device) == "local",
+            per_token=config.algorithm.calculate_per_token_loss,
+            advantages=not sft,
+            entropy_grad=not sft and config.algorithm.entropy_coef > 0,
+            all_responses=all_responses,
+        )
+
+    def score(self, shard: TrainShard | list[Any]) -> list[np.ndarray]:
+        """Log-probs of all response tokens under the current weights; nothing is trained.
+
+        Returns:
+            For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the shard.
+
+        Raises:
+            ValueError: see `train`.
+        """
+        from megatron.core import parallel_state
+
+        from fusionrl.trainer.batch import build_micro_batch, check_shard
+        from fusionrl.trainer.step import broadcast_from_last_stage, forward_log_probs
+
+        shard = _pull(shard)
+        check_shard(shard)
+        groups = [group for step in shard.steps for group in step.micro_batches if group]
+        planned = {i for group in groups for i in group}
+        groups += [[i] for i in range(shard.num_samples) if i not in planned]
+        options = self._batch_options(all_responses=True)
+        batches = [build_micro_batch(shard, group, None, options) for group in groups]
+        outputs = forward_log_probs(self.trained, batches) if batches else []
+        cp_group = parallel_state.get_context_parallel_group()
+        scores: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * shard.num_samples
+        for index, batch in enumerate(batches):
+            flat = torch.zeros(sum(batch.response_lengths), device=self.device)
+            if outputs:
+                flat[batch.responses.to(self.device)] = outputs[index][0]
+                if cp_group.size() > 1:
+                    dist.all_reduce(flat, group=cp_group)
+            parts = broadcast_from_last_stage(flat).cpu().split(batch.response_lengths)
+            for sample, part in zip(batch.samples, parts, strict=True):
+                scores[sample] = part.numpy()
+        return scores
+
+    def evaluate_loss(self, shard: TrainShard | list[Any]) -> dict[str, float]:
+        """Validation loss: mean of -log p over all tokens with a loss mask, over all ranks; nothing is trained.
+
+        Returns:
+            eval/loss and eval/num_tokens.
+        """
+        from fusionrl.trainer.batch import build_micro_batches, check_shard
+        from fusionrl.trainer.step import evaluate
+
+        shard = _pull(shard)
+        check_shard(shard)
+        options = self._batch_options()
+        batches = [batch for step in shard.steps for batch in build_micro_batches(shard, step, options)]
+        total, tokens = evaluate(self.trained, batches, self.device)
+        return {"eval/loss": total / max(tokens, 1.0), "eval/num_tokens": tokens}
+
+    def save(self, path: str, rollout_id: int) -> None:
+        """Write a checkpoint at `path`, complete or not at all (see `checkpoint.py`)."""
+        from fusionrl.trainer import checkpoint
+
+        counters = self._counters | {"rollout_id": rollout_id}
+        checkpoint.save(path, self.trained, self.layout, self.shape, self.rank, counters)
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Restore weights, optimizer, schedule, RNG and counters.
+
+        Returns:
+            rollout_id, optimizer_steps, skipped, and rng_restored (False where the layout is another one).
+
+        Raises:
+            ValueError: no complete checkpoint of this model is at `path`.
+        """
+        from fusionrl.trainer import checkpoint
+
+        restored = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank)
+        self._counters = {name: int(restored[name]) for name in self._counters}
+        return restored
+
+    def save_hf(self, path: str) -> None:
+        """Write the weights as a Hugging Face folder, with the other files of --hf-checkpoint.
+
+        Raises:
+            ValueError: `path` is there already.
+        """
+        from fusionrl.weights.hf_io import iter_hf_tensors, save_hf
+
+        source = self.config.model.hf_checkpoint
+        assert source is not None
+        tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape)
+        save_hf(path, source, tensors, write=self.rank == 0)
+        dist.barrier()
+
+    def state_hashes(self) -> dict[str, str]:
+        """SHA-256 of this rank's weights, optimizer state and RNG states: equal exactly where the bits are."""
+        from fusionrl.trainer.checkpoint import rng_state
+
+        weights, optimizer = hashlib.sha256(), hashlib.sha256()
+        for chunk in self.trained.chunks:
+            for name, param in chunk.named_parameters():
+                weights.update(name.encode())
+                weights.update(_bytes(param))
+        for inner in self.trained.optimizer.chained_optimizers:
+            for group in inner.optimizer.param_groups:
+                scalars = [group.get(name) for name in ("step", "lr", "weight_decay")]
+                optimizer.update(repr(scalars).encode())
+                for param in group["params"]:
+                    optimizer.update(_bytes(param))
+                    for name, value in sorted(inner.optimizer.state[param].items()):
+                        optimizer.update(name.encode())
+                        optimizer.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
+        state = rng_state()
+        rng = hashlib.sha256(repr((state["python"], state["numpy"])).encode())
+        for value in (state["torch"], state["device"], *(state["tracker"][key] for key in sorted(state["tracker"]))):
+            rng.update(_bytes(value))
+        return {"weights": weights.hexdigest(), "optimizer": optimizer.hexdigest(), "rng": rng.hexdigest()}
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        if dist.is_initialized():
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the optimizer steps that report it; sums of what is counted, the maximum of a max."""
+    result = {}
+    for name in dict.fromkeys(name for metrics in history for name in metrics):
+        values = [metrics[name] for metrics in history if name in metrics]
+        if name in ("train/num_tokens", "train/num_samples", "train/skipped"):
+            result[name] = sum(values)
+        elif name.endswith("_max"):
+            result[name] = max(values)
+        else:
+            result[name] = sum(values) / len(values)
+    return result
+
+
+def _pull(shard: TrainShard | list[Any]) -> TrainShard:
+    if isinstance(shard, TrainShard):
+        return shard
+    import ray
+
+    return ray.get(shard[0])
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

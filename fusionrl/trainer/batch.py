@@ -1,0 +1,230 @@
+"""From a train shard to packed micro-batches on the device.
+
+The sequences of a micro-batch stand one after the other in one row, without padding between them except where
+context or sequence parallelism divides them. The last token of a sequence predicts nothing that is trained on, so
+it is not fed to the model at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.trainer.local_spec import PackedLayout, plan_buckets, zigzag_positions
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How a packed sequence is divided over the ranks of one data-parallel replica."""
+
+    cp_size: int = 1
+    cp_rank: int = 0
+    sequence_parallel_size: int = 1  # tensor-parallel size where sequence parallelism is on, else 1
+
+    @property
+    def multiple(self) -> int:
+        """What each sequence's length is padded to a multiple of."""
+        return (2 * self.cp_size if self.cp_size > 1 else 1) * self.sequence_parallel_size
+
+
+@dataclass
+class Selection:
+    """Which hidden states go through the output layer, and to what end.
+
+    positions  [N] in this rank's packed row, of the tokens that predict a chosen one
+    targets    [N] the chosen tokens' ids
+    """
+
+    positions: Tensor
+    targets: Tensor
+    temperature: float
+    chunk_size: int
+    entropy_grad: bool = False
+
+
+@dataclass
+class MicroBatch:
+    """One packed micro-batch; N chosen response tokens are on this rank.
+
+    tokens           [1, T] int64
+    position_ids     [1, T] int64
+    layout           where the sequences stand
+    selection        what the output layer computes
+    loss_mask        [N] fp32
+    weights          [N] fp32: `loss = sum(weights * token losses)` over all ranks
+    advantages       [N] fp32, or None in sft
+    rollout_log_probs  [N] fp32, or None where the engine gave none
+    responses        [N] int64: where each chosen token stands among the micro-batch's response tokens
+    response_lengths  response tokens of each sample
+    old_log_probs, ref_log_probs  [N] fp32, filled in by forward passes before the step
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    layout: PackedLayout
+    selection: Selection
+    loss_mask: Tensor
+    weights: Tensor
+    advantages: Tensor | None
+    rollout_log_probs: Tensor | None
+    responses: Tensor
+    samples: list[int]
+    response_lengths: list[int]
+    old_log_probs: Tensor | None = field(default=None)
+    ref_log_probs: Tensor | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What is the same for all micro-batches of a rank.
+
+    all_responses: choose every response token (scoring), not only those that are trained on.
+    per_token: weights are mask / tokens of the step; else mask / (samples of the step * tokens of the sample).
+    """
+
+    slicing: Slicing
+    device: torch.device
+    temperature: float
+    chunk_size: int
+    local_attention: bool
+    per_token: bool = True
+    advantages: bool = False
+    entropy_grad: bool = False
+    all_responses: bool = False
+
+
+def check_shard(shard: TrainShard) -> None:
+    """Refuse a shard that no loss can be computed from.
+
+    Raises:
+        ValueError: a sample without a prompt token, for nothing predicts the first token of a text.
+    """
+    bad = np.flatnonzero((shard.response_lengths > 0) & (shard.response_lengths >= shard.total_lengths))
+    if bad.size:
+        i = int(bad[0])
+        raise ValueError(
+            f"sample {int(shard.fields['sample_index'][i])} has {int(shard.total_lengths[i])} tokens, all of them "
+            "response: the first token of a text is predicted by nothing; give the sample at least one prompt token"
+        )
+
+
+def build_micro_batch(shard: TrainShard, samples: list[int], step: TrainStep | None, options: BatchOptions) -> MicroBatch:
+    """Pack `samples` of `shard`; without samples, one padding token whose loss weighs nothing.
+
+    Args:
+        shard: this rank's shard.
+        samples: indices into it.
+        step: the optimizer step whose counts give the weights; None for weights of 0 (scoring).
+        options: as above.
+    """
+    tokens, masks = shard.split("tokens"), shard.split("loss_mask")
+    engine = shard.split("rollout_log_probs") if "rollout_log_probs" in shard.fields else None
+    multiple, slicing = options.slicing.multiple, options.slicing
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    lengths, response_lengths, first_response = [], [], 0
+    for i in samples:
+        total, num_response = int(shard.total_lengths[i]), int(shard.response_lengths[i])
+        fed = max(total - 1, 1)
+        padded = -(-fed // multiple) * multiple
+        mask = masks[i]
+        offsets = np.arange(num_response) if options.all_responses else np.flatnonzero(mask)
+        row = np.zeros(padded, dtype=np.int64)
+        row[:fed] = tokens[i][:fed]
+        columns["tokens"].append(row)
+        columns["position_ids"].append(np.arange(padded))
+        columns["positions"].append(sum(lengths) + total - num_response - 1 + offsets)
+        columns["targets"].append(tokens[i][total - num_response + offsets])
+        columns["responses"].append(first_response + offsets)
+        columns["loss_mask"].append(mask[offsets])
+        columns["weights"].append(mask[offsets] * _weight(mask, step, options.per_token))
+        columns["advantages"].append(np.full(offsets.size, shard.fields["rewards"][i]))
+        columns["engine"].append(engine[i][offsets] if engine is not None else np.zeros(0))
+        lengths.append(padded)
+        response_lengths.append(num_response)
+        first_response += num_response
+    if not samples:
+        lengths = [multiple]
+        columns["tokens"].append(np.zeros(multiple))
+        columns["position_ids"].append(np.arange(multiple))
+    flat = {name: _join(parts, _COLUMNS[name]) for name, parts in columns.items()}
+
+    held = zigzag_positions(lengths, slicing.cp_size, slicing.cp_rank)
+    local = torch.full((sum(lengths),), -1)
+    local[held] = torch.arange(held.numel())
+    chosen = torch.nonzero(local[flat["positions"]] >= 0)[:, 0]
+    device = options.device
+
+    def pick(name: str) -> Tensor:
+        return flat[name][chosen].to(device)
+
+    return MicroBatch(
+        tokens=flat["tokens"][held][None].to(device),
+        position_ids=flat["position_ids"][held][None].to(device),
+        layout=_layout(lengths, options),
+        selection=Selection(
+            positions=local[flat["positions"][chosen]].to(device),
+            targets=pick("targets"),
+            temperature=options.temperature,
+            chunk_size=options.chunk_size,
+            entropy_grad=options.entropy_grad,
+        ),
+        loss_mask=pick("loss_mask"),
+        weights=pick("weights"),
+        advantages=pick("advantages") if options.advantages else None,
+        rollout_log_probs=pick("engine") if engine is not None and samples else None,
+        responses=flat["responses"][chosen],
+        samples=list(samples),
+        response_lengths=response_lengths,
+    )
+
+
+def build_micro_batches(shard: TrainShard, step: TrainStep, options: BatchOptions) -> list[MicroBatch]:
+    """All micro-batches of one optimizer step; at least one, so that every rank takes part in its collectives."""
+    groups = [group for group in step.micro_batches if group] or [[]]
+    return [build_micro_batch(shard, group, step, options) for group in groups]
+
+
+_COLUMNS: dict[str, torch.dtype] = {
+    "tokens": torch.int64,
+    "position_ids": torch.int64,
+    "positions": torch.int64,
+    "targets": torch.int64,
+    "responses": torch.int64,
+    "loss_mask": torch.float32,
+    "weights": torch.float32,
+    "advantages": torch.float32,
+    "engine": torch.float32,
+}
+
+
+def _join(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _weight(mask: np.ndarray, step: TrainStep | None, per_token: bool) -> float:
+    if step is None:
+        return 0.0
+    total = float(mask.sum())
+    return 1.0 / max(step.num_tokens, 1) if per_token else 1.0 / max(step.num_samples * total, 1e-12)
+
+
+def _layout(lengths: list[int], options: BatchOptions) -> PackedLayout:
+    # The local spec reads the offsets in Python; on the device, every layer would wait for it.
+    where = torch.device("cpu") if options.local_attention else options.device
+    offsets = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32).to(where)
+    buckets = plan_buckets(lengths, options.device) if options.slicing.cp_size == 1 else []
+    return PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=tuple(lengths),
+        buckets=tuple(buckets),
+    )

@@ -1,0 +1,175 @@
+"""Checkpoints of the trainer: Megatron's dist_checkpointing, published atomically.
+
+A checkpoint is a folder: Megatron's sharded files and `fusionrl.json` (layout, counters, the model's shape). It is
+written under another name and renamed by rank 0 when it is complete, so that a folder of its name can be loaded. The
+optimizer's state is stored in the fully reshardable form: it loads at another tensor, pipeline, context or data
+parallel size. RNG states belong to ranks and are restored where the layout is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer.checkpoint_io import in_process_writer
+from fusionrl.trainer.model import Trained, unwrap
+
+DESCRIPTION = "fusionrl.json"
+FORMAT = 1
+# How the optimizer's state is laid out; kept with the checkpoint, for Megatron asks for it when it loads.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def rng_state() -> dict[str, Any]:
+    """This rank's random number generators: Python, numpy, torch, the device's and Megatron's tracker."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _sharded_state(
+    trained: Trained, layout: TrainerLayout, rank: int, loading: bool, with_rng: bool
+) -> dict[str, Any]:
+    metadata = _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    models = {
+        "model" if len(trained.chunks) == 1 else f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(trained.chunks)
+    }
+    state: dict[str, Any] = dict(models)
+    state["optimizer"] = trained.optimizer.sharded_state_dict(
+        models if len(models) > 1 else models["model"], is_loading=loading, metadata=metadata
+    )
+    state["scheduler"] = trained.scheduler.state_dict()
+    if with_rng:
+        state["rng"] = ShardedObject("rng", rng_state(), (layout.world_size,), (rank,), replica_id=0)
+    return state
+
+
+def save(
+    path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int, counters: dict[str, int]
+) -> None:
+    """Write a checkpoint at `path`; collective. One that is there already is replaced when the new one is complete."""
+    final, partial = Path(path), Path(path + ".partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    with in_process_writer():
+        dist_checkpointing.save(
+            _sharded_state(trained, layout, rank, loading=False, with_rng=True),
+            str(partial),
+            get_default_save_sharded_strategy(),
+            content_metadata=dict(_METADATA),
+        )
+    dist.barrier()
+    if rank == 0:
+        description = {
+            "format": FORMAT,
+            "layout": dataclasses.asdict(layout),
+            "counters": counters,
+            "shape": shape.model_dump(mode="json"),
+        }
+        with open(partial / DESCRIPTION, "w", encoding="utf-8") as file:
+            json.dump(description, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        _publish(partial, final)
+    dist.barrier()
+
+
+def _publish(partial: Path, final: Path) -> None:
+    replaced = final.with_name(final.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def read_description(path: str) -> dict[str, Any]:
+    """What `fusionrl.json` of the checkpoint at `path` says.
+
+    Raises:
+        ValueError: no complete checkpoint of this format is there.
+    """
+    file = Path(path) / DESCRIPTION
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"checkpoint {path}: it cannot be read ({error}); give the folder of a checkpoint") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is not valid JSON ({error})") from error
+    if description.get("format") != FORMAT:
+        raise ValueError(f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}")
+    return description
+
+
+def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
+    """Restore a checkpoint; collective. Its own counters, and `rng_restored`: whether the layout was the same.
+
+    Raises:
+        ValueError: no complete checkpoint, one of another model, or files of it that are missing or damaged.
+    """
+    description = read_description(path)
+    saved_shape = description["shape"]
+    for name, value in shape.model_dump(mode="json").items():
+        if saved_shape.get(name) != value:
+            raise ValueError(
+                f"checkpoint {path}: it is of a model with {name} {saved_shape.get(name)!r}, --hf-checkpoint has "
+                f"{value!r}; give the model that the run was started with"
+            )
+    same_layout = description["layout"] == dataclasses.asdict(layout)
+    try:
+        state = dist_checkpointing.load(
+            _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout),
+            path,
+            get_default_load_sharded_strategy(path),
+        )
+    except (CheckpointingException, OSError, EOFError, KeyError, RuntimeError) as error:
+        # Megatron and torch report a damaged file in any of these ways.
+        raise ValueError(f"checkpoint {path}: it is damaged or incomplete ({type(error).__name__}: {error})") from error
+    for index, chunk in enumerate(trained.chunks):
+        unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
+    with torch.no_grad():  # fp32 master weights are views of the parameters, which want gradients
+        trained.optimizer.load_state_dict(state["optimizer"])
+    # Megatron's loader adds the saved steps to those made already.
+    trained.scheduler.num_steps = 0
+    trained.scheduler.load_state_dict(state["scheduler"])
+    if same_layout:
+        set_rng_state(state["rng"])
+    return description["counters"] | {"rng_restored": same_layout}

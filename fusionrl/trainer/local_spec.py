@@ -1,0 +1,232 @@
+"""Layer spec for machines without Transformer Engine: an RMSNorm and a core attention, on a CPU or a GPU.
+
+Megatron-core's own local spec has no norm for sequence parallelism, no context parallelism, no packed sequences and
+an attention whose memory is quadratic. The two modules here have them, by torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+# Sequences up to this length share one padded attention call however much they differ: the call costs more.
+SHORT_SEQUENCE = 64
+
+
+class LocalNorm(torch.nn.Module):
+    """Builds torch's RMSNorm, its weight marked for the gradient all-reduce of sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+        assert config.normalization == "RMSNorm", config.normalization
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        if not config.use_cpu_initialization:
+            norm = norm.to(torch.cuda.current_device())
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences that share one padded attention call.
+
+    count      sequences in it
+    length     length they are padded to
+    positions  [tokens] their tokens in the packed sequence; None where the bucket is the whole of it
+    cells      [tokens] where each goes in the padded [count * length]; None where nothing is padded
+    """
+
+    count: int
+    length: int
+    positions: Tensor | None
+    cells: Tensor | None
+
+
+def plan_buckets(lengths: list[int], device: torch.device | str = "cpu") -> list[Bucket]:
+    """Group packed sequences of `lengths` so that none is padded to more than twice itself.
+
+    Right padding needs no mask: under a causal mask no token sees what stands to its right.
+    """
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for i in order:
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (2 * lengths[i] >= longest or longest <= SHORT_SEQUENCE):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    buckets = []
+    for group in groups:
+        group.sort()
+        longest = max(lengths[i] for i in group)
+        whole = len(groups) == 1
+        even = all(lengths[i] == longest for i in group)
+        positions = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in group])
+        cells = torch.cat([torch.arange(row * longest, row * longest + lengths[i]) for row, i in enumerate(group)])
+        buckets.append(
+            Bucket(
+                count=len(group),
+                length=longest,
+                positions=None if whole else positions.to(device),
+                cells=None if even else cells.to(device),
+            )
+        )
+    return buckets
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """Megatron's description of packed sequences, and what the attention here needs besides, made once a batch.
+
+    lengths  padded length of each sequence over all context-parallel ranks
+    buckets  attention calls of the batch; unused under context parallelism
+    """
+
+    lengths: tuple[int, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+
+
+def zigzag_positions(lengths: list[int] | tuple[int, ...], cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in the packed sequence that `cp_rank` holds, in its local order.
+
+    Each sequence is cut into 2 * cp pieces, of which rank r holds the r-th and the r-th from the end, so that
+    causal attention costs every rank the same. Every length must be a multiple of 2 * cp_size, for cp_size > 1.
+    """
+    start, pieces = 0, [torch.zeros(0, dtype=torch.long)]
+    for length in lengths:
+        if cp_size == 1:
+            pieces.append(torch.arange(start, start + length))
+        else:
+            assert length % (2 * cp_size) == 0, f"length {length} is no multiple of {2 * cp_size}"
+            piece = length // (2 * cp_size)
+            for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+                pieces.append(torch.arange(start + index * piece, start + (index + 1) * piece))
+        start += length
+    return torch.cat(pieces)
+
+
+class SDPACoreAttention(MegatronModule):
+    """Causal attention over packed sequences, with grouped queries and zig-zag context parallelism.
+
+    Context parallelism gathers keys and values of all ranks (in backward: reduce-scatters their gradients).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
+        assert getattr(config, "softmax_type", "vanilla") == "vanilla" and config.window_size is None
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+    ) -> Tensor:
+        """query [t, heads, d], key and value [t, groups, d] of this rank's tokens -> [t, heads * d]."""
+        assert attention_bias is None and isinstance(packed_seq_params, PackedLayout), "packed sequences only"
+        layout = packed_seq_params
+        if self.cp_group is not None and self.cp_group.size() > 1:
+            return self._context_parallel(query, key, value, layout)
+        out: Tensor | None = None
+        for bucket in layout.buckets:
+            rows = self._bucket(query, key, value, bucket)
+            if bucket.positions is None:
+                out = rows
+            else:
+                out = torch.zeros_like(query) if out is None else out
+                out = out.index_copy(0, bucket.positions, rows)
+        assert out is not None, "a packed batch without tokens"
+        return out.reshape(query.size(0), -1)
+
+    def _bucket(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
+        batch = []
+        for x in (query, key, value):
+            if bucket.positions is not None:
+                x = x.index_select(0, bucket.positions)
+            if bucket.cells is not None:
+                padded = x.new_zeros(bucket.count * bucket.length, *x.shape[1:])
+                x = padded.index_copy(0, bucket.cells, x)
+            batch.append(x.view(bucket.count, bucket.length, *x.shape[1:]).transpose(1, 2))
+        out = self._attend(*batch, mask=None).transpose(1, 2)  # [count, length, heads, d]
+        out = out.reshape(bucket.count * bucket.length, *out.shape[2:])
+        return out if bucket.cells is None else out.index_select(0, bucket.cells)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        repeat = query.size(1) // key.size(1)
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        causal = mask is None
+        if dropout > 0 and not self.config.sequence_parallel:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)
+
+    def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        order = torch.cat([zigzag_positions(layout.lengths, size, r) for r in range(size)])
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel())
+        inverse = inverse.to(query.device)
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group).index_select(0, inverse)
+            for x in (key, value)
+        )
+        out, local, start = [], 0, 0
+        for length in layout.lengths:
+            own = length // size
+            positions = zigzag_positions([length], size, rank)
+            mask = (positions[:, None] >= torch.arange(length)[None, :]).to(query.device)
+            q = query[local : local + own].transpose(0, 1)[None]
+            k, v = (x[start : start + length].transpose(0, 1)[None] for x in (key, value))
+            out.append(self._attend(q, k, v, mask)[0].transpose(0, 1))
+            local, start = local + own, start + length
+        return torch.cat(out).reshape(query.size(0), -1)
+
+
+def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Spec of this rank's decoder layers, dense."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = LocalNorm
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=LocalNorm)

@@ -1,0 +1,196 @@
+"""Build what is trained: the GPT model, its data-parallel wrapper, the optimizer and its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from fusionrl.config.config import Config
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer import settings
+from fusionrl.trainer.batch import Selection
+from fusionrl.trainer.local_spec import local_block_spec
+from fusionrl.trainer.log_probs import chunked_log_probs
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage gives log-probs and entropies of chosen tokens instead of all logits.
+
+    Called with `labels=Selection`, it returns [2, N] fp32 (log-probs, entropies) on the last pipeline stage; without
+    labels, logits [1, T, V/tp] as GPTModel does.
+    """
+
+    real_vocab_size: int
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states, *args, labels=None, **kwargs)
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        group = self.pg_collection.tp
+        # Every rank's gradient of the hidden states comes from its own part of the vocabulary: both branches sum
+        # the parts in backward.
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        log_probs, entropy = chunked_log_probs(
+            hidden[:, 0].index_select(0, labels.positions),
+            weight,
+            labels.targets,
+            vocab_size=self.real_vocab_size,
+            temperature=labels.temperature,
+            chunk_size=labels.chunk_size,
+            entropy_grad=labels.entropy_grad,
+            group=group,
+        )
+        return torch.stack([log_probs, entropy])
+
+
+@dataclass
+class Trained:
+    """The model of one rank with everything that trains it.
+
+    chunks        pipeline chunks, wrapped for data parallelism
+    transformer   Megatron's TransformerConfig
+    optimizer     Megatron's ChainedOptimizer over distributed optimizers
+    scheduler     learning rate and weight decay
+    """
+
+    chunks: list[DistributedDataParallel]
+    transformer: TransformerConfig
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+
+
+def build_model(
+    config: Config, shape: ModelShape, layout: TrainerLayout, device: torch.device
+) -> tuple[list[torch.nn.Module], TransformerConfig]:
+    """This rank's part of the model, with memory for its weights but nothing in it.
+
+    Raises:
+        ValueError: sizes that the model's shape does not allow, or passed-through fields Megatron refuses.
+    """
+    fields = settings.transformer_fields(config, shape, layout, device)
+    try:
+        transformer = TransformerConfig(**fields)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"Megatron-core refuses the model's configuration: {error}") from error
+    if shape.num_attention_heads % layout.tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size {layout.tp} does not divide the model's {shape.num_attention_heads} heads"
+        )
+    if shape.num_layers % layout.pp and not any("num_layers_in" in name for name in config.passthrough.transformer):
+        raise ValueError(
+            f"--pipeline-model-parallel-size {layout.pp} does not divide the model's {shape.num_layers} layers; "
+            "change it, or give --num-layers-in-first-pipeline-stage"
+        )
+    if settings.resolve_impl(config, device) == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
+    else:
+        spec = local_block_spec(transformer)
+    model = PolicyModel(
+        transformer,
+        spec,
+        vocab_size=settings.padded_vocab_size(shape.vocab_size, layout.tp),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    model.real_vocab_size = shape.vocab_size
+    _scale_rope(model, shape.rope_scaling)
+    if device.type == "cuda":
+        model.cuda(device)
+    return [Float16Module(transformer, model) if transformer.bf16 else model], transformer
+
+
+def _scale_rope(model: GPTModel, scaling: dict[str, Any] | None) -> None:
+    # GPTModel's own option fixes three of Llama 3's four numbers; its RotaryEmbedding takes them all.
+    if scaling is None or scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        return
+    rope = model.rotary_pos_emb
+    rope.inv_freq = rope._apply_scaling(
+        rope.inv_freq,
+        factor=scaling["factor"],
+        low_freq_factor=scaling["low_freq_factor"],
+        high_freq_factor=scaling["high_freq_factor"],
+        original_max_position_embeddings=scaling["original_max_position_embeddings"],
+    )
+
+
+def build_training(
+    config: Config, modules: list[torch.nn.Module], transformer: TransformerConfig, device: torch.device
+) -> Trained:
+    """Wrap loaded `modules` for data parallelism and give them an optimizer and a schedule.
+
+    The optimizer takes its fp32 master weights from the modules, so these must hold their weights already.
+
+    Raises:
+        ValueError: passed-through fields Megatron refuses, or a schedule that cannot be (see `lr_decay_steps`).
+    """
+    try:
+        ddp_config = DistributedDataParallelConfig(**settings.ddp_fields(config))
+        optimizer_config = OptimizerConfig(**settings.optimizer_fields(config, device))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"Megatron-core refuses the configuration of the optimizer: {error}") from error
+    chunks = [
+        DistributedDataParallel(transformer, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+
+    def finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+        # The loss is already divided by the one global count; Megatron must not divide again.
+        finalize_model_grads(model, None, **kwargs)
+
+    transformer.finalize_model_grads_func = finalize
+    transformer.grad_scale_func = optimizer.scale_loss
+    if ddp_config.overlap_grad_reduce:
+        transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+            sync = [chunk.start_param_sync for chunk in chunks]
+            transformer.param_sync_func = sync if len(chunks) > 1 else sync[0]
+    train, decay_steps = config.train, settings.lr_decay_steps(config)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=min(train.min_lr, train.lr),
+        lr_warmup_steps=train.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=train.lr_decay_style,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+    )
+    return Trained(chunks, transformer, optimizer, scheduler)
+
+
+def unwrap(module: torch.nn.Module) -> PolicyModel:
+    """The model within its wrappers."""
+    while not isinstance(module, PolicyModel):
+        module = module.module
+    return module

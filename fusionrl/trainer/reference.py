@@ -1,0 +1,47 @@
+"""The reference model of the KL term: a second set of weights, lent to the model for a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.weights.hf_io import read_local_weights
+
+
+class ReferenceWeights:
+    """This rank's part of the reference model's weights, in host memory, in the model's precision.
+
+    Raises:
+        ValueError: the folder's weights do not fit the model; names `flag`.
+    """
+
+    def __init__(self, folder: str, chunks: list[torch.nn.Module], shape: ModelShape, flag: str) -> None:
+        self._weights: list[tuple[torch.nn.Parameter, Tensor]] = [
+            (param, _on_host(tensor.to(param.dtype), param)) for param, tensor in read_local_weights(
+                folder, chunks, shape, flag
+            )
+        ]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Within it the model computes with the reference's weights. Nothing may be trained or saved there.
+
+        Parameters are pointed at other memory and back, so the trained weights are neither copied nor touched.
+        """
+        trained = [param.data for param, _ in self._weights]
+        try:
+            for param, tensor in self._weights:
+                param.data = tensor.to(param.device, non_blocking=True)
+            yield
+        finally:
+            for (param, _), data in zip(self._weights, trained, strict=True):
+                param.data = data
+
+
+def _on_host(tensor: Tensor, param: torch.nn.Parameter) -> Tensor:
+    tensor = tensor.clone()  # what was read is a view of a mapped file
+    return tensor.pin_memory() if param.is_cuda else tensor

@@ -1,0 +1,146 @@
+"""Forward and backward passes over micro-batches, and the optimizer step.
+
+Gradients are summed, not averaged, over data- and context-parallel ranks, because the loss is already divided by
+the global count (`loss.py`): Megatron's `calculate_per_token_loss` sets its scaling to 1, and its own division by a
+token count is left out (`model.build_training`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from fusionrl.trainer.batch import MicroBatch
+from fusionrl.trainer.loss import SUMS, LossOptions, LossSums, micro_batch_loss, step_metrics
+from fusionrl.trainer.model import Trained
+
+LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
+
+
+def _run(trained: Trained, batches: list[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
+    """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list."""
+
+    def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(iterator)
+        output = model(
+            batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout
+        )
+        return output, partial(loss, batch)
+
+    chunks = trained.chunks
+    iterators = [iter(batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=max(batch.tokens.size(1) for batch in batches) * trained.transformer.context_parallel_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+@torch.no_grad()
+def forward_log_probs(trained: Trained, batches: list[MicroBatch]) -> list[Tensor]:
+    """[2, N] log-probs and entropies of each micro-batch's chosen tokens; [] but on the last pipeline stage."""
+
+    def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), output
+
+    for chunk in trained.chunks:
+        chunk.eval()
+    try:
+        return _run(trained, batches, keep, forward_only=True)
+    finally:
+        for chunk in trained.chunks:
+            chunk.train()
+
+
+def _loss_function(options: LossOptions, compare: bool) -> LossFunction:
+    def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+        value, sums = micro_batch_loss(output[0], output[1], batch, options, compare)
+        # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
+        return value, torch.zeros((), dtype=torch.int, device=output.device), sums
+
+    return loss
+
+
+def reduce_sums(parts: list[LossSums], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Add up over micro-batches and all ranks: (sums, peak) on every rank; `parts` is [] on other pipeline stages."""
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+    peak = torch.zeros(1, dtype=torch.float64, device=device)
+    for part in parts:
+        sums += part.sums
+        peak = torch.maximum(peak, part.peak)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    return broadcast_from_last_stage(sums), broadcast_from_last_stage(peak)
+
+
+def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
+    """`tensor` as the last pipeline stage has it, on all stages."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return tensor
+
+
+def train_step(
+    trained: Trained, batches: list[MicroBatch], options: LossOptions, compare: bool, device: torch.device
+) -> dict[str, float]:
+    """One optimizer step over this rank's micro-batches; metrics over all ranks.
+
+    A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay as they
+    are, and `train/skipped` is 1.
+    """
+    for chunk in trained.chunks:
+        chunk.zero_grad_buffer()
+    trained.optimizer.zero_grad()
+    parts = _run(trained, batches, _loss_function(options, compare), forward_only=False)
+    metrics = step_metrics(*reduce_sums(parts, device), options)
+    metrics["train/lr"] = float(trained.optimizer.param_groups[0]["lr"])
+    found_inf = trained.optimizer.prepare_grads()
+    norm = float(trained.optimizer.get_grad_norm())
+    finite = not found_inf and math.isfinite(norm) and math.isfinite(metrics["train/loss"])
+    if finite:
+        _clip(trained.optimizer, norm)
+        trained.optimizer.step_with_ready_grads()
+        trained.scheduler.step(1)
+    return metrics | {"train/grad_norm": norm, "train/skipped": 0.0 if finite else 1.0}
+
+
+def _clip(optimizer: Any, norm: float) -> None:
+    for inner in optimizer.chained_optimizers:
+        limit = inner.config.clip_grad
+        parameters = [] if getattr(inner, "is_stub_optimizer", False) else inner.get_parameters()
+        if limit > 0 and parameters:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=limit,
+                total_norm=norm,
+                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+
+
+@torch.no_grad()
+def evaluate(trained: Trained, batches: list[MicroBatch], device: torch.device) -> tuple[float, float]:
+    """(sum over trained-on tokens of -log p, number of such tokens), over all ranks."""
+    parts = []
+    for batch, output in zip(batches, forward_log_probs(trained, batches), strict=False):
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        sums[SUMS.index("loss")] = -(output[0] * batch.loss_mask).sum()
+        sums[SUMS.index("tokens")] = batch.loss_mask.sum()
+        parts.append(LossSums(sums, sums.new_zeros(1)))
+    total, _ = reduce_sums(parts, device)
+    return float(total[SUMS.index("loss")]), float(total[SUMS.index("tokens")])

@@ -1,0 +1,83 @@
+"""Checksums of what an engine should hold, by the engine's own tensor names.
+
+SGLang keeps query, key and value in one tensor, gate and up in another, pads the vocabulary to a multiple of 64, and
+splits over its tensor parallel ranks. The hash is the first eight bytes of the SHA-256 of a tensor's bytes, which
+is what its `/weights_checker` reports for tensors in host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import torch
+
+from fusionrl.config.model_shape import ModelShape
+
+_VOCABULARY_MULTIPLE = 64
+_FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+_NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+_PROJECTION = re.compile(r"(?P<prefix>.*)\.(?P<name>[qkv]_proj|gate_proj|up_proj)\.(?P<kind>weight|bias)")
+
+
+def engine_checksums(
+    tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape, tp_size: int
+) -> list[dict[str, str]]:
+    """For each engine rank: engine tensor name → hash. `tensors` are (Hugging Face name, full tensor)."""
+    ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
+    waiting: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        match = _PROJECTION.fullmatch(name)
+        if match is None:
+            for rank in range(tp_size):
+                ranks[rank][name] = hash_tensor(_shard(name, tensor, rank, tp_size))
+            continue
+        fused, part = _FUSED[match["name"]]
+        parts = waiting.setdefault(f"{match['prefix']}.{fused}.{match['kind']}", {})
+        parts[part] = tensor
+        if len(parts) == _NUM_PARTS[fused]:
+            full_name = f"{match['prefix']}.{fused}.{match['kind']}"
+            del waiting[full_name]
+            for rank in range(tp_size):
+                pieces = [_rows(parts[i], shape, fused, i, rank, tp_size) for i in range(_NUM_PARTS[fused])]
+                ranks[rank][full_name] = hash_tensor(torch.cat(pieces))
+    assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
+    return ranks
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """16 hexadecimal digits over the tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(data)).digest()[:8].hex()
+
+
+def _rows(tensor: torch.Tensor, shape: ModelShape, fused: str, part: int, rank: int, tp_size: int) -> torch.Tensor:
+    """This rank's rows of one part; key and value heads are repeated where there are fewer than ranks."""
+    if fused == "qkv_proj" and part > 0 and shape.num_query_groups < tp_size:
+        group = rank * shape.num_query_groups // tp_size
+        return tensor[group * shape.head_dim : (group + 1) * shape.head_dim]
+    return tensor.chunk(tp_size)[rank]
+
+
+def _shard(name: str, tensor: torch.Tensor, rank: int, tp_size: int) -> torch.Tensor:
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        missing = -tensor.shape[0] % _VOCABULARY_MULTIPLE
+        if missing:
+            tensor = torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])])
+        return tensor.chunk(tp_size)[rank]
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return tensor.chunk(tp_size, dim=1)[rank]
+    return tensor
+
+
+def compare_checksums(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+    """Names of the tensors that differ, are missing in the engine, or that the engine has beyond those sent."""
+    names = sorted(expected.keys() | found.keys())
+    return [name for name in names if expected.get(name) != found.get(name)]

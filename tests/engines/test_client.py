@@ -1,0 +1,161 @@
+"""GenerateClient against a small server that fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from fusionrl.engines.client import GenerateClient, abort_all, parse_generation
+
+ANSWER = {
+    "text": "ab",
+    "output_ids": [97, 98],
+    "meta_info": {
+        "id": "r",
+        "finish_reason": {"type": "length", "length": 2},
+        "prompt_tokens": 3,
+        "cached_tokens": 1,
+        "weight_version": "4",
+        "output_token_logprobs": [[-0.5, 97, None], [-1.25, 98, None]],
+    },
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _serve(handler: Handler, use: Callable[[str], Awaitable[Any]], path: str = "/generate") -> Any:
+    """Run `use(url)` while a server answers `path` with `handler`."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_post(path, handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            host, port = runner.addresses[0]
+            return await use(f"http://{host}:{port}")
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def _answer(**meta: Any) -> dict[str, Any]:
+    return {**ANSWER, "meta_info": {**ANSWER["meta_info"], **meta}}
+
+
+def test_arrays_and_versions() -> None:
+    spans = [{"version": "4", "start": 0, "end": 1}, {"version": "warm", "start": 1, "end": 2}]
+    generation = parse_generation(_answer(weight_versions=spans))
+    assert generation.tokens.dtype == np.int32
+    assert generation.tokens.tolist() == [97, 98]
+    assert generation.log_probs.dtype == np.float32
+    assert generation.log_probs.tolist() == [-0.5, -1.25]
+    assert generation.weight_versions == [(4, 1), ("warm", 1)]
+    assert (generation.finish_reason, generation.prompt_tokens, generation.cached_tokens) == ("length", 3, 1)
+    assert "output_token_logprobs" not in generation.meta_info
+
+
+def test_a_server_without_spans_and_an_aborted_empty_answer() -> None:
+    assert parse_generation(_answer()).weight_versions == [(4, 2)]
+    empty = {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}
+    generation = parse_generation(empty)
+    assert generation.finish_reason == "abort"
+    assert generation.tokens.shape == generation.log_probs.shape == (0,)
+    assert generation.weight_versions == []
+
+
+def test_answers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="log-probs of others"):
+        parse_generation({**_answer(), "output_ids": [97]})
+    with pytest.raises(RuntimeError, match="do not cover"):
+        parse_generation(_answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]))
+
+
+def test_5xx_and_broken_connections_are_tried_again() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append({"auth": request.headers.get("Authorization"), **await request.json()})
+        if len(seen) == 1:
+            return web.Response(status=503, text="no worker")
+        if len(seen) == 2:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response(ANSWER)
+
+    async def use(url: str) -> Any:
+        async with GenerateClient(url, "key", 30.0, 4) as client:
+            return await client.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+
+    assert _serve(handler, use).tokens.tolist() == [97, 98]
+    assert len(seen) == 3
+    assert seen[0]["auth"] == "Bearer key"
+    assert seen[0]["return_logprob"] is True
+
+
+def test_4xx_is_an_error_at_once_and_retries_are_bounded() -> None:
+    counts = {"400": 0, "500": 0}
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        status = str((await request.json())["status"])
+        counts[status] += 1
+        return web.Response(status=int(status), text=f"the server's words {status}")
+
+    async def use(url: str) -> None:
+        async with GenerateClient(url, None, 60.0, 4) as client:
+            for status in counts:
+                with pytest.raises(RuntimeError, match=f"/generate answered {status}: the server's words"):
+                    await client.generate({"status": status})
+
+    _serve(handler, use)
+    assert counts == {"400": 1, "500": 5}
+
+
+def test_timeout_bounds_the_whole_request() -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(2)
+        return web.json_response(ANSWER)
+
+    async def use(url: str) -> None:
+        async with GenerateClient(url, None, 0.3, 4) as client:
+            with pytest.raises(TimeoutError):
+                await client.generate({"input_ids": [1]})
+
+    _serve(handler, use)
+
+
+def test_several_samples_in_one_request_are_refused() -> None:
+    client = GenerateClient("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="one request a sample"):
+        asyncio.run(client.generate({"sampling_params": {"n": 2}}))
+
+
+@pytest.mark.parametrize("ids", [[0, 512], [-1], np.array([512])])
+def test_tokens_outside_the_vocabulary_are_refused(ids: Any) -> None:
+    client = GenerateClient("http://127.0.0.1:1", vocab_size=512)
+    with pytest.raises(ValueError, match=r"0\.\.511"):
+        asyncio.run(client.generate({"input_ids": ids}))
+
+
+def test_abort_all_names_the_engines_that_failed() -> None:
+    bodies = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        return web.Response(status=200)
+
+    async def use(url: str) -> None:
+        await abort_all([url, url])
+        with pytest.raises(RuntimeError, match="http://127.0.0.1:1:"):
+            await abort_all([url, "http://127.0.0.1:1"])
+
+    _serve(handler, use, "/abort_request")
+    assert bodies == [{"abort_all": True}] * 3

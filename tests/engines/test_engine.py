@@ -1,0 +1,327 @@
+"""One real SGLang server behind a real router, on a CPU: generation, control, weight updates, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.engines.client import GenerateClient, Generation
+from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.http import call
+from fusionrl.engines.payload import SharedTensors, by_value
+from fusionrl.engines.router import Router
+from fusionrl.weights.group import create_group_store, init_external_group
+from tests.tiny_model import make_tiny_qwen3
+
+# find_spec, as the import of sglang takes seconds and must not be needed here.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None or importlib.util.find_spec("sglang_router") is None,
+    reason="sglang and sglang-router are not installed",
+)
+
+API_KEY = "a key of the test"
+PROMPT = [5, 9, 33, 77, 100, 20]
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Stack:
+    engine: EngineActor
+    router: Router
+    models: list[torch.nn.Module]
+    paths: list[Path]
+
+    def named(self, which: int) -> list[tuple[str, torch.Tensor]]:
+        return [(name, parameter.detach()) for name, parameter in self.models[which].named_parameters()]
+
+    def log_probs(self, which: int, prompt: list[int], tokens: np.ndarray) -> np.ndarray:
+        """Reference by transformers: log-probs of `tokens` after `prompt` under model `which`."""
+        ids = torch.tensor([prompt + tokens.tolist()])
+        with torch.no_grad():
+            logits = self.models[which](ids).logits[0, len(prompt) - 1 : -1]
+        chosen = torch.from_numpy(tokens.astype(np.int64))[:, None]
+        return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+
+    def generate(self, num_tokens: int = 12, **payload: Any) -> Generation:
+        async def run() -> Generation:
+            async with GenerateClient(self.router.url, API_KEY, 120.0, 8) as client:
+                return await client.generate(
+                    {
+                        "input_ids": PROMPT,
+                        "sampling_params": {
+                            "max_new_tokens": num_tokens,
+                            "temperature": 1.0,
+                            "ignore_eos": True,
+                        },
+                        **payload,
+                    }
+                )
+
+        return asyncio.run(run())
+
+    def assert_serves(self, which: int, version: int | str) -> None:
+        generation = self.generate()
+        np.testing.assert_allclose(
+            generation.log_probs, self.log_probs(which, PROMPT, generation.tokens), atol=1e-4
+        )
+        assert generation.weight_versions == [(version, 12)]
+        assert self.engine.weight_version() == str(version)
+
+
+def spec_of(model_path: Path | str, log_dir: Path) -> EngineSpec:
+    return EngineSpec(
+        index=0,
+        model_path=str(model_path),
+        device="cpu",
+        dtype="float32",
+        tp_size=1,
+        gpu_ids=(),
+        host=HOST,
+        api_key=API_KEY,
+        log_dir=str(log_dir),
+        seed=1,
+        start_timeout_s=120.0,
+        server_args={"max_total_tokens": 8192},
+    )
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("engine")
+    paths = [make_tiny_qwen3(folder / f"model{seed}", seed) for seed in (0, 1)]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in paths]
+    engine, router = EngineActor(spec_of(paths[0], folder)), Router(HOST, str(folder), api_key=API_KEY)
+    try:
+        with ThreadPoolExecutor() as pool:
+            for started in (pool.submit(engine.start), pool.submit(router.start)):
+                started.result()
+        router.add_worker(engine.url, API_KEY)
+        yield Stack(engine, router, models, paths)
+    finally:
+        router.shutdown()
+        engine.shutdown()
+
+
+def test_generates_with_the_model_s_log_probs(stack: Stack) -> None:
+    stack.assert_serves(0, 0)
+    generation = stack.generate()
+    assert generation.finish_reason == "length"
+    assert generation.prompt_tokens == len(PROMPT)
+    assert generation.cached_tokens > 0  # the prompt was there already
+    info = stack.engine.info()
+    assert info["url"] == stack.engine.url
+    assert info["model_info"]["weight_version"] == "0"
+    stack.engine.flush_cache()
+    assert stack.generate().cached_tokens == 0
+
+
+def test_a_wrong_key_is_refused_by_router_and_engine(stack: Stack) -> None:
+    payload = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+
+    async def ask(url: str, key: str | None) -> None:
+        async with GenerateClient(url, key, 30.0, 1) as client:
+            await client.generate(payload)
+
+    for url in (stack.router.url, stack.engine.url):
+        for key in ("wrong", None):
+            with pytest.raises(RuntimeError, match="/generate answered 401"):
+                asyncio.run(ask(url, key))
+    for path in ("/pause_generation", "/begin_weight_update", "/flush_cache"):
+        with pytest.raises(RuntimeError, match=f"{path} answered 401"):
+            call("POST", stack.engine.url + path, {}, api_key="wrong")
+
+
+def test_a_refusal_has_endpoint_status_and_text(stack: Stack) -> None:
+    with pytest.raises(RuntimeError, match="/update_weights_from_tensor answered 400: .*begin_weight_update"):
+        stack.engine.update_weights_from_tensor(
+            [by_value(stack.named(0))], load_format=None, version="9", flush_cache=True
+        )
+    with pytest.raises(RuntimeError, match="/destroy_weights_update_group answered 400"):
+        stack.engine.destroy_weights_update_group("nobody")
+    with pytest.raises(RuntimeError, match="/generate answered 400"):
+        stack.generate(sampling_params={"temperature": -1.0})
+
+
+def test_a_worker_leaves_and_comes_back(stack: Stack) -> None:
+    stack.router.remove_worker(stack.engine.url)
+    assert stack.router.workers() == []
+    stack.router.remove_worker(stack.engine.url)
+    stack.router.add_worker(stack.engine.url, API_KEY)
+    assert [worker["url"] for worker in stack.router.workers()] == [stack.engine.url]
+    stack.assert_serves(0, 0)
+
+
+def test_update_in_the_middle_of_a_request(stack: Stack) -> None:
+    num_tokens = 1500
+    with ThreadPoolExecutor() as pool:
+        request = pool.submit(stack.generate, num_tokens)
+        _wait_for_running_request(stack.engine)
+        stack.engine.pause("retract")
+        assert not request.done()
+        stack.engine.check_health()  # holds while paused
+        stack.engine.begin_weight_update()
+        stack.engine.update_weights_from_tensor(
+            [by_value(stack.named(1))], load_format=None, version="1", flush_cache=True
+        )
+        stack.engine.end_weight_update()
+        stack.engine.resume()
+        generation = request.result()
+    (first, before), (second, after) = generation.weight_versions
+    assert (first, second) == (0, 1)
+    assert before > 0
+    assert after > 0
+    assert before + after == num_tokens == len(generation.tokens)
+    # Retracted, so the KV cache of the first part was recomputed under the new weights.
+    old = stack.log_probs(0, PROMPT, generation.tokens)
+    new = stack.log_probs(1, PROMPT, generation.tokens)
+    np.testing.assert_allclose(generation.log_probs[:before], old[:before], atol=1e-4)
+    np.testing.assert_allclose(generation.log_probs[before:], new[before:], atol=1e-4)
+    stack.assert_serves(1, 1)
+
+
+def test_pause_with_abort_answers_what_is_there(stack: Stack) -> None:
+    with ThreadPoolExecutor() as pool:
+        request = pool.submit(stack.generate, 1500)
+        _wait_for_running_request(stack.engine)
+        stack.engine.pause("abort")
+        generation = request.result(timeout=20)
+        stack.engine.resume()
+    assert generation.finish_reason == "abort"
+    assert 0 < len(generation.tokens) < 1500
+    assert len(generation.log_probs) == len(generation.tokens)
+    assert sum(count for _, count in generation.weight_versions) == len(generation.tokens)
+
+
+def _wait_for_running_request(engine: EngineActor) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        loads = call("GET", engine.url + "/v1/loads", api_key=API_KEY)["loads"]
+        if sum(load["num_running_reqs"] for load in loads):
+            time.sleep(0.1)  # into the decoding
+            return
+        time.sleep(0.01)
+    raise AssertionError("no request is running")
+
+
+def test_weights_by_shared_memory_in_one_segment(stack: Stack) -> None:
+    assert "sglang" not in sys.modules  # the sender needs nothing of SGLang
+    before = _segments()
+    shared = SharedTensors([(name, tuple(t.shape), t.dtype) for name, t in stack.named(0)])
+    assert len(_segments() - before) == 1
+    for which, version in ((0, "2"), (1, "3"), (0, "4")):  # the segment is written again and again
+        shared.copy_from(stack.named(which))
+        payload = shared.payload()
+        assert len(payload) < 16_000 < shared.flat.numel()
+        assert len(_segments() - before) == 1
+        stack.engine.begin_weight_update()
+        stack.engine.update_weights_from_tensor(
+            [payload], load_format=None, version=version, flush_cache=True
+        )
+        stack.engine.end_weight_update()
+        stack.assert_serves(which, int(version))
+    del shared
+    assert _segments() <= before
+    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+
+
+def _segments() -> set[str]:
+    own = f"torch_{os.getpid()}_"
+    return {name for name in os.listdir("/dev/shm") if name.startswith(own)}
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
+def test_weights_by_gloo_broadcast(
+    stack: Stack, load_format: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    which, version = (1, "5") if load_format else (0, "6")
+    name = f"update-{version}"
+    store = create_group_store(HOST, 60.0)
+    named = stack.named(which)
+    with ThreadPoolExecutor() as pool:
+        joined = pool.submit(
+            stack.engine.init_weights_update_group,
+            master_address=HOST,
+            master_port=store.port,
+            rank_offset=1,
+            world_size=2,
+            group_name=name,
+            backend="gloo",
+        )
+        group = init_external_group("gloo", HOST, store.port, 2, 0, name, 60.0, store=store)
+        joined.result()
+        stack.engine.begin_weight_update()
+        received = pool.submit(
+            stack.engine.update_weights_from_distributed,
+            names=[name for name, _ in named],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+            shapes=[list(tensor.shape) for _, tensor in named],
+            group_name=name,
+            version=version,
+            load_format=load_format,
+            flush_cache=True,
+        )
+        if load_format:
+            buckets = [torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])]
+        else:
+            buckets = [tensor for _, tensor in named]
+        for tensor in buckets:
+            torch.distributed.broadcast(tensor, src=0, group=group)
+        received.result()
+        stack.engine.end_weight_update()
+    stack.engine.destroy_weights_update_group(name)
+    torch.distributed.destroy_process_group(group)
+    stack.assert_serves(which, int(version))
+
+
+def test_weights_from_disk(stack: Stack) -> None:
+    stack.engine.update_weights_from_disk(str(stack.paths[1]), "7")
+    stack.assert_serves(1, 7)
+
+
+def test_memory_calls_are_accepted(stack: Stack) -> None:
+    stack.engine.release_memory(["kv_cache"])
+    stack.engine.resume_memory(["kv_cache"])
+    stack.assert_serves(1, 7)
+
+
+def test_a_server_that_cannot_start_ends_with_its_log(tmp_path: Path) -> None:
+    engine = EngineActor(spec_of(tmp_path / "nothing here", tmp_path))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        engine.start()
+    assert time.monotonic() - begin < 60
+    message = str(error.value)
+    assert "start of engine 0" in message
+    assert "nothing here" in message.partition("the end of it:")[2]
+    assert str(tmp_path / "engine-0.log") in message
+
+
+def test_a_killed_server_is_reported(stack: Stack) -> None:
+    """Last: it ends the engine of this module."""
+    pid = stack.engine.info()["pid"]
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert children
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    with pytest.raises(RuntimeError, match="killed by SIGKILL(.|\n)*engine-0.log"):
+        while time.monotonic() < deadline:
+            stack.engine.check_health()
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    with pytest.raises(RuntimeError, match="killed by SIGKILL"):
+        stack.engine.flush_cache()

@@ -1,0 +1,115 @@
+"""Curves: what is drawn for which keys, and that smoothing is the average it says it is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusionrl.observe import curves
+from fusionrl.observe.curves import LOSS, MISMATCH, REWARD, compare_curves, draw_curves, series, smooth
+
+
+def _run(steps: int) -> list[dict]:
+    return [
+        {
+            "step": step,
+            "attempt": 1,
+            REWARD: step / steps,
+            MISMATCH: 1e-3,
+            LOSS: 1 / (step + 1),
+            "perf/time_generate_s": 2.0,
+            "perf/time_train_s": 1.0,
+            "perf/tokens_per_s": 100.0,
+            **({"eval/gsm8k/accuracy": 0.5} if step % 5 == 0 else {}),
+        }
+        for step in range(steps)
+    ]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The figures that were saved, to be looked into."""
+    figures: list = []
+    save = curves._save
+
+    def keep(figure: object, out: Path) -> Path:
+        figures.append(figure)
+        return save(figure, out)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(curves, "_save", keep)
+    return figures
+
+
+def test_every_chart_of_an_rl_run_is_there(tmp_path: Path, drawn: list) -> None:
+    out = draw_curves(_run(30), tmp_path / "new" / "curves.png", "a run for $5")
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    axes = {axis.get_title(loc="left"): axis for axis in drawn[0].axes}
+    assert list(axes) == [
+        "Reward",
+        "Accuracy",
+        "Loss",
+        "Trainer against engine",
+        "Time of a step",
+        "Throughput",
+    ]
+    assert axes["Trainer against engine"].get_yscale() == "log"
+    assert all(axis.get_ylabel() and axis.get_xlabel() == "step" for axis in axes.values())
+    assert [text.get_text() for text in axes["Time of a step"].get_legend().get_texts()] == [
+        "generate (67%)",
+        "train (33%)",
+    ]
+    (points,) = axes["Accuracy"].lines
+    assert list(points.get_xdata()) == [0, 5, 10, 15, 20, 25]
+
+
+def test_sft_shows_its_loss_alone(tmp_path: Path, drawn: list) -> None:
+    draw_curves([{"step": step, LOSS: 1.0} for step in range(20)], tmp_path / "a.png", "sft")
+    assert [axis.get_title(loc="left") for axis in drawn[0].axes] == ["Loss"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 61])
+def test_any_length_is_drawn(tmp_path: Path, steps: int) -> None:
+    draw_curves(_run(steps), tmp_path / "a.png", "short")
+
+
+def test_nulls_are_gaps_and_are_reported(tmp_path: Path, drawn: list) -> None:
+    metrics = _run(20)
+    metrics[3] |= {REWARD: None, "nonfinite": [REWARD]}
+    draw_curves(metrics, tmp_path / "a.png", "run")
+    assert 3 not in series(metrics, REWARD)[0] and len(series(metrics, REWARD)[0]) == 19
+    assert any("1 step with NaN" in text.get_text() for text in drawn[0].texts)
+
+
+def test_a_mismatch_of_zero_is_shown(tmp_path: Path, drawn: list) -> None:
+    metrics = _run(20)
+    metrics[4][MISMATCH] = 0.0
+    draw_curves(metrics, tmp_path / "a.png", "run")
+    axis = next(axis for axis in drawn[0].axes if axis.get_title(loc="left").startswith("Trainer"))
+    assert axis.get_yscale() == "symlog" and axis.get_ylim()[0] < 0
+
+
+def test_nothing_to_draw_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="finish a step"):
+        draw_curves([{"step": 0, "attempt": 1, LOSS: None}], tmp_path / "a.png", "empty")
+    with pytest.raises(ValueError, match="rollout/raw_reward"):
+        compare_curves({"a": [{"step": 0}]}, REWARD, tmp_path / "a.png")
+
+
+def test_runs_are_compared_by_name(tmp_path: Path, drawn: list) -> None:
+    compare_curves({"on-policy": _run(30), "async": _run(20), "empty": []}, REWARD, tmp_path / "a.png")
+    (axis,) = drawn[0].axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["on-policy", "async"]
+
+
+def test_smoothing_is_the_gaussian_average_over_steps() -> None:
+    generator = np.random.default_rng(0)
+    steps = sorted(generator.choice(200, size=80, replace=False).tolist())
+    values = generator.normal(size=80).tolist()
+    for step, smoothed in zip(steps, smooth(steps, values, span=5.0), strict=True):
+        weights = [math.exp(-0.5 * ((other - step) / 5.0) ** 2) for other in steps]
+        exact = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+        assert smoothed == pytest.approx(exact, abs=2e-3)
+    assert smooth([0, 1, 5], [2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])

@@ -1,0 +1,94 @@
+"""Logging: who speaks on the terminal, who only in the file."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusionrl.observe.log import LIBRARIES, quiet_libraries, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    libraries = {
+        name: (
+            logging.getLogger(name).level,
+            logging.getLogger(name).propagate,
+            logging.getLogger(name).handlers[:],
+        )
+        for name in LIBRARIES
+    }
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, (old_level, propagate, old_handlers) in libraries.items():
+        logger = logging.getLogger(name)
+        logger.level, logger.propagate, logger.handlers = old_level, propagate, old_handlers
+    logging.captureWarnings(False)
+
+
+def test_ours_everywhere_theirs_in_the_file(tmp_path: Path) -> None:
+    lines: list[str] = []
+    file = tmp_path / "logs" / "driver.log"
+    setup_logging("info", file, role="driver", console=lines.append)
+    logging.getLogger("fusionrl.buffer").info("rollout %d", 12)
+    logging.getLogger("fusionrl.buffer").debug("hidden")
+    logging.getLogger("my_reward").warning("slow")
+    logging.getLogger("httpx").info("HTTP 200")
+    logging.getLogger("ray.worker").warning("ray noise")
+    logging.getLogger("megatron.core").error("a rank died")
+    warnings.warn("deprecated", FutureWarning, stacklevel=1)
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        "driver  rollout 12",
+        "driver  WARNING slow",
+        "driver  ERROR a rank died",
+    ]
+    written = file.read_text()
+    assert "driver INFO fusionrl.buffer: rollout 12" in written
+    assert "ray.worker: ray noise" in written and "deprecated" in written
+    assert "HTTP 200" not in written and "hidden" not in written
+
+
+def test_a_second_set_up_replaces_the_first(tmp_path: Path) -> None:
+    first: list[str] = []
+    second: list[str] = []
+    setup_logging("INFO", tmp_path / "a.log", console=first.append)
+    setup_logging("DEBUG", tmp_path / "b.log", role="100 % trainer", console=second.append)
+    logging.getLogger("fusionrl").debug("once")
+    assert first == [] and len(second) == 1
+    assert not (tmp_path / "a.log").exists() and (tmp_path / "b.log").read_text().count("once") == 1
+
+
+def test_a_library_that_brings_its_own_handler_is_quiet_again(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    setup_logging("INFO", None, console=lines.append)
+    transformers = logging.getLogger("transformers")
+    transformers.addHandler(logging.StreamHandler())
+    transformers.propagate = False
+    transformers.setLevel(logging.INFO)
+    quiet_libraries()
+    transformers.warning("noise")
+    assert lines == [] and "noise" not in capsys.readouterr().err
+
+
+def test_a_traceback_is_not_lost() -> None:
+    lines: list[str] = []
+    setup_logging("INFO", None, console=lines.append)
+    try:
+        raise KeyError("reward")
+    except KeyError:
+        logging.getLogger("fusionrl").exception("the reward failed")
+    assert "Traceback" in lines[0] and "KeyError: 'reward'" in lines[0]
+
+
+def test_a_wrong_level_is_told() -> None:
+    with pytest.raises(ValueError, match="--log-level 'verbose'"):
+        setup_logging("verbose", None)

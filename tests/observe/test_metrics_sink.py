@@ -1,0 +1,172 @@
+"""metrics.jsonl: what is appended, what a kill leaves, and which line counts after a resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.observe.metrics import MetricsSink, next_attempt, read_metrics
+from fusionrl.observe.rollouts import RolloutWriter
+
+
+def _raw(run_dir: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_a_line_is_on_disk_when_log_returns_and_holds_numpy_and_torch_scalars(tmp_path: Path) -> None:
+    sink = MetricsSink(tmp_path, attempt=1)
+    sink.log(
+        3,
+        {"train/loss": torch.tensor(0.5), "rollout/raw_reward": np.float32(0.25), "train/tokens": np.int64(7)}
+        | {"sync/kind": "broadcast"},
+    )
+    (line,) = _raw(tmp_path)
+    assert abs(line.pop("time") - (tmp_path / "metrics.jsonl").stat().st_mtime) < 60
+    assert line == {
+        "step": 3,
+        "attempt": 1,
+        "train/loss": 0.5,
+        "rollout/raw_reward": 0.25,
+        "train/tokens": 7,
+        "sync/kind": "broadcast",
+    }
+
+
+def test_nonfinite_values_are_null_and_named(tmp_path: Path) -> None:
+    with MetricsSink(tmp_path, 1) as sink:
+        sink.log(
+            1, {"train/loss": float("nan"), "train/grad_norm": torch.tensor(float("inf")), "perf/x": 1.0}
+        )
+    (line,) = _raw(tmp_path)
+    assert line["train/loss"] is None and line["train/grad_norm"] is None and line["perf/x"] == 1.0
+    assert line["nonfinite"] == ["train/loss", "train/grad_norm"]
+
+
+def test_train_and_eval_lines_of_a_step_become_one(tmp_path: Path) -> None:
+    with MetricsSink(tmp_path, 1) as sink:
+        sink.log(1, {"train/loss": float("nan"), "train/lr": 0.1})
+        sink.log(1, {"eval/gsm8k/accuracy": 0.5, "train/lr": float("inf")})
+        sink.log(0, {"train/loss": 1.0})
+    zero, one = read_metrics(tmp_path / "metrics.jsonl")
+    assert (zero["step"], one["step"]) == (0, 1)
+    assert one["eval/gsm8k/accuracy"] == 0.5 and one["train/loss"] is None
+    assert one["nonfinite"] == ["train/loss", "train/lr"]
+
+
+def test_the_higher_attempt_wins_a_step_as_a_whole(tmp_path: Path) -> None:
+    with MetricsSink(tmp_path, 1) as sink:
+        for step in range(4):
+            sink.log(step, {"train/loss": 1.0, "train/only_first": step})
+    with MetricsSink(tmp_path, 2) as sink:
+        sink.log(2, {"train/loss": 2.0})
+    lines = read_metrics(tmp_path)
+    assert [(line["step"], line["attempt"], line["train/loss"]) for line in lines] == [
+        (0, 1, 1.0),
+        (1, 1, 1.0),
+        (2, 2, 2.0),
+        (3, 1, 1.0),
+    ]
+    assert "train/only_first" not in lines[2]
+    assert len(_raw(tmp_path)) == 5, "the file itself keeps every attempt"
+
+
+def test_a_torn_line_costs_itself_only_even_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsSink(tmp_path, 1) as sink:
+        sink.log(0, {"train/loss": 1.0})
+    with path.open("a") as file:
+        file.write('{"step": 1, "attempt": 1, "train/lo')
+    assert [line["step"] for line in read_metrics(path)] == [0]
+    assert next_attempt(tmp_path) == 2
+    with MetricsSink(tmp_path, 2) as sink:
+        sink.log(1, {"train/loss": 3.0})
+    assert [(line["step"], line["train/loss"]) for line in read_metrics(path)] == [(0, 1.0), (1, 3.0)]
+
+
+def test_a_damaged_line_that_no_kill_explains_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "attempt": 1}\n{"step": 1, "att\n{"step": 2, "attempt": 1}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(path)
+
+
+def test_killed_while_logging_leaves_every_finished_line(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from fusionrl.observe.metrics import MetricsSink\n"
+        "sink = MetricsSink(Path(sys.argv[1]), 1)\n"
+        "for step in range(10**9):\n"
+        "    sink.log(step, {'train/loss': step}); print(step, flush=True)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    for _ in range(50):
+        last = int(run.stdout.readline())
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    steps = [line["step"] for line in read_metrics(tmp_path)]
+    assert steps == list(range(len(steps))) and len(steps) > last
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [({"train/x": np.zeros(3)}, "train/x"), ({"train/x": [1.0]}, "list"), ({"step": 1}, "reserved")],
+)
+def test_what_is_no_metric_is_refused_by_name(tmp_path: Path, values: dict, named: str) -> None:
+    with MetricsSink(tmp_path, 1) as sink, pytest.raises(ValueError, match=named):
+        sink.log(0, values)
+    assert read_metrics(tmp_path) == []
+
+
+def test_next_attempt_counts_every_trace(tmp_path: Path) -> None:
+    assert next_attempt(tmp_path) == 1
+    (tmp_path / "config.json").write_text("{}")
+    assert next_attempt(tmp_path) == 2
+    (tmp_path / "config.a2.json").write_text("{}")
+    RolloutWriter(tmp_path).write(0, 4, [{"reward": 1}])
+    assert next_attempt(tmp_path) == 5
+
+
+def test_tensorboard_missing_is_told_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in sys.modules makes the import fail exactly as a missing package does.
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        MetricsSink(tmp_path, 1, tensorboard=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsSink(tmp_path, 2, tensorboard=True) as sink:
+        sink.log(5, {"train/loss": 0.5, "sync/kind": "disk"})
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "a2")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(5, 0.5)]
+
+
+def test_the_room_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from fusionrl.observe import curves, log, metrics, panel, progress, rollouts, run_dir\n"
+        "heavy = {'torch', 'ray', 'megatron', 'sglang', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True)

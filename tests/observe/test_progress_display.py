@@ -1,0 +1,283 @@
+"""The progress display, read off a small terminal emulator: content, width, redraw in place, fall-backs."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+
+import pytest
+
+from fusionrl.observe.panel import (
+    ASCII,
+    UNICODE,
+    bar,
+    cells,
+    clip,
+    duration,
+    number,
+    rate,
+    sparkline,
+    split,
+    stacked,
+)
+from fusionrl.observe.progress import Progress
+
+STEP = {
+    "reward": 0.412,
+    "accuracy": 0.37,
+    "loss": 0.0123,
+    "tokens_per_s": 1234.0,
+    "mismatch": 3.1e-4,
+    "time_generate_s": 6.0,
+    "time_train_s": 3.0,
+    "time_sync_s": 1.0,
+}
+
+
+class Stream(io.TextIOWrapper):
+    """A stream that says whether it is a terminal."""
+
+    def __init__(self, tty: bool, encoding: str = "utf-8") -> None:
+        super().__init__(io.BytesIO(), encoding=encoding)
+        self.tty = tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
+
+
+def screen(text: str, columns: int = 10_000) -> list[str]:
+    """What a terminal shows after `text`: newline, return, cursor up, erase below, wrapping."""
+    rows, y, x = [""], 0, 0
+    for code, count, kind in re.findall(r"(\x1b\[([\d;]*)([A-Za-z])|[\s\S])", text):
+        if kind == "A":
+            assert int(count) <= y, "moved above what was written"
+            y -= int(count)
+        elif kind == "J":
+            rows[y:] = [rows[y][:x]]
+        elif kind == "m":
+            pass
+        elif code == "\n":
+            y, x = y + 1, 0
+            rows.extend([""] * (y + 1 - len(rows)))
+        elif code == "\r":
+            x = 0
+        else:
+            assert not kind, f"unexpected sequence {code!r}"
+            if x == columns:
+                y, x = y + 1, 0
+                rows.extend([""] * (y + 1 - len(rows)))
+            rows[y] = rows[y][:x].ljust(x) + code + rows[y][x + 1 :]
+            x += 1
+    return rows
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in (("COLUMNS", "80"), ("LINES", "24"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return monkeypatch
+
+
+def test_the_panel_shows_everything_once_however_often_it_is_drawn(terminal: pytest.MonkeyPatch) -> None:
+    now, stream = [0.0], Stream(tty=True)
+    progress = Progress(200, "rl", stream, refresh_s=0, clock=lambda: now[0])
+    progress.status("starting engines")
+    now[0] += 100
+    for step in range(1, 38):
+        now[0] += 12
+        progress.update(step, {**STEP, "reward": step / 100})
+        progress.print(f"log line {step}")
+    progress.update(37, {"eval_accuracy": 0.381})
+    shown = screen(stream.text())
+    assert shown[:37] == [f"log line {step}" for step in range(1, 38)], "log lines stand above, in order"
+    panel = "\n".join(shown[37:])
+    assert panel.count("fusionrl") == 1
+    for expected in ("rl", "37/200", "18%", "0.370", "0.010 to 0.370", "37.0%", "eval 38.1%", "1,234",
+                     "mismatch 3.1e-04", "loss 0.012", "12s/step", "generate 60%", "train 30%", "sync 10%",
+                     "9m04s", "32m36s left", "starting engines"):  # fmt: skip
+        assert expected in panel, f"{expected!r} is missing:\n{panel}"
+    assert "▁" in panel and "█" in panel
+
+
+@pytest.mark.parametrize("columns", [1, 7, 20, 33, 44, 60, 79, 80, 120, 300])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("color", [True, False])
+def test_no_line_is_wider_than_the_terminal(
+    terminal: pytest.MonkeyPatch, columns: int, encoding: str, color: bool
+) -> None:
+    terminal.setenv("COLUMNS", str(columns))
+    if not color:
+        terminal.setenv("NO_COLOR", "1")
+    stream = Stream(tty=True, encoding=encoding)
+    with Progress(100_000, "reject-sampling", stream, refresh_s=0) as progress:
+        for step in range(1, 50):
+            progress.update(99_000 + step, {**STEP, "eval_accuracy": 1.0, "tokens_per_s": 123456.7 * step})
+            progress.status("a phase with a long name, and 数 wide characters in it " * 3)
+        drawn = stream.text()
+    assert color == bool(re.search(r"\x1b\[\d+m", drawn))
+    plain = re.sub(r"\r|\x1b\[[\d;]*[A-Za-z]", "", drawn)
+    assert plain.count("\n") > 300, "drawn to the end"
+    assert max(cells(line) for line in plain.split("\n")) < max(columns, 2)
+
+
+def test_a_name_never_stands_without_its_number(terminal: pytest.MonkeyPatch) -> None:
+    for columns in range(30, 80):
+        terminal.setenv("COLUMNS", str(columns))
+        stream = Stream(tty=True)
+        with Progress(10, "rl", stream, refresh_s=0) as progress:
+            progress.update(1, {**STEP, "eval_accuracy": 0.5})
+        shown = "\n".join(screen(stream.text()))
+        for name, value in (("mismatch", "3.1e-04"), ("loss", "0.012"), ("eval", "50.0%"), ("sync", "10%")):
+            assert (name in shown) == (f"{name} {value}" in shown), f"{columns} columns:\n{shown}"
+
+
+def test_a_terminal_made_narrower_is_cleared_all_the_same(terminal: pytest.MonkeyPatch) -> None:
+    stream = Stream(tty=True)
+    progress = Progress(10, "rl", stream, refresh_s=0)
+    progress.update(1, STEP)
+    before = len(stream.text())
+    terminal.setenv("COLUMNS", "40")
+    progress.update(2, STEP)
+    wrapped = screen(stream.text()[:before], columns=40)
+    up = re.match(r"\x1b\[(\d+)A", stream.text()[before:])
+    assert up and int(up.group(1)) == len(wrapped) - 1
+
+
+def test_a_pty_is_drawn_on_and_its_clock_runs_between_updates(terminal: pytest.MonkeyPatch) -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+    received: list[bytes] = []
+
+    def drain() -> None:
+        try:
+            while chunk := os.read(leader, 65536):
+                received.append(chunk)
+        except OSError:
+            pass  # The other side has closed.
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    redrawn = threading.Event()
+    with open(follower, "w", encoding="utf-8") as stream:
+        progress = Progress(10, "sft", stream, refresh_s=0.01)
+        progress.update(3, {"loss": 2.5})
+        progress.status("saving a checkpoint")
+        redrawn.wait(0.2)
+        progress.close()
+        progress.close()
+    reader.join(timeout=5)
+    os.close(leader)
+    text = b"".join(received).decode()
+    assert text.count("saving a checkpoint") > 3, "redrawn while nothing was reported"
+    shown = screen(text.replace("\r\n", "\n"))
+    assert max(map(len, shown)) < 50
+    assert sum("fusionrl" in line for line in shown) == 1
+    assert any("loss" in line and "2.500" in line for line in shown)
+    assert not any("saving" in line for line in shown) and shown[-1] == "", "the cursor is left below"
+
+
+def test_a_log_file_gets_one_aligned_line_a_step(terminal: pytest.MonkeyPatch) -> None:
+    now, stream = [0.0], Stream(tty=False)
+    with Progress(100, "rl", stream, clock=lambda: now[0]) as progress:
+        progress.status("starting engines")
+        for step, reward in ((8, 0.5), (9, -0.25), (10, 0.125)):
+            now[0] += 10
+            progress.update(step, {**STEP, "reward": reward})
+    first, *steps = stream.text().splitlines()
+    assert first == "starting engines" and len(steps) == 3
+    assert "\x1b" not in stream.text()
+    assert {line.index("mismatch") for line in steps} == {steps[0].index("mismatch")}
+    assert "step  10/100" in steps[2] and "0.125" in steps[2] and "gen/train/sync 60/30/10%" in steps[2]
+
+
+def test_time_left_ignores_the_start_of_the_engines_and_follows_the_last_steps() -> None:
+    now, stream = [0.0], Stream(tty=False)
+    progress = Progress(101, "rl", stream, clock=lambda: now[0])
+    now[0] += 1000
+    progress.update(1, STEP)
+    assert "16m40s left" in stream.text(), "100 steps of the 10 s that the step itself took"
+    for step in range(2, 22):
+        now[0] += 20
+        progress.update(step, STEP)
+    assert stream.text().splitlines()[-1].rstrip().endswith("26m40s left"), "80 steps of 20 s"
+
+
+def test_an_ascii_terminal_gets_ascii(terminal: pytest.MonkeyPatch) -> None:
+    stream = Stream(tty=True, encoding="ascii")
+    with Progress(10, "rl", stream, refresh_s=0) as progress:
+        progress.update(1, STEP)
+        progress.update(2, {**STEP, "reward": 0.5})
+        progress.print("Größe")
+        progress.status("数")
+    assert "| ?" in stream.text() and "Gr??e" in stream.text() and "#" in stream.text()
+
+
+def test_a_closed_terminal_does_not_stop_the_run(terminal: pytest.MonkeyPatch) -> None:
+    stream = Stream(tty=True)
+    progress = Progress(10, "rl", stream, refresh_s=0)
+    progress.update(1, STEP)
+    stream.close()
+    stream.tty = True
+    progress.update(2, STEP)
+    progress.print("still running")
+    progress.close()
+
+
+def test_an_unknown_value_is_named() -> None:
+    with pytest.raises(ValueError, match="rewards"):
+        Progress(10, "rl", Stream(tty=False)).update(1, {"rewards": 1.0})
+
+
+def test_sparkline_scales_averages_and_survives_flat_and_nan() -> None:
+    assert sparkline(range(8), 8) == UNICODE.sparks
+    assert sparkline([0, 0, 1, 1], 2) == "▁█", "a long history is averaged, not cut"
+    assert sparkline([5.0] * 4, 8) == "▄" * 4
+    assert sparkline([0.0, float("nan"), 1.0], 8, ASCII) == "_#"
+    assert sparkline([], 8) == sparkline([1.0], 0) == ""
+
+
+def test_shares_and_bars_add_up() -> None:
+    assert sum(stacked([1 / 3, 1 / 3, 1 / 3], 100)) == 100
+    assert stacked([0.5, 0.25, 0.25], 8) == [4, 2, 2]
+    assert bar(0.999, 10) == ("━" * 9, "╌"), "not full before it is done"
+    assert bar(1.0, 10) == ("━" * 10, "") and bar(7.0, 10) == ("━" * 10, "")
+    assert split({"time_generate_s": 3.0, "time_sync_s": 1.0}) == {"generate": 0.75, "sync": 0.25}
+    assert split({"time_train_s": 3.0}) is None and split({"time_train_s": 0.0, "time_sync_s": 0.0}) is None
+
+
+def test_numbers_read_well() -> None:
+    assert [duration(value) for value in (0, 7.34, 59.6, 200, 7500, 200_000)] == [
+        "0.0s", "7.3s", "1m00s", "3m20s", "2h05m", "2d07h",
+    ]  # fmt: skip
+    assert [number(value) for value in (0.0, 0.5, -12.25, 3.1e-4, 2e6, float("nan"))] == [
+        "0.000", "0.500", "-12.250", "3.1e-04", "2.0e+06", "nan",
+    ]  # fmt: skip
+    assert [rate(value) for value in (87.44, 1234.4, 999_949, 1_240_000)] == [
+        "87.4",
+        "1,234",
+        "999,949",
+        "1.24M",
+    ]
+
+
+def test_clip_counts_columns_and_drops_control_characters() -> None:
+    assert clip("数数数", 5) == "数数…" and cells("数数…") == 5
+    assert clip("a\x1b[31m\nb", 80) == "a [31m b"
+    assert cells("e\u0301") == 1
+
+
+def test_a_step_without_values_still_counts() -> None:
+    stream = Stream(tty=False)
+    Progress(10, "rl", stream).update(1, {})
+    assert stream.text().startswith("step  1/10")

@@ -1,0 +1,85 @@
+"""Rollout files: whole or absent, never overwritten, readable by any JSON reader."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.observe.rollouts import RolloutWriter, list_rollouts, read_rollouts
+
+
+class Status(enum.Enum):
+    COMPLETED = "completed"
+
+
+def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
+    row = {
+        "index": 3,
+        "response": "für 数\n",
+        "tokens": np.array([1, 2, 3]),
+        "rollout_log_probs": torch.tensor([-0.1, -2.5]),
+        "status": Status.COMPLETED,
+        "metadata": {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan")},
+    }
+    path = RolloutWriter(tmp_path).write(12, 1, [row])
+    assert path == tmp_path / "rollouts" / "train_000012.a1.jsonl"
+    (back,) = read_rollouts(tmp_path)
+    assert back.pop("rollout_log_probs") == [float(np.float32(-0.1)), -2.5], "exactly the float32 values"
+    assert back == {
+        "rollout_id": 12,
+        "kind": "train",
+        "attempt": 1,
+        "index": 3,
+        "response": "für 数\n",
+        "tokens": [1, 2, 3],
+        "status": "completed",
+        "metadata": {"7": ["a", "b"], "path": "x/y", "nan": None},
+    }
+
+
+def test_an_object_json_does_not_know_costs_no_run(tmp_path: Path) -> None:
+    RolloutWriter(tmp_path).write(0, 1, [{"metadata": {"tool": slice(1, 2)}}])
+    assert next(read_rollouts(tmp_path))["metadata"] == {"tool": "slice(1, 2, None)"}
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    path = writer.write(0, 1, [{"reward": 1}])
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        writer.write(0, 1, [{"reward": 2}])
+    assert json.loads(path.read_text()) == {"reward": 1}
+
+
+def test_a_failure_half_way_leaves_no_file(tmp_path: Path) -> None:
+    def rows() -> Iterator[dict]:
+        yield {"reward": 1}
+        raise RuntimeError("the generator died")
+
+    with pytest.raises(RuntimeError):
+        RolloutWriter(tmp_path).write(0, 1, rows())
+    assert list((tmp_path / "rollouts").iterdir()) == []
+
+
+def test_reading_takes_the_last_attempt_in_order_and_by_kind(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    for rollout_id, attempt, kind in [(1, 1, "train"), (0, 1, "train"), (1, 10, "train"), (1, 2, "train")]:
+        writer.write(rollout_id, attempt, [{"reward": attempt}], kind)
+    writer.write(1, 1, [{"reward": 0.5}], "eval_gsm8k")
+    (tmp_path / "rollouts" / ".train_000002.a1.jsonl.7.tmp").write_text("{")
+    assert [(row["rollout_id"], row["reward"]) for row in read_rollouts(tmp_path, "train")] == [
+        (0, 1),
+        (1, 10),
+    ]
+    assert len(list_rollouts(tmp_path, all_attempts=True)) == 5
+    assert [file.kind for file in list_rollouts(tmp_path)] == ["train", "eval_gsm8k", "train"]
+
+
+def test_a_kind_that_would_leave_the_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="eval/gsm8k"):
+        RolloutWriter(tmp_path).write(0, 1, [], "eval/gsm8k")

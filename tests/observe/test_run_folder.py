@@ -1,0 +1,116 @@
+"""The run's folder: one live run at a time, a dead one's place taken over, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusionrl.observe.metrics import MetricsSink
+from fusionrl.observe.run_dir import LOCK_FILE, RunDir
+
+
+def _holder(path: Path) -> subprocess.Popen[str]:
+    """A process that holds the folder until it is killed."""
+    script = (
+        "import sys, time; from fusionrl.observe.run_dir import RunDir\n"
+        "run = RunDir(sys.argv[1]); run.write_config({'lr': 1}); print('held', flush=True); time.sleep(60)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_new_run_has_its_folders_and_files(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "runs" / "a") as run:
+        assert run.attempt == 1
+        assert all(folder.is_dir() for folder in (run.rollouts, run.checkpoints, run.logs))
+        assert json.loads(run.write_config({"lr": 1e-6, "out": Path("x")}).read_text()) == {
+            "lr": 1e-6,
+            "out": "x",
+        }
+        assert run.write_plan("one GPU").read_text() == "one GPU\n"
+    assert (tmp_path / "runs" / "a" / "config.json").exists()
+
+
+def test_a_folder_with_a_run_wants_resume_or_another(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run:
+        run.write_config({})
+    with pytest.raises(ValueError, match="--resume"):
+        RunDir(tmp_path)
+    RunDir(tmp_path, resume=True).close()
+
+
+def test_a_start_that_wrote_nothing_is_no_run(tmp_path: Path) -> None:
+    RunDir(tmp_path).close()
+    with RunDir(tmp_path) as run:
+        assert run.attempt == 1
+
+
+def test_a_resume_adds_a_config_only_if_it_differs(tmp_path: Path) -> None:
+    names = []
+    for lr in (1, 1, 2, 2, 1):
+        with RunDir(tmp_path, resume=True) as run:
+            names.append((run.attempt, run.write_config({"lr": lr}).name))
+            with MetricsSink(tmp_path, run.attempt) as sink:
+                sink.log(0, {})
+    assert names == [
+        (1, "config.json"),
+        (2, "config.json"),
+        (3, "config.a3.json"),
+        (4, "config.a3.json"),
+        (5, "config.a5.json"),
+    ]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 1}
+
+
+def test_a_live_run_keeps_others_out_and_a_killed_one_does_not(tmp_path: Path) -> None:
+    process = _holder(tmp_path)
+    try:
+        with pytest.raises(ValueError, match=f"live process {process.pid}"):
+            RunDir(tmp_path, resume=True)
+        process.send_signal(signal.SIGKILL)
+        # Not waited for yet, so the holder is a zombie here, as under a launcher that reaps late.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with RunDir(tmp_path, resume=True) as run:
+            assert run.attempt == 2
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_the_same_process_cannot_hold_it_twice_and_a_refusal_releases_nothing(tmp_path: Path) -> None:
+    with RunDir(tmp_path):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="in use"):
+                RunDir(tmp_path, resume=True)
+
+
+def test_a_recycled_pid_is_not_the_holder(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run:
+        holder = json.loads((tmp_path / LOCK_FILE).read_text())
+        run.write_config({})
+    (tmp_path / LOCK_FILE).write_text(json.dumps({**holder, "started": "another-boot/1"}))
+    RunDir(tmp_path, resume=True).close()
+
+
+def test_a_holder_on_another_host_is_believed(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text(json.dumps({"pid": 1, "started": "x", "host": "elsewhere"}))
+    with pytest.raises(ValueError, match=r"host elsewhere.*delete"):
+        RunDir(tmp_path)
+
+
+def test_half_a_lock_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text('{"pid": 12')
+    RunDir(tmp_path).close()

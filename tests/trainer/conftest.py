@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_worker import Workers
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    """Two processes that all tests share; each test starts its own actors in them."""
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """hf(family, tied, **config) -> (folder, transformers model), made once a session."""
+    import hf_models
+
+    made: dict[Any, tuple[Path, Any]] = {}
+
+    def get(family: str, tied: bool, **values: Any) -> tuple[Path, Any]:
+        key = (family, tied, repr(sorted(values.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[key] = (folder, hf_models.make(folder, family, tied, **values))
+        return made[key]
+
+    return get

@@ -1,0 +1,137 @@
+"""Checkpoints: a run that is stopped and goes on is, bit by bit, the run that was not stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import trainer_worker
+from trainer_worker import Failed, Samples, Workers, config_of
+
+from fusionrl.plan.layout import TrainerLayout
+
+SCHEDULE = dict(lr_decay_style="cosine", lr_decay_iters=20, lr_warmup_iters=2, weight_decay=0.01, clip_grad=1.0)
+
+
+def rollouts(workers, layout, numbers):
+    return [workers.train(Samples(6, seed=i).shards(layout.dp, 2), layout, i) for i in numbers]
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """Processes that have trained nothing, for loading what others saved."""
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_resume_is_bit_exact(workers, fresh, hf, tmp_path, dp, precision):
+    folder, _ = hf("qwen3", True)
+    config, layout = config_of(folder, precision=precision, use_kl_loss=True, **SCHEDULE), TrainerLayout(dp)
+    path = str(tmp_path / "checkpoint")
+    workers.start(config, layout)
+    rollouts(workers, layout, range(2))
+    workers.call("save", path, 1)
+    at_save = workers.call("state_hashes")
+    uninterrupted = rollouts(workers, layout, range(2, 4))
+    at_end = workers.call("state_hashes")
+
+    fresh.start(config, layout)
+    restored = fresh.call("load", path)[0]
+    assert restored == {"rollout_id": 1, "optimizer_steps": 4, "skipped": 0, "rng_restored": True}
+    assert fresh.call("state_hashes") == at_save
+    assert rollouts(fresh, layout, range(2, 4)) == uninterrupted
+    assert fresh.call("state_hashes") == at_end
+    assert at_end != at_save
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (TrainerLayout(1), TrainerLayout(2)),
+        (TrainerLayout(2), TrainerLayout(1)),
+        (TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)),
+    ],
+    ids=["dp1-to-dp2", "dp2-to-dp1", "tp2-to-pp2"],
+)
+def test_another_layout_goes_on_with_the_same_numbers(workers, hf, tmp_path, saved, loaded):
+    folder, _ = hf("qwen2", True, vocab_size=121)
+    path = str(tmp_path / "checkpoint")
+    workers.start(config_of(folder, **SCHEDULE), saved)
+    rollouts(workers, saved, range(2))
+    workers.call("save", path, 1)
+    want, weights = rollouts(workers, saved, [2, 3]), workers.run(trainer_worker.weights)[0]
+    workers.start(config_of(folder, **SCHEDULE), loaded)
+    assert workers.call("load", path)[0]["rng_restored"] is False
+    for got, expected in zip(rollouts(workers, loaded, [2, 3]), want, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for name, tensor in workers.run(trainer_worker.weights)[0].items():
+        assert np.abs(tensor - weights[name]).max() <= 1e-5, name
+
+
+def test_saving_again_replaces_and_leaves_nothing_behind(workers, hf, tmp_path):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder))
+    path = tmp_path / "checkpoint"
+    (tmp_path / "checkpoint.partial").mkdir()  # of a run that was killed while it saved
+    (tmp_path / "checkpoint.partial" / "junk").write_text("x")
+    workers.call("save", str(path), 1)
+    rollouts(workers, TrainerLayout(1), [0])
+    hashes = workers.call("state_hashes")
+    workers.call("save", str(path), 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
+    assert not (path / "junk").exists()
+    rollouts(workers, TrainerLayout(1), [1])
+    assert workers.call("load", str(path))[0]["rollout_id"] == 2
+    assert workers.call("state_hashes") == hashes
+
+
+def _no_description(path):
+    (path / "fusionrl.json").unlink()
+
+
+def _other_model(path):
+    text = json.loads((path / "fusionrl.json").read_text())
+    text["shape"]["hidden_size"] = 4096
+    (path / "fusionrl.json").write_text(json.dumps(text))
+
+
+def _missing_file(path):
+    next(path.glob("*.distcp")).unlink()
+
+
+def _truncated_file(path):
+    file = max(path.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _no_metadata(path):
+    (path / ".metadata").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_no_description, "cannot be read"),
+        (_other_model, "hidden_size 4096"),
+        (_missing_file, "damaged or incomplete"),
+        (_truncated_file, "damaged or incomplete"),
+        (_no_metadata, "damaged or incomplete"),
+    ],
+)
+def test_a_damaged_checkpoint_is_an_error_that_says_so(workers, hf, tmp_path, damage, message):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder))
+    path = tmp_path / "checkpoint"
+    workers.call("save", str(path), 1)
+    damage(path)
+    with pytest.raises(Failed, match=message) as failure:
+        workers.call("load", str(path))
+    assert failure.value.kind == "ValueError" and str(path) in failure.value.message
+    shutil.rmtree(path)
+    with pytest.raises(Failed, match="cannot be read"):
+        workers.call("load", str(path))

@@ -1,0 +1,124 @@
+"""Weights in and out of Hugging Face folders through the trainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import hf_models
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trainer_worker import Failed, Samples, config_of
+from transformers import AutoModelForCausalLM
+
+from fusionrl.plan.layout import TrainerLayout
+
+
+@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str)
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
+    folder, model = hf(family, tied, vocab_size=121)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    workers.start(config_of(folder), layout)
+    out = tmp_path / "out"
+    workers.call("save_hf", str(out))
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    want = dict(model.named_parameters())
+    assert dict(loaded.named_parameters()).keys() == want.keys()
+    for name, param in loaded.named_parameters():
+        assert param.dtype == want[name].dtype and torch.equal(param, want[name]), name
+    assert (out / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    with pytest.raises(Failed, match="it exists already") as failure:
+        workers.start(config_of(folder))
+        workers.call("save_hf", str(out))
+    assert failure.value.kind == "ValueError"
+
+
+def test_what_was_trained_is_what_is_saved(workers, hf, tmp_path):
+    folder, model = hf("qwen3", True)
+    samples = Samples(5, seed=21)
+    workers.start(config_of(folder, lr=1e-2))
+    (shard,) = samples.shards()
+    workers.train([shard])
+    scores = workers.call("score", shard)[0]
+    workers.call("save_hf", str(tmp_path / "out"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    moved = 0.0
+    with torch.no_grad():
+        for i in range(5):
+            want, _ = hf_models.response_log_probs(loaded, samples, i)
+            old, _ = hf_models.response_log_probs(model, samples, i)
+            assert (want - torch.tensor(scores[i])).abs().max() <= 1e-5
+            moved = max(moved, float((want - old).abs().max()))
+    assert moved > 0.1
+
+
+def test_bf16_is_saved_as_bf16(workers, hf, tmp_path):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder, precision="bf16"))
+    workers.call("save_hf", str(tmp_path / "out"))
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def _edit(change):
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def _truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_edit(lambda t: t.pop(K_PROJ)), f"{K_PROJ} is in none of its files"),
+        (_edit(lambda t: t.update({K_PROJ: t[K_PROJ][:8].clone()})), rf"{K_PROJ} has shape \(8, 32\).*\(16, 32\)"),
+        (_edit(lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(16)})), "k_proj.bias is no part"),
+        (_truncate, "model.safetensors: not a complete safetensors file"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    ],
+    ids=["missing", "shape", "extra", "truncated", "none"],
+)
+def test_a_malformed_folder_is_an_error_that_names_it(workers, hf, tmp_path, damage, message):
+    folder = tmp_path / "model"
+    shutil.copytree(hf("llama", False)[0], folder)
+    damage(folder)
+    with pytest.raises(Failed, match=message) as failure:
+        workers.start(config_of(folder))
+    assert failure.value.kind == "ValueError"
+    assert "--hf-checkpoint" in failure.value.message and str(folder) in failure.value.message
+
+
+def test_a_reference_of_another_shape_is_refused(workers, hf):
+    config = config_of(hf("llama", True)[0], use_kl_loss=True, ref_load=str(hf("qwen2", True)[0]))
+    with pytest.raises(Failed, match="--ref-load .* another shape"):
+        workers.start(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "passed", "message"),
+    [
+        (dict(), dict(transformer=dict(batch_p2p_comm=True)), "--batch-p2p-comm True: on a CPU it must be False"),
+        (dict(lr_decay_style="cosine"), {}, "give --lr-decay-iters"),
+        (dict(lr_decay_style="cosine", lr_decay_iters=3, lr_warmup_iters=3), {}, "--lr-warmup-iters 3 is not below"),
+        (dict(device="cuda"), {}, "--device cuda: torch sees no CUDA device"),
+        (dict(transformer_impl="transformer_engine"), {}, "use --transformer-impl local"),
+        (dict(), dict(transformer=dict(recompute_granularity="nonsense")), "Megatron-core refuses"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(workers, hf, values, passed, message):
+    with pytest.raises(Failed, match=message) as failure:
+        workers.start(config_of(hf("llama", True)[0], passthrough=passed, **values))
+    assert failure.value.kind == "ValueError"

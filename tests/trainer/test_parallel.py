@@ -1,0 +1,131 @@
+"""No split over micro-batches or ranks changes a loss, a gradient or what is exported."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import trainer_worker
+from trainer_worker import Samples, config_of
+
+from fusionrl.plan.layout import TrainerLayout
+
+COMMON = dict(use_kl_loss=True, kl_loss_coef=0.2, entropy_coef=0.01, clip_grad=1.0, weight_decay=0.01)
+
+
+def history(workers, folder, samples, layout, micro=3, steps=1, **values):
+    """(metrics of two rollouts, weights after them) of one layout."""
+    workers.start(config_of(folder, **(COMMON | values)), layout)
+    metrics = [workers.train(samples.shards(layout.dp, steps, micro), layout, i) for i in range(2)]
+    return metrics, workers.run(trainer_worker.weights)
+
+
+def assert_same(got, want, bound):
+    for ours, theirs in zip(got[0], want[0], strict=True):
+        assert set(ours) == set(theirs)
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=bound, abs=bound), name
+    reference = want[1][0]
+    for weights in got[1]:
+        assert list(weights) == list(reference), "every rank exports the same names in the same order"
+        for name, tensor in reference.items():
+            assert np.abs(weights[name] - tensor).max() <= 10 * bound, name
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_micro_batches_and_data_parallel_ranks_change_nothing(workers, hf, per_token):
+    folder, _ = hf("llama", True)
+    samples = Samples(7, seed=11)  # seven samples: the two ranks' shards differ in size
+    values = dict(calculate_per_token_loss=per_token)
+    one = history(workers, folder, samples, TrainerLayout(1), micro=7, **values)
+    assert one[0][0]["train/grad_norm"] > 0.1
+    assert_same(history(workers, folder, samples, TrainerLayout(1), micro=2, **values), one, 1e-6)
+    assert_same(history(workers, folder, samples, TrainerLayout(2), micro=2, **values), one, 1e-6)
+
+
+def test_a_rank_without_samples_takes_part(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = Samples(1, seed=12, low=20, high=21)
+    one = history(workers, folder, samples, TrainerLayout(1))
+    assert_same(history(workers, folder, samples, TrainerLayout(2)), one, 1e-6)
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2), dict(cp=2)], ids=str)
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_model_parallel_layouts(workers, hf, sizes, family, tied):
+    # 121 tokens: tensor parallelism must pad the vocabulary.
+    folder, _ = hf(family, tied, vocab_size=121)
+    samples = Samples(6, seed=13, vocab=121)
+    one = history(workers, folder, samples, TrainerLayout(1), steps=2)
+    layout = TrainerLayout(2, **sizes)
+    assert_same(history(workers, folder, samples, layout, steps=2), one, 1e-5)
+    (shard,) = samples.shards()
+    scores = workers.call("score", shard)
+    workers.start(config_of(folder, **COMMON))
+    expected = workers.call("score", shard)[0]
+    assert all(len(rank) == 6 for rank in scores)
+    # The weights differ by then; what must agree is what each rank says.
+    for i in range(6):
+        assert scores[0][i].shape == expected[i].shape
+        assert np.array_equal(scores[0][i], scores[1][i])
+
+
+def test_scores_and_validation_loss_do_not_depend_on_the_layout(workers, hf):
+    folder, _ = hf("qwen3", True)
+    samples = Samples(6, seed=14)
+    layouts = [TrainerLayout(1), TrainerLayout(2), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2)]
+    losses, scores = [], []
+    for layout in layouts:
+        workers.start(config_of(folder, "sft"), layout)
+        shards = samples.shards(layout.dp)
+        per_rank = [(shards[layout.dp_rank(rank)],) for rank in range(layout.world_size)]
+        losses.append([answer["eval/loss"] for answer in workers.call_each("evaluate_loss", per_rank)])
+        scores.append(workers.call("score", samples.shards()[0])[0])
+    for other_losses, other_scores in zip(losses, scores, strict=True):
+        assert other_losses == pytest.approx([losses[0][0]] * len(other_losses), rel=1e-6)
+        for got, want in zip(other_scores, scores[0], strict=True):
+            assert np.abs(got - want).max() <= 1e-5
+
+
+@pytest.mark.parametrize("fault", ["reward", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(workers, hf, fault):
+    folder, _ = hf("llama", True)
+    layout = TrainerLayout(2)
+    workers.start(config_of(folder, lr=1e-2), layout)
+    good = Samples(6, seed=15)
+    workers.train(good.shards(2), layout)
+    before = workers.call("state_hashes")
+    if fault == "reward":
+        metrics = workers.train(Samples(6, seed=15, nan_reward=True).shards(2), layout)
+    else:
+        workers.run(trainer_worker.poison_gradient)
+        metrics = workers.train(good.shards(2), layout)
+        assert np.isfinite(metrics["train/loss"]) and not np.isfinite(metrics["train/grad_norm"])
+    assert metrics["train/skipped"] == 1.0
+    assert workers.call("state_hashes") == before
+    after = workers.train(good.shards(2), layout)
+    assert after["train/skipped"] == 0.0 and np.isfinite(after["train/loss"])
+    assert workers.call("state_hashes") != before
+
+
+def test_bf16_trains(workers, hf):
+    folder, _ = hf("qwen3", False)
+    layout = TrainerLayout(2)
+    info = workers.start(config_of(folder, "sft", precision="bf16", lr=3e-3), layout)
+    assert info[0]["precision"] == "bf16"
+    samples = Samples(8, seed=16)
+    losses = [workers.train(samples.shards(2), layout)["train/loss"] for _ in range(12)]
+    assert losses[-1] < 0.75 * losses[0], losses
+    workers.start(config_of(folder, "sft", lr=3e-3))
+    exact = workers.train(samples.shards())["train/loss"]
+    assert losses[0] == pytest.approx(exact, rel=0.02)
+
+
+def test_a_response_without_a_prompt_is_refused(workers, hf):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder))
+    samples = Samples(2)
+    samples.response[1] = samples.total[1]
+    samples.mask[1] = np.ones(samples.total[1], np.float32)
+    samples.log_probs[1] = np.zeros(samples.total[1], np.float32)
+    with pytest.raises(trainer_worker.Failed, match="sample 1 has .* give the sample at least one prompt token"):
+        workers.train(samples.shards())

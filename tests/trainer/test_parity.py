@@ -1,0 +1,195 @@
+"""The trainer against transformers: logits, log-probs, gradients and optimizer steps."""
+
+from __future__ import annotations
+
+import hf_models
+import numpy as np
+import pytest
+import torch
+import trainer_worker
+from trainer_worker import Samples, config_of
+
+FAMILIES = [(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)]
+
+
+def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], bound: float) -> None:
+    """Relative L2 difference of every tensor."""
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        difference = np.linalg.norm(got[name] - tensor) / max(np.linalg.norm(tensor), 1e-12)
+        assert difference <= bound, f"{name}: relative difference {difference:.2e}"
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, family, tied):
+    folder, model = hf(family, tied)
+    reference_folder, reference = hf(family, tied, seed=5)
+    samples = Samples(7, seed=3)
+    everyone = list(range(len(samples)))
+    common = dict(rollout_temperature=0.7, log_probs_chunk_size=16)  # several chunks a micro-batch
+    workers.start(
+        config_of(
+            folder, use_kl_loss=True, kl_loss_coef=0.3, ref_load=str(reference_folder), entropy_coef=0.05, **common
+        )
+    )
+    (shard,) = samples.shards(micro=4)
+
+    packed = workers.run(trainer_worker.logits, shard, everyone)[0]
+    with torch.no_grad():
+        plain = [model(torch.tensor(t[:-1], dtype=torch.long)[None]).logits[0].numpy() for t in samples.tokens]
+    assert np.abs(packed - np.concatenate(plain)).max() <= 1e-5
+
+    scores = workers.call("score", shard)[0]
+    with torch.no_grad():
+        for i in everyone:
+            want, _ = hf_models.response_log_probs(model, samples, i, temperature=0.7)
+            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+
+    metrics = workers.train([shard])
+    trained = hf_models.clone(model)
+    loss = hf_models.loss(
+        trained, samples, everyone, "rl", temperature=0.7, reference=reference, kl_coef=0.3, entropy_coef=0.05
+    )
+    loss.backward()
+    assert metrics["train/loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-6)
+    assert metrics["train/kl_loss"] > 0.01 and metrics["train/clip_fraction"] == 0.0
+    assert_close(workers.run(trainer_worker.gradients)[0], hf_models.hf_gradients(trained), 1e-4)
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+@pytest.mark.parametrize("per_token", [True, False])
+def test_sft_gradients_equal_transformers(workers, hf, family, tied, per_token):
+    folder, model = hf(family, tied)
+    samples = Samples(6, seed=4)
+    # A temperature is of sampling; it must not reach supervised training.
+    config = config_of(folder, "sft", rollout_temperature=0.5, calculate_per_token_loss=per_token)
+    workers.start(config)
+    metrics = workers.train(samples.shards(micro=4))
+    trained = hf_models.clone(model)
+    loss = hf_models.loss(trained, samples, list(range(6)), "sft", per_token=per_token)
+    loss.backward()
+    assert metrics["train/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert_close(workers.run(trainer_worker.gradients)[0], hf_models.hf_gradients(trained), 1e-4)
+
+
+def test_llama3_rope_scaling(workers, hf):
+    scaling = dict(
+        rope_type="llama3",
+        rope_theta=10000.0,
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=3.0,
+        original_max_position_embeddings=32,
+    )
+    folder, model = hf("llama", False, rope_parameters=scaling)
+    samples = Samples(3, seed=8, low=60, high=100)
+    workers.start(config_of(folder))
+    scores = workers.call("score", samples.shards()[0])[0]
+    with torch.no_grad():
+        for i in range(3):
+            want, _ = hf_models.response_log_probs(model, samples, i)
+            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+
+
+def test_sequences_of_very_different_lengths(workers, hf):
+    """More than one attention call a layer: lengths over 64 and far apart."""
+    folder, model = hf("qwen3", False)
+    samples = Samples(6, seed=9)
+    for i, total in enumerate((3, 120, 70, 9, 118, 30)):
+        samples.total[i], samples.response[i] = total, total - 1
+        random = np.random.default_rng(i)
+        samples.tokens[i] = random.integers(0, 120, total).astype(np.int32)
+        samples.mask[i] = np.ones(total - 1, dtype=np.float32)
+        samples.log_probs[i] = np.zeros(total - 1, dtype=np.float32)
+    workers.start(config_of(folder, "sft"))
+    (shard,) = samples.shards(micro=6)
+    metrics = workers.train([shard])
+    trained = hf_models.clone(model)
+    loss = hf_models.loss(trained, samples, list(range(6)), "sft")
+    loss.backward()
+    assert metrics["train/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert_close(workers.run(trainer_worker.gradients)[0], hf_models.hf_gradients(trained), 1e-4)
+
+
+def test_adam_steps_equal_torch(workers, hf):
+    """Three steps with clipping, weight decay and a schedule, against torch.optim.AdamW on transformers' model."""
+    folder, model = hf("qwen2", True)
+    samples = Samples(6, seed=6)
+    workers.start(
+        config_of(
+            folder,
+            "sft",
+            lr=3e-3,
+            min_lr=1e-3,
+            lr_decay_style="linear",
+            lr_decay_iters=4,
+            weight_decay=0.1,
+            clip_grad=0.5,
+            adam_beta2=0.95,
+        )
+    )
+    trained = hf_models.clone(model)
+    # Megatron's rule: no decay for biases and norms.
+    decayed = [p for p in trained.parameters() if p.dim() > 1]
+    others = [p for p in trained.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)], betas=(0.9, 0.95), eps=1e-8
+    )
+    for step in range(3):
+        metrics = workers.train(samples.shards())
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 + 2e-3 * (1 - step / 4)
+        assert metrics["train/lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        hf_models.loss(trained, samples, list(range(6)), "sft").backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+        assert norm > 0.5, "clipping must have something to do"
+        assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step()
+    got = workers.run(trainer_worker.weights)[0]
+    want = {name: param.detach().numpy() for name, param in trained.named_parameters()}
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("use_rollout_log_probs", [False, True])
+def test_several_steps_a_rollout(workers, hf, use_rollout_log_probs):
+    """The old log-probs are those before the first step (or the engine's), and clipping sets in."""
+    folder, model = hf("llama", True)
+    samples = Samples(8, seed=7)
+    engine = hf_models.clone(model)
+    with torch.no_grad():
+        for param in engine.parameters():
+            param.add_(0.02 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())))
+        before = model if not use_rollout_log_probs else engine
+        old = {i: hf_models.response_log_probs(before, samples, i)[0] for i in range(8)}
+        own = {i: hf_models.response_log_probs(model, samples, i)[0] for i in range(8)}
+        samples.log_probs = [hf_models.response_log_probs(engine, samples, i)[0].numpy() for i in range(8)]
+    workers.start(
+        config_of(folder, lr=2e-2, eps_clip=0.1, eps_clip_high=0.3, use_rollout_logprobs=use_rollout_log_probs)
+    )
+    metrics = workers.train(samples.shards(steps=2))
+    trained = hf_models.clone(model)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=2e-2, betas=(0.9, 0.98), weight_decay=0.0)
+    losses = []
+    for ids in ([0, 1, 2, 3], [4, 5, 6, 7]):
+        optimizer.zero_grad()
+        loss = hf_models.loss(trained, samples, ids, "rl", old=old, clip=(0.1, 0.3))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert metrics["train/loss"] == pytest.approx(sum(losses) / 2, rel=1e-3, abs=1e-5)
+    assert metrics["train/clip_fraction"] > 0.05
+    want = {name: param.detach().numpy() for name, param in trained.named_parameters()}
+    assert_close(workers.run(trainer_worker.weights)[0], want, 1e-3)
+    # Engine against trainer, under the weights of the rollout: all samples, or those of the first step.
+    compared = range(4) if use_rollout_log_probs else range(8)
+    difference = np.concatenate([np.abs(own[i].numpy() - samples.log_probs[i])[samples.mask[i] > 0] for i in compared])
+    if not use_rollout_log_probs:
+        halves = [
+            np.concatenate([np.abs(own[i].numpy() - samples.log_probs[i])[samples.mask[i] > 0] for i in ids]).mean()
+            for ids in (range(4), range(4, 8))
+        ]
+        assert metrics["train/logprob_diff_mean"] == pytest.approx(sum(halves) / 2, rel=1e-3)
+    else:
+        assert metrics["train/logprob_diff_mean"] == pytest.approx(difference.mean(), rel=1e-3)
+    assert metrics["train/logprob_diff_max"] == pytest.approx(difference.max(), rel=1e-3)

@@ -1,0 +1,242 @@
+"""Long-lived processes that hold a TrainerActor each, and the functions that tests run in them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.plan.layout import TrainerLayout
+
+TIMEOUT_S = 120.0
+
+
+class Failed(Exception):
+    """What a worker raised: the name of its type, its message, and where."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{kind}: {message}\n{trace}")
+        self.kind, self.message = kind, message
+
+
+def serve(connection: Any) -> None:
+    """Run the commands that come in: start an actor, call one of its methods, or a function on it."""
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from fusionrl.trainer.actor import TrainerActor
+
+    actor: Any = None
+    while True:
+        command, args = connection.recv()
+        try:
+            if command == "exit":
+                return
+            if command == "start":
+                if actor is not None:
+                    actor.shutdown()
+                config, layout, rank, address, port = args
+                actor = TrainerActor(config, layout, rank, "unused")
+                result = actor.setup(address, port)
+            elif command == "call":
+                result = getattr(actor, args[0])(*args[1:])
+            else:
+                result = args[0](actor, *args[1:])
+            connection.send((True, result))
+        except BaseException as error:  # noqa: BLE001 (whatever it is, the test shall see it)
+            connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class Workers:
+    """`count` processes; rank i of an actor group is in process i."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.world_size = 0
+
+    def _all(self, commands: Sequence[tuple[str, tuple]]) -> list[Any]:
+        for pipe, command in zip(self._pipes, commands, strict=False):
+            pipe.send(command)
+        answers = []
+        for pipe in self._pipes[: len(commands)]:
+            if not pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"a trainer worker did not answer {commands[0][:2]} in {TIMEOUT_S} s")
+            answers.append(pipe.recv())
+        failed = [value for good, value in answers if not good]
+        if failed:
+            raise Failed(*failed[0])
+        return [value for _, value in answers]
+
+    def start(self, config: Config, layout: TrainerLayout | None = None) -> list[dict]:
+        """A fresh group of actors on the first `layout.world_size` processes."""
+        layout = layout or TrainerLayout(1)
+        self.world_size = layout.world_size
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        return self._all(
+            [("start", (config, layout, rank, "127.0.0.1", port)) for rank in range(layout.world_size)]
+        )
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method with the same arguments on every rank."""
+        return self._all([("call", (method, *args))] * self.world_size)
+
+    def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
+        """Call a method with own arguments on every rank."""
+        assert len(args) == self.world_size
+        return self._all([("call", (method, *one)) for one in args])
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `function(actor, *args)` on every rank."""
+        return self._all([("run", (function, *args))] * self.world_size)
+
+    def train(self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0) -> dict:
+        """Train on one shard a data-parallel rank; rank 0's metrics."""
+        layout = layout or TrainerLayout(1)
+        return self.call_each(
+            "train", [(rollout_id, shards[layout.dp_rank(rank)]) for rank in range(layout.world_size)]
+        )[0]
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(("exit", ()))
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+# --- functions that run in a worker ---
+
+
+def gradients(actor: Any) -> dict[str, np.ndarray]:
+    """Gradients of the last step under Hugging Face names; one rank only."""
+    return _taken_apart(actor, lambda param: param.main_grad)
+
+
+def weights(actor: Any) -> dict[str, np.ndarray]:
+    """The model's weights by the collective export."""
+    from fusionrl.weights.hf_io import iter_hf_tensors
+
+    tensors = iter_hf_tensors(actor.trained.chunks, actor.trained.transformer, actor.shape)
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
+
+
+def _taken_apart(actor: Any, value_of: Callable[[Any], Any]) -> dict[str, np.ndarray]:
+    from fusionrl.weights import families
+    from fusionrl.weights.hf_io import local_parameters
+
+    rules, result = families.model_rules(actor.shape), {}
+    for name, param in local_parameters(actor.trained.chunks):
+        rule = rules[name]
+        parts = families.take_apart(rule, value_of(param), actor.shape)
+        result.update({hf: part.float().numpy().copy() for hf, part in zip(rule.hf, parts, strict=True)})
+    return result
+
+
+def logits(actor: Any, shard: TrainShard, samples: list[int]) -> np.ndarray:
+    """[tokens, vocab] logits of packed samples, without the last token of each."""
+    import torch
+
+    from fusionrl.trainer.batch import build_micro_batch
+
+    batch = build_micro_batch(shard, samples, None, actor._batch_options())
+    with torch.no_grad():
+        output = actor.trained.chunks[0](
+            batch.tokens, batch.position_ids, None, labels=None, packed_seq_params=batch.layout
+        )
+    return output[0].float().numpy()
+
+
+def poison_gradient(actor: Any) -> None:
+    """Make the next backward pass give a NaN gradient in one parameter, with a loss that is finite."""
+    param = next(iter(actor.trained.chunks[0].parameters()))
+    handle = param.register_hook(lambda grad: (handle.remove(), grad * float("nan"))[1])
+
+
+# --- what both tests and workers are given ---
+
+
+def config_of(folder: str | Path, mode: str = "rl", passthrough: dict[str, dict] | None = None, **values: Any) -> Config:
+    """A trainer's configuration with one CPU thread a rank and no clipping."""
+    defaults = dict(mode=mode, hf_checkpoint=str(folder), train_num_threads=1, lr=1e-3, clip_grad=0.0)
+    return Config.from_flat(defaults | values, PassThrough(**(passthrough or {})))
+
+
+class Samples:
+    """Random samples of a rollout, and their division into shards."""
+
+    def __init__(
+        self, count: int = 8, seed: int = 0, low: int = 4, high: int = 40, vocab: int = 120, nan_reward: bool = False
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.total = random.integers(low, high, count).astype(np.int32)
+        self.response = np.array([random.integers(1, total) for total in self.total], dtype=np.int32)
+        self.tokens = [random.integers(0, vocab, n).astype(np.int32) for n in self.total]
+        self.mask = [(random.random(n) < 0.8).astype(np.float32) for n in self.response]
+        self.mask[0][:] = 1.0
+        self.log_probs = [(-5.0 * random.random(n)).astype(np.float32) for n in self.response]
+        self.rewards = random.normal(size=count).astype(np.float32)
+        if nan_reward:
+            self.rewards[0] = np.nan
+
+    def __len__(self) -> int:
+        return len(self.total)
+
+    def shard(self, steps: Sequence[Sequence[Sequence[int]]], counts: Sequence[tuple[int, int]]) -> TrainShard:
+        """A shard of the samples in `steps`, a list of micro-batches a step, with the steps' global counts."""
+        ids = sorted({i for step in steps for micro in step for i in micro})
+        local = {i: k for k, i in enumerate(ids)}
+
+        def flat(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+            return np.concatenate([np.zeros(0, dtype), *(parts[i] for i in ids)]).astype(dtype)
+
+        return TrainShard(
+            rollout_id=0,
+            total_lengths=self.total[ids],
+            response_lengths=self.response[ids],
+            fields={
+                "tokens": flat(self.tokens, np.int32),
+                "loss_mask": flat(self.mask, np.float32),
+                "rollout_log_probs": flat(self.log_probs, np.float32),
+                "rewards": self.rewards[ids],
+                "raw_rewards": self.rewards[ids],
+                "sample_index": np.array(ids, dtype=np.int64),
+                "group_index": np.array(ids, dtype=np.int64),
+                "truncated": np.zeros(len(ids), dtype=np.bool_),
+            },
+            steps=[
+                TrainStep([[local[i] for i in micro] for micro in step], num_tokens, num_samples)
+                for step, (num_tokens, num_samples) in zip(steps, counts, strict=True)
+            ],
+        )
+
+    def count(self, ids: Sequence[int]) -> tuple[int, int]:
+        """(tokens, samples) that are trained on."""
+        return int(sum(self.mask[i].sum() for i in ids)), sum(bool(self.mask[i].any()) for i in ids)
+
+    def shards(self, dp: int = 1, steps: int = 1, micro: int = 3) -> list[TrainShard]:
+        """All samples, dealt out in order over steps and then ranks, in micro-batches of `micro`."""
+        per_step = [list(part) for part in np.array_split(np.arange(len(self)), steps)]
+        counts = [self.count(ids) for ids in per_step]
+        shards = []
+        for rank in range(dp):
+            own = [ids[rank::dp] for ids in per_step]
+            shards.append(self.shard([[ids[i : i + micro] for i in range(0, len(ids), micro)] for ids in own], counts))
+        return shards
