@@ -161,6 +161,7 @@ class BufferActor:
             engine_urls=list(self.endpoints.engine_urls),
             api_key=self.endpoints.api_key,
             rollout_global_dataset=True,
+            vocab_size=self.plan.shape.vocab_size,
             save=str(self.run_dir / "checkpoints"),
             load=None,
             run_dir=str(self.run_dir),

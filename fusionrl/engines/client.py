@@ -53,8 +53,8 @@ class GenerateClient:
     ) -> None:
         """`timeout_s` bounds one request, retries included; `max_connections` the requests under way.
 
-        With `vocab_size`, `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang server,
-        and the router would try the request on the next one.
+        With `vocab_size`, `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang
+        server, and the router would try the request on the next one.
         """
         self._vocab_size = vocab_size
         self._url = base_url.rstrip("/") + "/generate"
@@ -66,9 +66,9 @@ class GenerateClient:
     async def generate(self, payload: dict[str, Any]) -> Generation:
         """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
 
-        `return_logprob` is set unless the payload has it. Broken connections and 5xx answers are tried again, 5
-        times in all with growing pauses. Raises RuntimeError with the server's text for a 4xx answer at once and
-        for the last failed try, TimeoutError after `timeout_s` seconds.
+        `return_logprob` is set unless the payload has it. Broken connections and 5xx answers are tried
+        again, 5 times in all with growing pauses. Raises RuntimeError with the server's text for a 4xx
+        answer at once and for the last failed try, TimeoutError after `timeout_s` seconds.
         """
         if payload.get("sampling_params", {}).get("n", 1) != 1:
             raise ValueError("sampling_params.n must be 1: send one request a sample")
@@ -142,7 +142,8 @@ def parse_generation(answer: dict[str, Any]) -> Generation:
         ids = [entry[1] for entry in entries]
     if entries and [entry[1] for entry in entries] != ids:
         raise RuntimeError(
-            f"request {meta.get('id')}: the engine returned {len(ids)} tokens and {len(entries)} log-probs of others"
+            f"request {meta.get('id')}: the engine returned {len(ids)} tokens "
+            f"and {len(entries)} log-probs of others"
         )
     return Generation(
         tokens=np.array(ids, dtype=np.int32),
@@ -185,7 +186,8 @@ def _as_version(version: Any) -> int | str:
 async def abort_all(engine_urls: Sequence[str], api_key: str | None = None, timeout_s: float = 30.0) -> None:
     """Make every engine answer its running and waiting requests now, finish reason "abort".
 
-    The router does not pass this on, so it goes to the engines. All are asked; RuntimeError names those that failed.
+    The router does not pass this on, so it goes to the engines. All are asked; RuntimeError names those that
+    failed.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
 

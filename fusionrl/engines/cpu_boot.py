@@ -33,8 +33,9 @@ def install() -> None:
 
 def _refuse(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} was called, but {name.split('.')[0]} is not installed: on a CPU the engine runs on a stand-in "
-        f"that can be imported, not used. Install the package or choose an SGLang option that does not need it."
+        f"{name} was called, but {name.split('.')[0]} is not installed: on a CPU the engine runs on a "
+        f"stand-in that can be imported, not used. Install the package or choose an SGLang option that does "
+        f"not need it."
     )
 
 

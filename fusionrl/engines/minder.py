@@ -1,13 +1,14 @@
 """Run one command and end it, with all its descendants, the moment the starter of this program is gone.
 
-`python -I -S minder.py FD COMMAND...`, started by `process.ChildProcess`. FD is one end of a socket pair whose
-other end only the starter holds: end-of-file on it means that the starter ended, in whatever way, SIGKILL
-included. A program of its own rather than PR_SET_PDEATHSIG, which follows the *thread* that started the child
-and is not inherited by grandchildren. It is a child subreaper, so a descendant that leaves the process group
-or whose parent dies is still found. It imports the standard library alone: starting it takes 20-30 ms.
+`python -I -S minder.py FD COMMAND...`, started by `process.ChildProcess`. FD is one end of a socket pair
+whose other end only the starter holds: end-of-file on it means that the starter ended, in whatever way,
+SIGKILL included. A program of its own rather than PR_SET_PDEATHSIG, which follows the *thread* that started
+the child and is not inherited by grandchildren. It is a child subreaper, so a descendant that leaves the
+process group or whose parent dies is still found. It imports the standard library alone: starting it takes
+about 30 ms.
 
-Protocol: the minder writes the command's pid as one line; a byte `T` from the starter sends the command SIGTERM.
-The minder ends as the command ended, with the same exit code or by the same signal.
+Protocol: the minder writes the command's pid as one line; a byte `T` from the starter sends the command
+SIGTERM. The minder ends as the command ended, with the same exit code or by the same signal.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _descendants() -> list[int]:
             continue
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # The second field is the command in parentheses and may hold anything: read after the last ")".
+                # The second field is the command in parentheses and may hold anything: read after
+                # the last ")".
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue  # ended meanwhile
@@ -56,7 +58,8 @@ def _kill_descendants(limit_s: float = 10.0) -> None:
     """SIGKILL every descendant until the kernel says that none is left.
 
     In a loop, as one may fork between the look and the kill. An orphan becomes this process's child, so "no
-    children" means "no descendants"; a look at /proc would miss a process whose other threads are still ending.
+    children" means "no descendants"; a look at /proc would miss a process whose other threads are still
+    ending.
     """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -112,7 +115,7 @@ def main() -> None:
         child = subprocess.Popen(
             sys.argv[2:],
             stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - there is one thread
+            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no threads here
         ).pid
         starter.sendall(f"{child}\n".encode())
     except OSError as error:

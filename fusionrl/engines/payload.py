@@ -2,12 +2,13 @@
 
 SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. Both forms here stay within it:
 
-* `by_value`: a plain pickle with the bytes in it. Works across hosts; the bytes travel base64-encoded by HTTP.
-* `SharedTensors`: the tensors as views of one shared-memory segment; the payload has its name and the offsets.
-  torch pickles the views one by one but every one refers to the same storage, so the receiver maps the segment
-  once. The sharing strategy is "file_system": with torch's default "file_descriptor" the receiver has to ask the
-  sender for the descriptor over a connection that needs multiprocessing's key of the sender, which an unrelated
-  process lacks; that error ends the scheduler.
+* `by_value`: a plain pickle with the bytes in it. Works across hosts; the bytes travel base64-encoded by
+  HTTP.
+* `SharedTensors`: the tensors as views of one shared-memory segment; the payload has its name and the
+  offsets. torch pickles the views one by one but every one refers to the same storage, so the receiver maps
+  the segment once. The sharing strategy is "file_system": with torch's default "file_descriptor" the
+  receiver has to ask the sender for the descriptor over a connection that needs multiprocessing's key of the
+  sender, which an unrelated process lacks; that error ends the scheduler.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _strategy_lock = threading.Lock()
 
 
 def by_value(named: NamedTensors) -> str:
-    """Base64 pickle that holds the tensors' bytes. Views are cloned, as a pickle takes a view's whole storage."""
+    """Base64 pickle that holds the tensors' bytes. Views are cloned, as a pickle takes a view's whole
+    storage."""
     owned = [
         (name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)) for name, tensor in named
     ]
@@ -38,8 +40,8 @@ def by_value(named: NamedTensors) -> str:
 class SharedTensors:
     """One shared-memory segment with room for given tensors; reused from update to update.
 
-    SGLang's ranks copy out of the segment and meet at a barrier before the request is answered: the segment may be
-    written again after the answer, not before. Both ends must be on one host.
+    SGLang's ranks copy out of the segment and meet at a barrier before the request is answered: the segment
+    may be written again after the answer, not before. Both ends must be on one host.
     """
 
     def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:

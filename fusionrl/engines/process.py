@@ -1,8 +1,8 @@
 """Child processes that never outlive their starter, and ports that are theirs.
 
 Ports. A port found free by bind-and-close can be taken before the server binds it, ten seconds later. Here a
-`PortReservation` keeps the socket bound (not listening, SO_REUSEADDR set) until the server answers: on Linux the
-kernel then hands that port to nobody who asks for "any port", refuses it to whoever binds it without
+`PortReservation` keeps the socket bound (not listening, SO_REUSEADDR set) until the server answers: on Linux
+the kernel then hands that port to nobody who asks for "any port", refuses it to whoever binds it without
 SO_REUSEADDR, and lets the server, which sets SO_REUSEADDR as uvicorn, the router and torch's TCPStore all do,
 bind and listen on it. What remains is a stranger who names this very port with SO_REUSEADDR; then the server
 ends with "address already in use", and `start_on_free_ports` starts it again on other ports.
@@ -49,8 +49,8 @@ class ChildExited(RuntimeError):
 class ChildProcess:
     """A command in a session of its own that dies, with all its descendants, when this object's process does.
 
-    The command runs under `minder.py`, which see. Its standard output and error are appended to `log_path`; its
-    standard input is empty. Collecting this object ends the command too.
+    The command runs under `minder.py`, which see. Its standard output and error are appended to `log_path`;
+    its standard input is empty. Collecting this object ends the command too.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class ChildProcess:
         """The error to raise when the child is found dead while `what` was expected of it."""
         tail = self.log_tail()
         return ChildExited(
-            f"{what}: the process ended ({self.exit_status()}). Its log is {self.log_path}; the end of it:\n{tail}",
+            f"{what}: the process ended ({self.exit_status()}). "
+            f"Its log is {self.log_path}; the end of it:\n{tail}",
             tail,
         )
 
@@ -147,8 +148,8 @@ class ChildProcess:
     ) -> None:
         """Call `predicate` until it is true.
 
-        Raises `ChildExited` (a RuntimeError) as soon as the child has ended and RuntimeError after `timeout_s`
-        seconds; both show the end of the log and name its file.
+        Raises `ChildExited` (a RuntimeError) as soon as the child has ended and RuntimeError after
+        `timeout_s` seconds; both show the end of the log and name its file.
         """
         deadline = time.monotonic() + timeout_s
         while not predicate():
@@ -162,7 +163,8 @@ class ChildProcess:
             time.sleep(poll_s)
 
     def terminate(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM to the command; after `timeout_s` seconds SIGKILL to it and all its descendants. Idempotent."""
+        """SIGTERM to the command; after `timeout_s` seconds SIGKILL to it and all its descendants.
+        Idempotent."""
         if self.alive():
             try:
                 # The minder has not collected the command, so the pid it signals cannot be another process's.
@@ -255,8 +257,26 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def shared_memory_of(pid: int) -> set[Path]:
+    """Files in /dev/shm that the process or a descendant of it has mapped."""
+    import psutil
+
+    found = set()
+    try:
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                path = line.partition("/dev/shm/")[2]
+                if path and not path.endswith("(deleted)"):
+                    found.add(Path("/dev/shm", path))
+    except (psutil.Error, OSError):
+        pass  # a process ended meanwhile, or this system has no /proc: what is not found is not cleaned up
+    return found
+
+
 def interface_of(host: str) -> str | None:
-    """Name of the local network interface that has the address `host` ("lo" for 127.0.0.1); None if none has."""
+    """Name of the local network interface that has the address `host` ("lo" for 127.0.0.1); None if none
+    has."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():

@@ -42,8 +42,8 @@ class Router:
     ) -> None:
         """`router_args` are fields of sglang_router's RouterArgs; they win over the defaults here.
 
-        `host` is the address to bind, by which clients reach it. With an `api_key` the router asks its clients for
-        it. Raises ValueError when `router_args` has what this class sets itself.
+        `host` is the address to bind, by which clients reach it. With an `api_key` the router asks its
+        clients for it. Raises ValueError when `router_args` has what this class sets itself.
         """
         args = dict(router_args or {})
         taken = sorted({"host", "api_key", "worker_urls"} & args.keys())
@@ -108,8 +108,8 @@ class Router:
     def add_worker(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
         """Register an engine and wait until the router has found it healthy.
 
-        `api_key` is the engine's. Raises RuntimeError when that takes longer than `timeout_s` seconds or the router
-        ends meanwhile.
+        `api_key` is the engine's. Raises RuntimeError when that takes longer than `timeout_s` seconds or the
+        router ends meanwhile.
         """
         process = self._living("add a worker")
         payload: dict[str, Any] = {"url": url}
@@ -123,7 +123,8 @@ class Router:
         )
 
     def remove_worker(self, url: str, timeout_s: float = 30.0) -> None:
-        """Take an engine out and wait until the router no longer lists it. One it does not know is no error."""
+        """Take an engine out and wait until the router no longer lists it. One it does not know is no
+        error."""
         deadline = time.monotonic() + timeout_s
         while found := [worker for worker in self.workers() if worker["url"] == url]:
             if time.monotonic() > deadline:

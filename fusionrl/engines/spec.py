@@ -20,8 +20,8 @@ OWNED_FIELDS = frozenset(
 """Fields of SGLang's ServerArgs that the specification sets; `server_args` may not hold them."""
 
 # torch_native and pytorch are the back ends that need no GPU kernel; without sleep_on_idle an idle scheduler
-# burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a token
-# anyway. A KV pool sized from free memory would take most of a machine that trainers share.
+# burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a
+# token anyway. A KV pool sized from free memory would take most of a machine that trainers share.
 _CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -165,8 +165,8 @@ def _thread_binding(spec: EngineSpec) -> str:
 def _skip_other_models(env: dict[str, str], model_path: str) -> None:
     """Tell SGLang not to import the model files that do not name this checkpoint's architecture.
 
-    A scheduler otherwise imports all of its 250 model files, 1.4 s of a start of 10 s. Files that the wanted one
-    imports are not affected. Left alone where the user set the variable or the architecture is unknown.
+    A scheduler otherwise imports all of its 250 model files, 1.4 s of a start of 10 s. Files that the wanted
+    one imports are not affected. Left alone where the user set the variable or the architecture is unknown.
     """
     config = Path(model_path, "config.json")
     package = importlib.util.find_spec("sglang")

@@ -214,7 +214,11 @@ class _client:
         limit = self.args.sglang_server_concurrency * max(1, len(self.args.engine_urls))
         self.args.semaphore = asyncio.Semaphore(limit)
         self.args.generate_client = GenerateClient(
-            self.args.router_url, self.args.api_key, timeout_s=3600.0, max_connections=limit
+            self.args.router_url,
+            self.args.api_key,
+            timeout_s=3600.0,
+            max_connections=limit,
+            vocab_size=self.args.vocab_size,  # an id beyond it would kill the server that is asked for it
         )
 
     async def __aexit__(self, *exc: object) -> None:

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
@@ -160,9 +161,13 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
             path,
             get_default_load_sharded_strategy(path),
         )
-    except (CheckpointingException, OSError, EOFError, KeyError, RuntimeError) as error:
-        # Megatron and torch report a damaged file in any of these ways.
-        raise ValueError(f"checkpoint {path}: it is damaged or incomplete ({type(error).__name__}: {error})") from error
+    except (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError) as error:
+        # Megatron and torch report a damaged file in any of these ways, torch's with every rank's traceback.
+        reason = str(error).strip().splitlines()[-1:] or [""]
+        raise ValueError(
+            f"checkpoint {path}: it is damaged or incomplete ({reason[0] or type(error).__name__}); "
+            "resume from another one"
+        ) from error
     for index, chunk in enumerate(trained.chunks):
         unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
     with torch.no_grad():  # fp32 master weights are views of the parameters, which want gradients

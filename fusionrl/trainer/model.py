@@ -160,6 +160,7 @@ def build_training(
         for index, module in enumerate(modules)
     ]
     optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    _start_state(optimizer)
 
     def finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         # The loss is already divided by the one global count; Megatron must not divide again.
@@ -187,6 +188,16 @@ def build_training(
         wd_incr_style="constant",
     )
     return Trained(chunks, transformer, optimizer, scheduler)
+
+
+def _start_state(optimizer: Any) -> None:
+    # Adam makes its moments at its first step; a checkpoint before it (a resume, a skipped step) needs them as well.
+    for inner in optimizer.chained_optimizers:
+        if getattr(inner, "is_stub_optimizer", False):
+            continue
+        inner.init_state_fn(inner.optimizer, inner.config)
+        for group in inner.optimizer.param_groups:
+            group.setdefault("step", 0)
 
 
 def unwrap(module: torch.nn.Module) -> PolicyModel:

@@ -1,10 +1,10 @@
 """Process groups between a trainer rank and SGLang's ranks, outside the trainer's default group.
 
-The engine's side is `/init_weights_update_group`: every SGLang rank connects to a TCPStore at the given address,
-puts the group's name as a prefix before its keys, and makes a group of `world_size` ranks from it with torch's
-group constructor. Any process that does the same is a member; nothing of SGLang is needed. torch has no public
-call for a second, independent group, so the constructor behind `init_process_group` is used, on both sides the
-one of the installed torch, which keeps the keys equal.
+The engine's side is `/init_weights_update_group`: every SGLang rank connects to a TCPStore at the given
+address, puts the group's name as a prefix before its keys, and makes a group of `world_size` ranks from it
+with torch's group constructor. Any process that does the same is a member; nothing of SGLang is needed.
+torch has no public call for a second, independent group, so the constructor behind `init_process_group` is
+used, on both sides the one of the installed torch, which keeps the keys equal.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def init_external_group(
 ) -> dist.ProcessGroup:
     """Join the group `group_name`; blocks until all `world_size` ranks have.
 
-    `backend` is "gloo" or "nccl". Rank 0 serves the store at `master_address:master_port` unless it passes one
-    from `create_group_store`; `timeout_s` bounds the meeting and every later collective. Raises
-    torch.distributed.DistError (a RuntimeError) when the others do not come in time. The default group may or may
-    not exist. End with `torch.distributed.destroy_process_group(group)`.
+    `backend` is "gloo" or "nccl". Rank 0 serves the store at `master_address:master_port` unless it passes
+    one from `create_group_store`; `timeout_s` bounds the meeting and every later collective. Raises
+    torch.distributed.DistError (a RuntimeError) when the others do not come in time. The default group may
+    or may not exist. End with `torch.distributed.destroy_process_group(group)`.
     """
     timeout = timedelta(seconds=timeout_s)
     if store is None:

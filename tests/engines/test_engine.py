@@ -325,3 +325,7 @@ def test_a_killed_server_is_reported(stack: Stack) -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     with pytest.raises(RuntimeError, match="killed by SIGKILL"):
         stack.engine.flush_cache()
+    left = stack.engine._shared_memory.copy()
+    assert left
+    stack.engine.shutdown()
+    assert not any(path.exists() for path in left)

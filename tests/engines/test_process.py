@@ -20,8 +20,8 @@ from fusionrl.engines.process import (
     start_on_free_ports,
 )
 
-# A child that starts a grandchild in a session of its own (which no signal to a process group reaches), writes both
-# pids and sleeps.
+# A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
+# writes both pids and sleeps.
 FAMILY = """
 import os, subprocess, sys, time
 grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Reinforcement learning of a real (tiny) language model on this machine, with the real parts, in about five minutes:
+# SFT -> eval -> GRPO -> eval through the ordinary command line. Usage: bash scripts/quickstart.sh [SEED] [FOLDER]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup-env.sh
+export PATH="$PWD/.venv/bin:$PATH"
+seed=${1:-1}
+out=${2:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}
+
+say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+# Print a command as a person would type it, then run it.
+run() {
+    printf '$'
+    printf ' %q' "$@" | sed "s/ --/ \\\\\n      --/g"
+    printf '\n'
+    "$@"
+}
+
+say "a model of 0.8 M parameters, and two-digit sums to learn (seed $seed)"
+run python tools/make_quickstart.py --out "$out" --seed "$seed"
+
+# What the two evaluations and the training share: the task, and how an answer is scored.
+task=(--input-key prompt --label-key label --apply-chat-template --rm-type exact --rollout-max-response-len 5
+    --eval-prompt-data held-out "$out/eval.jsonl" --eval-temperature 0)
+
+say "1 of 4: supervised training, until the model is right now and then"
+run fusionrl train --mode sft --run-dir "$out/sft" --hf-checkpoint "$out/model" --seed "$seed" \
+    --prompt-data "$out/sft.jsonl" --input-key messages --rollout-shuffle \
+    --rollout-batch-size 128 --num-rollout "${SFT_STEPS:-150}" --lr 1e-3 --lr-warmup-iters 20 \
+    --no-save --save-hf "$out/sft-model"
+
+say "2 of 4: how good is it on sums it has not seen?"
+run fusionrl train --mode eval --run-dir "$out/eval-sft" --hf-checkpoint "$out/sft-model" "${task[@]}"
+
+say "3 of 4: GRPO, rewarded for right answers alone"
+run fusionrl train --mode rl --run-dir "$out/grpo" --hf-checkpoint "$out/sft-model" --seed "$seed" "${task[@]}" \
+    --prompt-data "$out/train.jsonl" --rollout-shuffle --rollout-seed "$seed" \
+    --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout "${GRPO_STEPS:-100}" --lr 5e-4 \
+    --skip-eval-before-train --eval-interval 25 --no-save --save-hf "$out/grpo-model"
+
+say "4 of 4: and now?"
+run fusionrl train --mode eval --run-dir "$out/eval-grpo" --hf-checkpoint "$out/grpo-model" "${task[@]}"
+
+say "result (seed $seed)"
+python tools/quickstart_result.py "$out"

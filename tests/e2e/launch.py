@@ -1,0 +1,117 @@
+"""Launching the command line in tests, and counting what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TOKEN_VARIABLE = "FUSIONRL_TEST_TOKEN"
+
+
+@dataclass
+class Launched:
+    """A running `fusionrl train`; every process of it carries a token in its environment."""
+
+    process: subprocess.Popen[str]
+    output_path: Path
+    token: str
+    killed: list[int] = field(default_factory=list)
+
+    def output(self) -> str:
+        return self.output_path.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = 180.0) -> int:
+        """Exit code; a run that does not end is killed and fails the test with its output."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for pid in self.living():
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"no end after {timeout_s} s:\n{self.output()[-3000:]}") from None
+
+    def living(self) -> list[int]:
+        """Processes with the token that are alive."""
+        needle = f"{TOKEN_VARIABLE}={self.token}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state != "Z" and needle in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except (OSError, IndexError):
+                continue
+        return found
+
+    def assert_nothing_left(self, grace_s: float = 20.0) -> None:
+        """Every process of the run is gone, within `grace_s` seconds of the driver's end."""
+        deadline = time.monotonic() + grace_s
+        while (left := self.living()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        names = {pid: _command(pid) for pid in left}
+        assert not left, f"processes left behind: {names}"
+
+    def find(self, pattern: str) -> list[int]:
+        """Living processes of the run whose command line matches."""
+        return [pid for pid in self.living() if re.search(pattern, _command(pid))]
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
+        """Wait until `condition`, while the run lives."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended first:\n{self.output()[-3000:]}"
+            assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.output()[-3000:]}"
+            time.sleep(0.1)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def launch(arguments: list[str], folder: Path, **env: str) -> Launched:
+    """Start `fusionrl train` with `arguments` from the repository's root."""
+    token = uuid.uuid4().hex
+    output = folder / f"output-{token[:6]}.txt"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fusionrl.cli", "train", *arguments],
+        stdout=output.open("w"),
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1", **env},
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    )
+    return Launched(process, output, token)
+
+
+def run(arguments: list[str], folder: Path, *, code: int = 0, timeout_s: float = 240.0, **env: str) -> Launched:
+    """Launch, wait, and check the exit code and that nothing is left."""
+    launched = launch(arguments, folder, **env)
+    found = launched.wait(timeout_s)
+    assert found == code, f"exit code {found}, expected {code}:\n{launched.output()[-3000:]}"
+    launched.assert_nothing_left()
+    return launched
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    """Every line of metrics.jsonl, as written."""
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def train_steps(run_dir: Path) -> list[tuple[int, int]]:
+    """(attempt, step) of every line that reports training."""
+    return [(row["attempt"], row["step"]) for row in metrics_of(run_dir) if "train/loss" in row]

@@ -1,0 +1,77 @@
+"""The whole loop with real engines, router and trainers: two of each, both placements, both ways of weight push."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.launch import metrics_of, run
+
+pytestmark = pytest.mark.e2e
+
+PLACEMENTS = {
+    "apart-broadcast": ("broadcast", ["--rollout-num-gpus", "2"]),
+    "colocated-ipc": ("ipc", ["--colocate"]),
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> None:
+    """Two trainers and two engines: every push is confirmed, every token is stamped, the files are all there."""
+    transport, flags = PLACEMENTS[placement]
+    folder = tmp_path / "run"
+    evaluation = ["--eval-interval", "2", "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
+    launched = run(
+        [*rl_flags, *flags, *evaluation, "--actor-num-gpus-per-node", "2", "--num-rollout", "3"]
+        + ["--verify-weights", "always", "--run-dir", str(folder), "--num-steps-per-rollout", "2"],
+        tmp_path,
+    )
+    rows = metrics_of(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert f"by {transport}" in (folder / "plan.txt").read_text()
+    for row in rows:
+        assert row["sync/verify_logprob_diff"] < 1e-4
+        assert row["sync/version"] == row["step"]
+    for row in rows[1:]:
+        assert row["train/logprob_diff_mean"] < 1e-4
+        assert row["train/grad_norm"] > 0
+        assert row["train/skipped"] == 0
+    assert "eval/held-out/accuracy" in rows[0] and "eval/held-out/accuracy" in rows[2]
+    for name in ("config.json", "plan.txt", "curves.png", "checkpoints/step_000003/manifest.json"):
+        assert (folder / name).is_file(), name
+    logs = {path.name for path in (folder / "logs").iterdir()}
+    assert {"engine-0.log", "engine-1.log", "router.log", "driver.log"} <= logs
+    for rollout_id in range(3):
+        samples = _samples(folder, rollout_id)
+        assert len(samples) == 32
+        for sample in samples:
+            assert set(sample["weight_versions"]) == {rollout_id}
+            assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"]
+            assert 0 <= sample["reward"] <= 1
+    assert "step 3/3" in launched.output()
+    api_key_shown = [path.name for path in (folder / "logs").iterdir() if "api_key='" in path.read_text(errors="replace")]
+    assert not api_key_shown
+
+
+def _samples(folder: Path, rollout_id: int) -> list[dict]:
+    path = folder / "rollouts" / f"train_{rollout_id:06d}.a1.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_rollout_function_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
+    """A synchronous function with plain lists that leaves rewards to the caller trains all the same."""
+    folder = tmp_path / "run"
+    run(
+        [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:slime_style_rollout", "--num-rollout", "1"]
+        + ["--run-dir", str(folder), "--no-save", "--use-kl-loss", "--kl-loss-coef", "0.1"],
+        tmp_path,
+    )
+    row = metrics_of(folder)[-1]
+    assert row["train/logprob_diff_mean"] < 1e-4
+    assert row["train/grad_norm"] > 0
+    assert np.isfinite(row["train/kl_loss"])
+    rewards = [sample["reward"] for sample in _samples(folder, 0)]
+    assert len(set(rewards)) > 1

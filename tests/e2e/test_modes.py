@@ -1,0 +1,55 @@
+"""The modes besides rl, each run through the command line; one feeds the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import metrics_of, run
+
+pytestmark = pytest.mark.e2e
+
+
+def test_sft_eval_and_reject_sampling(task: Path, tmp_path: Path) -> None:
+    """sft lowers the loss and saves a folder; eval scores it; reject-sampling writes what sft reads again."""
+    sft = ["--mode", "sft", "--device", "cpu", "--rollout-batch-size", "64", "--lr", "1e-3", "--input-key", "messages"]
+    run(
+        [*sft, "--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "sft.jsonl"), "--num-rollout", "40"]
+        + ["--actor-num-gpus-per-node", "2", "--rollout-shuffle", "--run-dir", str(tmp_path / "sft"), "--no-save"]
+        + ["--save-hf", str(tmp_path / "model")],
+        tmp_path,
+    )
+    losses = [row["train/loss"] for row in metrics_of(tmp_path / "sft")]
+    assert losses[-1] < 0.6 * losses[0]
+    assert not list((tmp_path / "sft" / "logs").glob("engine-*.log")), "sft starts no engine"
+
+    common = ["--device", "cpu", "--hf-checkpoint", str(tmp_path / "model"), "--input-key", "prompt"]
+    common += ["--label-key", "label", "--apply-chat-template", "--rollout-max-response-len", "6"]
+    run(
+        [*common, "--mode", "eval", "--eval-prompt-data", "held-out", str(task / "eval.jsonl"), "--rm-type", "exact"]
+        + ["--eval-temperature", "0", "--run-dir", str(tmp_path / "eval")],
+        tmp_path,
+    )
+    (row,) = metrics_of(tmp_path / "eval")
+    assert 0 <= row["eval/held-out/accuracy"] <= 1 and row["eval/held-out/num_samples"] == 32
+    assert not list((tmp_path / "eval" / "logs").glob("trainer-*.log")), "eval starts no trainer"
+
+    accepted = tmp_path / "accepted.jsonl"
+    run(
+        [*common, "--mode", "reject-sampling", "--no-trainer", "--prompt-data", str(task / "train.jsonl")]
+        + ["--custom-rm-path", "tests/e2e/hooks.py:partial_credit", "--reject-sampling-threshold", "0.3"]
+        + ["--rollout-batch-size", "16", "--n-samples-per-prompt", "4", "--num-rollout", "2"]
+        + ["--reject-sampling-output", str(accepted), "--run-dir", str(tmp_path / "reject")],
+        tmp_path,
+    )
+    rows = [json.loads(line) for line in accepted.read_text().splitlines()]
+    assert rows and all(row["reward"] >= 0.3 for row in rows)
+    assert len({json.dumps(row["messages"][:-1]) for row in rows}) == len(rows), "one accepted sample a prompt"
+    run(
+        [*sft, "--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(accepted), "--num-rollout", "1"]
+        + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--no-save"],
+        tmp_path,
+    )
+    assert metrics_of(tmp_path / "again")[0]["train/num_samples"] == 4
