@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from fusionrl import __version__
 from fusionrl.config.config import Config
-from fusionrl.config.parser import CommandLineError, build_parser, parse_args
+from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.reference import render_reference
 from fusionrl.config.validate import validate
-from fusionrl.plan.plan import Plan, make_plan, render_plan
+from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
 
 USAGE = """usage: fusionrl COMMAND [flags]
 
@@ -26,6 +28,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
 
 `fusionrl train --help` lists the flags."""
 
+_FLAG = re.compile(r"--[a-z][\w-]*")
 EXIT_USER, EXIT_FAILURE, EXIT_TERMINATED, EXIT_INTERRUPTED = 2, 1, 143, 130
 
 
@@ -66,25 +69,30 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
     Raises:
         CommandLineError: every mistake that can be known before anything starts.
     """
-    config = parse_args(argv)
-    checked, errors = validate(config)
-    if checked is None:
-        raise CommandLineError(errors)
+    config, errors = read_args(argv)
+    # A flag that is named in a message already is not complained about again by the checks that build on it.
+    told = {flag for error in errors for flag in _FLAG.findall(error)}
+    checked, found = validate(config)
+    found += plan_errors(config, checked.num_prompts)
+    device: Literal["cpu", "cuda"] = "cpu"
     try:
-        cores = len(os.sched_getaffinity(0))
+        device = detect_device(config.cluster.device)
+    except ValueError as error:
+        found.append(str(error))
+    errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
+    if errors or checked.shape is None:
+        raise CommandLineError(errors)
+    cores = len(os.sched_getaffinity(0))
+    try:
         plan = make_plan(
-            config,
-            checked.shape,
-            device=detect_device(config.cluster.device),
-            num_prompts=checked.num_prompts,
-            num_cores=cores,
+            config, checked.shape, device=device, num_prompts=checked.num_prompts, num_cores=cores
         )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
     return config, plan
 
 
-def detect_device(wanted: str) -> str:
+def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
     """`cpu` or `cuda`; auto asks NVML, which costs milliseconds where torch costs seconds.
 
     Raises:
@@ -125,7 +133,7 @@ def run_command(config: Config, plan: Plan) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
-    error: BaseException | None = None
+    failure: BaseException | None = None
     code = 0
     with run_dir:
         run_dir.write_config(config.model_dump())
@@ -140,12 +148,12 @@ def run_command(config: Config, plan: Plan) -> int:
                 quiet_libraries()
                 run_training(config, plan, path, run_dir.attempt, progress)
             except BaseException as raised:  # the last stop of every error: it becomes the exit code and message
-                error = raised
+                failure = raised
                 logging.getLogger("fusionrl").debug("the run failed", exc_info=True)
                 with log_file.open("a", encoding="utf-8") as log:
                     log.write("".join(traceback.format_exception(raised)))
-    if error is not None:
-        code, message = explain(error)
+    if failure is not None:
+        code, message = explain(failure)
         print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
     else:
         print(f"done: {path}")

@@ -94,6 +94,10 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+        # transformers starts the padding token's embedding at zero, where the gradient of an RMS norm is a thousand
+        # times a usual one. A policy that samples that token once would spend a whole clipped step on it.
+        with torch.no_grad():
+            model.model.embed_tokens.weight[tokenizer.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +25,14 @@ from fusionrl.config.hooks import load_function
 from fusionrl.data.build import build_shards
 from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.observe.values import json_line
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import batched_async_rm
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.types import as_eval_output, as_train_output, flatten
 
 SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
+DROPPED = "rollout/dropped_"  # metrics of this prefix count groups; they add up over calls
 MAX_REFILLS = 10  # calls of a rollout function that keeps returning too few groups
 
 
@@ -76,6 +79,7 @@ class BufferActor:
         self._states: dict[int, dict[str, Any]] = {}  # rollout → data source state right after it
         self._last_metrics: dict[str, float] = {}
         self._source: Any = None
+        self._is_accepted_clean = False  # whether rows of rollouts that are made again have been dropped
 
     # -------------------------------------------------------------------------------- control
     async def setup(self) -> dict[str, Any]:
@@ -86,7 +90,9 @@ class BufferActor:
         if run.mode == "sft" and path == default:
             path = SFT_ROLLOUT
         self._rollout_function = load_function(path)
-        self._eval_function = load_function(self.config.rollout.eval_function_path or default)
+        self._eval_function = load_function(
+            self.config.rollout.eval_function_path or self.config.rollout.rollout_function_path
+        )
         post = self.config.reward.custom_reward_post_process_path
         self._post_process = load_function(post) if post else None
         if self.config.data.prompt_data is not None and run.mode != "eval" and not run.load_debug_rollout_data:
@@ -115,7 +121,9 @@ class BufferActor:
         """Write the data cursor as it was right after rollout `rollout_id` to `path` (JSON)."""
         if self._source is not None and not hasattr(self._source, "state_dict"):
             self._source.save(rollout_id)  # a user's data source that keeps its state itself
-        state = {"rollout_id": rollout_id, "source": self._states.get(rollout_id)}
+        assert self._source is None or rollout_id in self._states, f"no state of rollout {rollout_id} is kept"
+        source = self._states.get(rollout_id)
+        state = {"rollout_id": rollout_id, "source": source}
         target = Path(path)
         temporary = target.with_name(target.name + ".tmp")
         temporary.write_text(json.dumps(state), encoding="utf-8")
@@ -232,11 +240,13 @@ class BufferActor:
         assert wanted is not None
         groups: list[list[Sample]] = []
         metrics: dict[str, float] = {}
+        dropped: Counter[str] = Counter()
         for _ in range(MAX_REFILLS):
             args = self._args()
             output = as_train_output(self._rollout_function(args, rollout_id, self._source))
+            dropped.update({k: v for k, v in output.metrics.items() if k.startswith(DROPPED)})
             metrics.update(output.metrics)
-            groups += self._finish(args, output.samples)
+            groups += self._finish(args, output.samples, dropped)
             if len(groups) >= wanted:
                 break
         if len(groups) < wanted:
@@ -244,9 +254,13 @@ class BufferActor:
                 f"--rollout-function-path {self.config.rollout.rollout_function_path}: {MAX_REFILLS} calls gave"
                 f" {len(groups)} groups that pass the filter, --rollout-batch-size is {wanted}"
             )
-        return groups[:wanted], metrics
+        if len(groups) > wanted:
+            dropped[f"{DROPPED}surplus"] += len(groups) - wanted
+        for position, group in enumerate(groups[:wanted]):
+            _number_group(group, position)
+        return groups[:wanted], {**metrics, **dropped}
 
-    def _finish(self, args: Any, groups: list[list[Sample]]) -> list[list[Sample]]:
+    def _finish(self, args: Any, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
         """Rewards that are still missing are computed; groups that got them here are filtered here."""
         if self.config.run.mode == "sft":
             return groups
@@ -257,7 +271,9 @@ class BufferActor:
             if missing:
                 for sample, reward in zip(missing, asyncio.run(batched_async_rm(args, missing)), strict=True):
                     sample.reward = reward
-                if path and not apply_filter(args, load_function(path), group).keep:
+                verdict = apply_filter(args, load_function(path) if path else None, group)
+                if not verdict.keep:
+                    dropped[f"{DROPPED}{verdict.reason or 'filtered'}"] += 1
                     continue
             kept.append(group)
         return kept
@@ -267,6 +283,11 @@ class BufferActor:
         args = self._args()
         if self._post_process is not None:
             raw, rewards = self._post_process(args, samples)
+            if len(raw) != len(samples) or len(rewards) != len(samples):
+                raise ValueError(
+                    f"--custom-reward-post-process-path {self.config.reward.custom_reward_post_process_path}: it returned"
+                    f" {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples"
+                )
             return [float(r) for r in raw], [float(r) for r in rewards]
         failed = (Status.FAILED, Status.ABORTED)
         raw = [0.0 if s.status in failed and s.reward is None else s.get_reward_value(args) for s in samples]
@@ -279,6 +300,9 @@ class BufferActor:
     def _accept(self, rollout_id: int, samples: list[Sample], raw: list[float]) -> int:
         """Append the accepted samples to the reject-sampling file, in the form that `--mode sft` reads."""
         options = self.config.reject_sampling
+        if self.attempt > 1 and not self._is_accepted_clean:
+            self._forget_accepted_after(rollout_id - 1)
+        self._is_accepted_clean = True
         path = self._accepted_path()
         by_group: dict[Any, list[tuple[float, Sample]]] = {}
         for sample, reward in zip(samples, raw, strict=True):
@@ -297,7 +321,7 @@ class BufferActor:
                     if sample.messages is not None:
                         row["messages"] = [*sample.messages, {"role": "assistant", "content": sample.response}]
                     row.update(reward=reward, label=sample.label, metadata=sample.metadata)
-                    out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    out.write(json_line(row))
                     count += 1
         return count
 
@@ -307,7 +331,7 @@ class BufferActor:
         if not path.is_file():
             return
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["rollout_id"] <= rollout_id]
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line).get("rollout_id", -1) <= rollout_id]
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)
@@ -320,7 +344,7 @@ class BufferActor:
         path = Path(str(self.config.run.save_debug_rollout_data).format(rollout_id=rollout_id))
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(sample.to_dict()) + "\n" for sample in samples)
+            out.writelines(json_line(sample.to_dict()) for sample in samples)
 
     def _load_saved(self, rollout_id: int) -> list[Sample]:
         path = Path(str(self.config.run.load_debug_rollout_data).format(rollout_id=rollout_id))
@@ -342,6 +366,15 @@ class BufferActor:
             rows = [sample.to_dict() for sample in found.get("samples", [])]
             self._writer.write(rollout_id, self.attempt, rows, kind=f"eval-{name}")
         return {**eval_metrics(result.data), **result.metrics, "perf/time_eval_s": time.perf_counter() - start}
+
+
+def _number_group(group: list[Sample], position: int) -> None:
+    """Samples that a rollout function made without a group get their group's number, or one below zero."""
+    known = (sample.group_index for sample in group if sample.group_index is not None)
+    number = next(known, -2 - position)
+    for sample in group:
+        if sample.group_index is None:
+            sample.group_index = number
 
 
 def _ray_put(value: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ class RolloutDataSource:
         self.num_samples = 0
         self.returned: list[list[Sample]] = []
         self._order = self._epoch_order()
+        self._fingerprint = _fingerprint(self.prompts)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -85,6 +88,7 @@ class RolloutDataSource:
             "num_groups": self.num_groups,
             "num_samples": self.num_samples,
             "num_prompts": len(self.prompts),
+            "fingerprint": self._fingerprint,
             "returned": [[sample.to_dict() for sample in group] for group in self.returned],
         }
 
@@ -92,14 +96,27 @@ class RolloutDataSource:
         """Go on where `state` was taken.
 
         Raises:
-            ValueError: the prompt data has another number of rows than when the state was taken.
+            ValueError: the prompt data has other rows than when the state was taken.
         """
         if state["num_prompts"] != len(self.prompts):
             raise ValueError(
                 f"--prompt-data {self.args.prompt_data} has {len(self.prompts)} prompts now, but had"
                 f" {state['num_prompts']} when the checkpoint was saved; a resume needs the same file"
             )
+        if state["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"--prompt-data {self.args.prompt_data}: its prompts are not those of when the checkpoint was saved;"
+                " a resume needs the same file and the same flags of the data"
+            )
         self.epoch, self.offset = state["epoch"], state["offset"]
         self.num_groups, self.num_samples = state["num_groups"], state["num_samples"]
         self.returned = [[Sample.from_dict(sample) for sample in group] for group in state["returned"]]
         self._order = self._epoch_order()
+
+
+def _fingerprint(prompts: list[Sample]) -> str:
+    """A hash of the prompts and labels in their order."""
+    digest = hashlib.sha256()
+    for sample in prompts:
+        digest.update(json.dumps([sample.prompt, sample.label], default=repr).encode())
+    return digest.hexdigest()[:16]

@@ -36,10 +36,10 @@ def load_function(path: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
         raise ValueError(f"{path!r} is neither package.module.function nor path/to/file.py:function")
+    if ":" in path and not Path(module_name).is_file():
+        raise ValueError(f"{path!r}: there is no file {module_name!r}")
     try:
         module = _load_file(Path(module_name)) if ":" in path else importlib.import_module(module_name)
-    except ValueError:
-        raise
     except Exception as error:  # a user's module may raise anything at import; all of it is the user's to mend
         raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
@@ -51,8 +51,6 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ValueError(f"{str(path)!r}: there is no such file")
     resolved = path.resolve()
     module_name = f"fusionrl_hook_{resolved.stem}_{abs(hash(str(resolved))):x}"
     if module_name in sys.modules:

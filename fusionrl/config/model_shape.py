@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -16,14 +16,14 @@ class ModelShape(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     model_type: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    ffn_hidden_size: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_query_groups: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0)
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict | None = None
@@ -58,6 +58,8 @@ def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> Model
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {folder}: config.json is not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{flag} {folder}: config.json is no JSON object")
     return shape_from_hf_config(raw, f"{flag} {folder}")
 
 
@@ -105,3 +107,7 @@ def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:
         )
     except KeyError as error:
         raise ValueError(f"{where}: config.json lacks {error.args[0]!r}") from error
+    except (ValidationError, TypeError, ZeroDivisionError) as error:
+        sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        shown = ", ".join(f"{name} {raw.get(name)!r}" for name in sizes)
+        raise ValueError(f"{where}: config.json has a size that is no positive number ({shown})") from error

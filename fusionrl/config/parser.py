@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +68,13 @@ class _Parser(argparse.ArgumentParser):
         raise CommandLineError([message])
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == argparse.OPTIONAL:  # to argparse optional, to a user not
+            return self._metavar_formatter(action, default_metavar)(1)[0]
+        return super()._format_args(action, default_metavar)
+
+
 def flag_of(field: str) -> str:
     """`rollout_batch_size` → `--rollout-batch-size`."""
     return "--" + field.replace("_", "-")
@@ -81,7 +89,7 @@ def inner_type(info: FieldInfo) -> Any:
 
 def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
     """argparse with one option a field. Values stay text: pydantic converts and checks them, all at once."""
-    parser = _Parser(prog=prog, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = _Parser(prog=prog, allow_abbrev=False, formatter_class=_Help)
     for name, model in GROUPS.items():
         group = parser.add_argument_group((model.__doc__ or name).strip())
         for field, info in model.model_fields.items():
@@ -91,11 +99,13 @@ def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
             if kind is bool:
                 group.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, **common)
             elif typing.get_origin(kind) is list:
-                group.add_argument(flag_of(field), nargs="+", metavar="VALUE", **common)
+                group.add_argument(flag_of(field), nargs="*", metavar="VALUE", **common)
             else:
                 choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
                 metavar = "{" + ",".join(map(str, choices)) + "}" if choices else field.split("_")[-1].upper()
-                group.add_argument(flag_of(field), metavar=metavar, **common)
+                # "?": a flag without its value becomes None, and is reported together with everything else.
+                group.add_argument(flag_of(field), nargs="?", metavar=metavar, **common)
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # argparse's own takes -1e-3 for a flag
     return parser
 
 
@@ -105,28 +115,58 @@ def parse_args(argv: Sequence[str], prog: str = "fusionrl train") -> Config:
     Raises:
         CommandLineError: every unknown flag and every value that does not fit, each with flag, value and cure.
     """
-    parsed, extras = build_parser(prog).parse_known_args(list(argv))
+    config, errors = read_args(argv, prog)
+    if errors:
+        raise CommandLineError(errors)
+    return config
+
+
+def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config, list[str]]:
+    """The Config of all that fits, and a message for each thing that does not; those flags keep their defaults."""
     errors: list[str] = []
+    parsed, extras = build_parser(prog).parse_known_args(_bool_values(argv, errors))
     passthrough = _parse_extras(extras, errors)
     values = vars(parsed)
     for field, value in list(values.items()):
-        if isinstance(value, str) and typing.get_origin(inner_type(_field_info(field))) is dict:
+        if value is None or value == []:
+            errors.append(f"{flag_of(field)}: it needs a value")
+            del values[field]
+        elif isinstance(value, str) and typing.get_origin(inner_type(_field_info(field))) is dict:
             try:
                 values[field] = json.loads(value)
             except json.JSONDecodeError as error:
                 errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
                 del values[field]
     try:
-        config = Config.from_flat(values, passthrough)
+        return Config.from_flat(values, passthrough), errors
     except ValidationError as error:
         errors.extend(_describe(item) for item in error.errors())
-        raise CommandLineError(errors) from error
-    except ValueError as error:  # groups are validated one by one inside from_flat
-        errors.append(str(error))
-        raise CommandLineError(errors) from error
-    if errors:
-        raise CommandLineError(errors)
-    return config
+        fitting = {field: value for field, value in values.items() if field not in _bad_fields(error)}
+        return Config.from_flat(fitting, passthrough), errors
+
+
+def _bool_values(argv: Sequence[str], errors: list[str]) -> list[str]:
+    """`--flag=true` and `--flag=false` of on/off flags as `--flag` and `--no-flag`, which argparse takes."""
+    switches = {
+        flag_of(field)
+        for model in GROUPS.values()
+        for field, info in model.model_fields.items()
+        if inner_type(info) is bool
+    }
+    kept: list[str] = []
+    for token in argv:
+        flag, separator, value = token.partition("=")
+        if not separator or flag not in switches:
+            kept.append(token)
+        elif value.lower() in ("true", "false"):
+            kept.append(flag if value.lower() == "true" else "--no-" + flag[2:])
+        else:
+            errors.append(f"{token}: {flag} is switched on by {flag} and off by --no-{flag[2:]}; it takes no value")
+    return kept
+
+
+def _bad_fields(error: ValidationError) -> set[str]:
+    return {str(part) for item in error.errors() for part in item["loc"][1:2]}
 
 
 def _field_info(field: str) -> FieldInfo:
@@ -161,7 +201,7 @@ def _parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
             if not flag.startswith("--"):
                 errors.append(f"{flag}: unexpected argument (flags begin with --)")
             elif field in COMING:
-                errors.append(f"{flag}: not available yet ({COMING[field]} is still to come); leave it out")
+                errors.append(f"{shown}: not available yet ({COMING[field]} is still to come); leave it out")
             elif flag.startswith("--sglang-"):
                 parsed = upstream.parse_with(
                     upstream.sglang_parser(), "--" + flag[len("--sglang-") :], values, upstream.SGLANG_OWNED

@@ -56,17 +56,21 @@ MEGATRON_OWNED: dict[str, str] = {
     "add_qkv_bias": "the Hugging Face config",
     "gated_linear_unit": "the Hugging Face config",
     "activation_func": "the Hugging Face config",
-    "calculate_per_token_loss": "fusionrl's own flag of that name",
+    "calculate_per_token_loss": "--calculate-per-token-loss",
     "finalize_model_grads_func": "the trainer",
     "variable_seq_lengths": "the trainer",
     "optimizer": "the trainer (Adam)",
     "use_distributed_optimizer": "the trainer (always on)",
-    "transformer_impl": "fusionrl's own flag of that name",
+    "transformer_impl": "--transformer-impl",
 }
 
 
 class UpstreamError(ValueError):
     """A pass-through flag that upstream does not take."""
+
+
+def _owned(source: str) -> UpstreamError:
+    return UpstreamError("it is set by fusionrl" + (f"; use {source}" if source[:2] == "--" else f" ({source})"))
 
 
 class _QuietParser(argparse.ArgumentParser):
@@ -107,10 +111,11 @@ def parse_with(parser: argparse.ArgumentParser, option: str, values: list[str], 
     if action is None:
         raise UpstreamError(f"{option} is no option of the installed version")
     if action.dest in owned:
-        raise UpstreamError(f"it is set by fusionrl; use {owned[action.dest]}")
+        raise _owned(owned[action.dest])
     for required in parser._actions:
         required.required = False
-    parsed, rest = parser.parse_known_args([option, *values])
+    # "=": a value that begins with "-" is a value, not the next flag.
+    parsed, rest = parser.parse_known_args([f"{option}={values[0]}"] if len(values) == 1 else [option, *values])
     if rest:
         raise UpstreamError(f"unexpected value {' '.join(rest)}")
     return {action.dest: getattr(parsed, action.dest)}
@@ -159,7 +164,7 @@ def parse_megatron(field: str, values: list[str]) -> dict[str, Any]:
     if not kinds:
         raise KeyError(field)
     if name in MEGATRON_OWNED:
-        raise UpstreamError(f"it is set by fusionrl; use {MEGATRON_OWNED[name]}")
+        raise _owned(MEGATRON_OWNED[name])
     if negated:
         if values:
             raise UpstreamError("a --no- flag takes no value")

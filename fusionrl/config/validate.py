@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +12,23 @@ from pathlib import Path
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import SIGNATURES, check_hook
 from fusionrl.config.model_shape import ModelShape, read_model_shape
-from fusionrl.data.prompts import PromptColumns, check_file
+from fusionrl.data.prompts import PromptColumns, check_file, read_rows
 from fusionrl.rewards.registry import RM_TYPES
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks read on the way: the model's shape and the number of prompts."""
+    """What the checks read on the way: the model's shape (None: it could not be read) and the number of prompts."""
 
-    shape: ModelShape
+    shape: ModelShape | None
     num_prompts: int
 
 
+NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
 PIPELINES_READY = ("on-policy",)
 
 
-def validate(config: Config) -> tuple[Checked | None, list[str]]:
+def validate(config: Config) -> tuple[Checked, list[str]]:
     """Every mistake in the configuration, as messages that name flag, value and cure."""
     errors: list[str] = []
     shape = _attempt(errors, lambda: _check_model(config))
@@ -34,14 +37,13 @@ def validate(config: Config) -> tuple[Checked | None, list[str]]:
     _check_rollout(config, shape, errors)
     _check_hooks(config, errors)
     num_prompts = _check_data(config, errors)
+    _check_path_templates(config, errors)
     if config.algorithm.kl_loss_coef and not config.algorithm.use_kl_loss:
         errors.append(f"--kl-loss-coef {config.algorithm.kl_loss_coef} has no effect without --use-kl-loss; add it")
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
-    if errors or shape is None:
-        return None, errors
     return Checked(shape, num_prompts), errors
 
 
@@ -84,9 +86,11 @@ def _check_modes(config: Config, errors: list[str]) -> None:
     needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only
     custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
     if needs_reward and not custom_rollout and config.reward.rm_type is None and config.reward.custom_rm_path is None:
-        errors.append("a reward is required: --rm-type or --custom-rm-path")
+        errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")
     if config.reward.rm_type is not None and config.reward.rm_type not in RM_TYPES:
         errors.append(f"--rm-type {config.reward.rm_type}: unknown; known are {', '.join(sorted(RM_TYPES))}")
+    if config.reward.rm_type == "math" and importlib.util.find_spec("math_verify") is None:
+        errors.append("--rm-type math: the package math-verify is not installed; pip install math-verify")
     if mode != "sft" and not run.debug_train_only and config.rollout.rollout_max_response_len is None:
         errors.append(f"--rollout-max-response-len is required in --mode {mode}")
     if mode == "eval" and not config.eval.eval_prompt_data:
@@ -148,6 +152,11 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
         errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
     if reward.group_rm and not reward.custom_rm_path:
         errors.append("--group-rm needs --custom-rm-path: the built-in rewards score one sample")
+    if rollout.dynamic_sampling_filter_path == NONZERO_STD and rollout.n_samples_per_prompt == 1:
+        errors.append(
+            "--dynamic-sampling-filter-path check_reward_nonzero_std drops every group of --n-samples-per-prompt 1:"
+            " no rollout would ever end; use at least 2"
+        )
 
 
 def _check_hooks(config: Config, errors: list[str]) -> None:
@@ -160,9 +169,23 @@ def _check_hooks(config: Config, errors: list[str]) -> None:
 def _check_data(config: Config, errors: list[str]) -> int:
     data, count = config.data, 0
     if data.prompt_data is not None and config.run.mode != "eval":
-        columns = PromptColumns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
-        count, found = check_file(data.prompt_data, columns, "--prompt-data", "--input-key")
+        columns = PromptColumns(
+            data.input_key, data.label_key, data.metadata_key, data.tool_key, data.apply_chat_template
+        )
+        is_sft = config.run.mode == "sft"
+        count, found = check_file(data.prompt_data, columns, "--prompt-data", "--input-key", is_sft=is_sft)
         errors += found
+        if is_sft and not found and _has_template(config) is False:
+            first = next(read_rows(data.prompt_data))[1][data.input_key]
+            if isinstance(first, list):
+                errors.append(
+                    f"--mode sft: conversations need a chat template; the tokenizer of --hf-checkpoint"
+                    f" {config.model.hf_checkpoint} has none"
+                )
+    if data.apply_chat_template and _has_template(config) is False:
+        errors.append(
+            f"--apply-chat-template: the tokenizer of --hf-checkpoint {config.model.hf_checkpoint} has no chat template"
+        )
     pairs = config.eval.eval_prompt_data
     if len(pairs) % 2:
         errors.append(f"--eval-prompt-data {' '.join(pairs)}: give pairs of name and file")
@@ -173,11 +196,53 @@ def _check_data(config: Config, errors: list[str]) -> int:
             config.eval.eval_label_key or data.label_key,
             data.metadata_key,
             data.tool_key,
+            data.apply_chat_template,
         )
-        if "/" in name or not name:
-            errors.append(f"--eval-prompt-data {name}: the name of a set has no slash (pairs of name and file)")
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            errors.append(
+                f"--eval-prompt-data {name}: the name of a set is of letters, digits, '_' and '-'"
+                " (give pairs of name and file)"
+            )
+        if pairs[::2].count(name) > 1:
+            errors.append(f"--eval-prompt-data {name}: two sets have this name")
         errors += check_file(path, columns, "--eval-prompt-data", "--eval-input-key")[1]
     return count
+
+
+def _has_template(config: Config) -> bool | None:
+    """Whether the tokenizer has a chat template; None where that is not known."""
+    folder = Path(config.model.hf_checkpoint or "")
+    if config.model.hf_checkpoint is None or not folder.is_dir():
+        return None
+    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except FileNotFoundError:
+        return False
+    except (ValueError, AttributeError):
+        return None  # the tokenizer's own loading says what is wrong with the file
+
+
+def _check_path_templates(config: Config, errors: list[str]) -> None:
+    run = config.run
+    templates = {
+        "--load-debug-rollout-data": run.load_debug_rollout_data,
+        "--save-debug-rollout-data": run.save_debug_rollout_data,
+        "--save-hf": config.checkpoint.save_hf,
+    }
+    for flag, template in templates.items():
+        if template is None:
+            continue
+        try:
+            first, second = (template.format(rollout_id=rollout_id) for rollout_id in (0, 1))
+        except (KeyError, IndexError, ValueError):
+            errors.append(f"{flag} {template}: {{rollout_id}} is the only field that a path may have")
+            continue
+        if flag == "--save-debug-rollout-data" and first == second:
+            errors.append(f"{flag} {template}: every rollout would overwrite the one before; add {{rollout_id}}")
+        if flag == "--load-debug-rollout-data" and not run.resume and not Path(first).is_file():
+            errors.append(f"{flag} {template}: there is no file {first}")
 
 
 def eval_sets(config: Config) -> list[tuple[str, str]]:

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from fusionrl.data.sample import Sample, Status
-from fusionrl.data.train_batch import TrainShard, TrainStep, flat_field
+from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.batch import BatchPlan, equalise, pack_micro_batches, split_over_ranks
+
+OPTIONAL = tuple(name for name, spec in FIELDS.items() if not spec.required)
 
 
 def build_shards(
@@ -42,7 +44,7 @@ def build_shards(
     steps: list[list[TrainStep]] = [[] for _ in range(plan.dp_size)]
     for step in range(plan.num_steps):
         first = step * plan.global_batch_size
-        chosen = np.arange(first, first + plan.global_batch_size)
+        chosen = range(first, first + plan.global_batch_size)
         lengths = np.array([len(samples[i].tokens) for i in chosen])
         masks = [response_mask(samples[i]) for i in chosen]
         num_tokens = int(sum(mask.sum() for mask in masks))
@@ -56,11 +58,24 @@ def build_shards(
             offset = len(per_rank[rank])
             bins = equalise(packed[rank], count)
             steps[rank].append(TrainStep([[offset + i for i in b] for b in bins], num_tokens, num_samples))
-            per_rank[rank] += [int(chosen[i]) for i in members]
+            per_rank[rank] += [chosen[i] for i in members]
+    present = [name for name in OPTIONAL if all(_has(sample, name) for sample in samples)]
     return [
-        _shard([samples[i] for i in members], [rewards[i] for i in members], [raw_rewards[i] for i in members], rollout_id, s)
+        _shard(
+            [samples[i] for i in members],
+            [rewards[i] for i in members],
+            [raw_rewards[i] for i in members],
+            present,
+            rollout_id=rollout_id,
+            steps=s,
+        )
         for members, s in zip(per_rank, steps, strict=True)
     ]
+
+
+def _has(sample: Sample, name: str) -> bool:
+    """Whether the sample has the field; one that trains nothing does not need it."""
+    return getattr(sample, name) is not None or not response_mask(sample).any()
 
 
 def response_mask(sample: Sample) -> np.ndarray:
@@ -73,8 +88,15 @@ def response_mask(sample: Sample) -> np.ndarray:
 
 
 def _shard(
-    samples: list[Sample], rewards: list[float], raw_rewards: list[float], rollout_id: int, steps: list[TrainStep]
+    samples: list[Sample],
+    rewards: list[float],
+    raw_rewards: list[float],
+    present: list[str],
+    *,
+    rollout_id: int,
+    steps: list[TrainStep],
 ) -> TrainShard:
+    """One rank's shard. `present` is decided over all ranks: a field stands in every shard or in none."""
     fields: dict[str, np.ndarray] = {
         "tokens": flat_field("tokens", [s.tokens for s in samples]),
         "loss_mask": flat_field("loss_mask", [response_mask(s) for s in samples]),
@@ -84,10 +106,10 @@ def _shard(
         "group_index": flat_field("group_index", [_or(s.group_index, -1) for s in samples]),
         "truncated": flat_field("truncated", [s.status == Status.TRUNCATED for s in samples]),
     }
-    for name in ("rollout_log_probs", "weight_versions"):
+    for name in present:
         values: list[Any] = [getattr(s, name) for s in samples]
-        if all(value is not None for value in values):
-            fields[name] = flat_field(name, values)
+        blank = [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
+        fields[name] = flat_field(name, blank)
     return TrainShard(
         rollout_id=rollout_id,
         total_lengths=np.array([len(s.tokens) for s in samples], np.int32),

@@ -25,6 +25,7 @@ def conversation_to_sample(
     kwargs = dict(template_kwargs or {}, tools=tools, tokenize=False)
     if not any(message.get("role") == "assistant" for message in messages):
         raise ValueError("the conversation has no assistant turn to train on")
+    ends = tuple(tokenizer.all_special_tokens)
     spans: list[tuple[str, bool]] = []
     done = ""
     for position, message in enumerate(messages):
@@ -34,8 +35,12 @@ def conversation_to_sample(
         upto = tokenizer.apply_chat_template(messages[: position + 1], add_generation_prompt=False, **kwargs)
         if not before.startswith(done) or not upto.startswith(before):
             raise ValueError("the chat template does not render turns one after another; no loss mask can be made")
-        spans += [(before[len(done) :], False), (upto[len(before) :], True)]
-        done = upto
+        turn = upto[len(before) :]
+        # What a template puts behind the end marker (ChatML: a line break) is never generated, so not trained on.
+        if turn.rstrip().endswith(ends):
+            turn = turn.rstrip()
+        spans += [(before[len(done) :], False), (turn, True)]
+        done = before + turn
     tokens: list[int] = []
     mask: list[int] = []
     for text, trained in spans:

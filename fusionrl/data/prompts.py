@@ -44,7 +44,14 @@ def read_rows(path: str | Path, flag: str = "--prompt-data") -> Iterator[tuple[i
     Raises:
         ValueError: no such file, another suffix, or a line that is no JSON object; names `flag`, file and line.
     """
-    path = Path(path)
+    for number, row in _read_lines(Path(path), flag):
+        if isinstance(row, str):
+            raise ValueError(f"{flag} {path}: line {number}: {row}")
+        yield number, row
+
+
+def _read_lines(path: Path, flag: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """As `read_rows`, but a line that is no row comes as the message of what is wrong with it."""
     if not path.is_file():
         raise ValueError(f"{flag} {path}: there is no such file")
     if path.suffix == ".parquet":
@@ -59,10 +66,9 @@ def read_rows(path: str | Path, flag: str = "--prompt-data") -> Iterator[tuple[i
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{flag} {path}: line {number} is not valid JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{flag} {path}: line {number} is no JSON object")
-            yield number, row
+                yield number, f"not valid JSON ({error})"
+                continue
+            yield number, row if isinstance(row, dict) else "no JSON object"
 
 
 def _read_parquet(path: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -78,14 +84,21 @@ def _read_parquet(path: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]
         yield number, row
 
 
-def check_file(path: str | Path, columns: PromptColumns, flag: str, key_flag: str) -> tuple[int, list[str]]:
-    """Number of rows of a prompt file, and every mistake found in it (at most 20), each with its line number."""
+def check_file(
+    path: str | Path, columns: PromptColumns, flag: str, key_flag: str, *, is_sft: bool = False
+) -> tuple[int, list[str]]:
+    """Number of rows of a prompt file, and every mistake found in it (at most 20), each with its line number.
+
+    is_sft  the rows are conversations, or texts with their responses as labels, to be trained on as they stand.
+    """
     errors: list[str] = []
     count = 0
     try:
-        for number, row in read_rows(path, flag):
+        for number, row in _read_lines(Path(path), flag):
             count += 1
-            error = _row_error(row, columns, key_flag)
+            error = row if isinstance(row, str) else _row_error(row, columns, key_flag)
+            if error is None and isinstance(row, dict):
+                error = _sft_row_error(row, columns) if is_sft else _prompt_error(row[columns.input_key], columns)
             if error:
                 errors.append(f"{flag} {path}: line {number}: {error}")
                 if len(errors) == 20:
@@ -110,6 +123,25 @@ def _row_error(row: dict[str, Any], columns: PromptColumns, key_flag: str) -> st
     metadata = row.get(columns.metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
         return f"column {columns.metadata_key!r} is no JSON object"
+    return None
+
+
+def _prompt_error(prompt: Any, columns: PromptColumns) -> str | None:
+    if isinstance(prompt, list) and not columns.apply_chat_template:
+        return f"column {columns.input_key!r} is a list of messages: add --apply-chat-template"
+    return None
+
+
+def _sft_row_error(row: dict[str, Any], columns: PromptColumns) -> str | None:
+    prompt = row[columns.input_key]
+    if isinstance(prompt, list):
+        if any(message["role"] == "assistant" for message in prompt):
+            return None
+        return f"column {columns.input_key!r} is a conversation without an assistant turn to train on"
+    if columns.label_key is None:
+        return f"column {columns.input_key!r} is text: name the column of its response with --label-key"
+    if not isinstance(row[columns.label_key], str):
+        return f"column {columns.label_key!r} (--label-key) must be the response as text in --mode sft"
     return None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import numpy as np
+
+from fusionrl.observe.values import to_jsonable
 
 
 class Status(str, Enum):
@@ -21,6 +23,7 @@ class Status(str, Enum):
     FAILED = "failed"
 
 
+_Status = Status  # the annotation inside Sample, where `Status` is a class attribute for hooks
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _ARRAY_DTYPES = {
     "tokens": np.int32,
@@ -56,7 +59,7 @@ class Sample:
     loss_mask: Sequence[int] | np.ndarray | None = None
     rollout_log_probs: Sequence[float] | np.ndarray | None = None
     weight_versions: Sequence[int] | np.ndarray | None = None
-    status: Status = Status.PENDING
+    status: _Status = Status.PENDING
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
@@ -135,19 +138,21 @@ class Sample:
         """The reward as one number: of a dict, the value under `args.reward_key`.
 
         Raises:
-            ValueError: a dict without --reward-key, or without that key.
+            ValueError: names the sample: a dict without --reward-key or without that key, or no finite number.
         """
-        return reward_value(self.reward, getattr(args, "reward_key", None), "--reward-key")
+        try:
+            return reward_value(self.reward, getattr(args, "reward_key", None), "--reward-key")
+        except ValueError as error:
+            raise ValueError(f"sample {self.index}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain values that JSON can hold; attributes a hook added are kept."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if isinstance(value, np.ndarray):
-                value = value.tolist()
-            elif isinstance(value, Status):
-                value = value.value
-            out[name] = copy.deepcopy(value)
+            if name in _ARRAY_DTYPES and value is not None:
+                out[name] = np.asarray(value).tolist()
+            else:  # what hooks put into metadata, rewards and attributes may hold arrays and numpy scalars
+                out[name] = to_jsonable(value)
         return out
 
     @classmethod
@@ -174,7 +179,7 @@ def reward_value(reward: Any, key: str | None, flag: str) -> float:
     """One number out of a reward that may be a dict.
 
     Raises:
-        ValueError: no reward, a dict without `key`, or no number.
+        ValueError: no reward, a dict without `key`, or no finite number.
     """
     if isinstance(reward, dict):
         if key is None:
@@ -186,4 +191,6 @@ def reward_value(reward: Any, key: str | None, flag: str) -> float:
         return float(reward)
     if not isinstance(reward, int | float | np.number):
         raise ValueError(f"the reward {reward!r} is no number")
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward {reward!r} is not finite")
     return float(reward)

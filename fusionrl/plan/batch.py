@@ -116,15 +116,12 @@ def pack_micro_batches(lengths: np.ndarray, max_tokens: int, max_samples: int | 
 def equalise(micro_batches: list[list[int]], count: int) -> list[list[int]]:
     """Split the fullest micro-batches until there are `count`: every rank must run the same number.
 
-    Raises:
-        ValueError: fewer samples than `count`.
+    With fewer samples than `count` the last ones stay empty; the trainers run an empty micro-batch at weight 0.
     """
     bins = [list(members) for members in micro_batches]
-    if sum(len(members) for members in bins) < count:
-        raise ValueError(f"{sum(len(m) for m in bins)} samples cannot fill {count} micro-batches")
-    while len(bins) < count:
+    while len(bins) < count and any(len(members) > 1 for members in bins):
         largest = max(range(len(bins)), key=lambda i: len(bins[i]))
         members = bins.pop(largest)
         half = len(members) // 2
         bins += [members[:half], members[half:]]
-    return bins
+    return bins + [[] for _ in range(count - len(bins))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,41 +70,17 @@ def make_plan(
     """
     cluster, model = config.cluster, config.model
     precision = _precision(model.precision, "bf16" if device == "cuda" else "fp32")
-    trainers = uses_trainers(config)
-    engines = uses_engines(config)
-    world_size = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node if trainers else 0
-    layout = None
-    if trainers:
-        layout = TrainerLayout(
-            world_size=world_size,
-            tp=model.tensor_model_parallel_size,
-            pp=model.pipeline_model_parallel_size,
-            cp=model.context_parallel_size,
-            ep=model.expert_model_parallel_size,
-            etp=model.expert_tensor_parallel_size,
-        )
-    rollout_gpus = 0
-    if engines:
-        rollout_gpus = cluster.rollout_num_gpus or (world_size if cluster.colocate and trainers else 1)
+    layout = _layout(config)
+    world_size = layout.world_size if layout else 0
+    rollout_gpus = _rollout_gpus(config)
     size = cluster.rollout_num_gpus_per_engine
-    if rollout_gpus % size:
-        raise ValueError(f"--rollout-num-gpus {rollout_gpus} is no multiple of --rollout-num-gpus-per-engine {size}")
     first_engine = 0 if cluster.colocate else world_size
     num_engines = rollout_gpus // size
     engine_bundles = tuple(
         tuple(range(first_engine + e * size, first_engine + (e + 1) * size)) for e in range(num_engines)
     )
-    batch = None
-    if config.rollout.rollout_batch_size:
-        batch = plan_batches(
-            rollout_batch_size=config.rollout.rollout_batch_size,
-            n_samples_per_prompt=1 if config.run.mode == "sft" else config.rollout.n_samples_per_prompt,
-            global_batch_size=config.train.global_batch_size,
-            num_steps_per_rollout=config.train.num_steps_per_rollout,
-            dp_size=layout.dp if layout else 1,
-        )
     transport = None
-    if trainers and engines:
+    if layout and num_engines:
         wanted = config.weights.update_weight_transport
         transport = ("ipc" if cluster.colocate else "broadcast") if wanted == "auto" else wanted
     memory = estimate_trainer_memory(shape, layout, precision, config.train.max_tokens_per_gpu) if layout else None
@@ -120,10 +97,69 @@ def make_plan(
         trainer_bundles=tuple(range(world_size)),
         engine_bundles=engine_bundles,
         transport=transport,
-        batch=batch,
+        batch=_batch(config, layout),
         num_rollout=_num_rollout(config, num_prompts),
         memory=memory,
         train_num_threads=threads,
+    )
+
+
+def plan_errors(config: Config, num_prompts: int) -> list[str]:
+    """Every size that does not divide or does not fit, all at once; what `make_plan` raises one of. Needs no model."""
+    errors: list[str] = []
+    layout = None
+    try:
+        layout = _layout(config)
+    except ValueError as error:
+        errors.append(str(error))
+    pieces: list[Callable[[], object]] = [lambda: _rollout_gpus(config), lambda: _batch(config, layout)]
+    if num_prompts:
+        pieces.append(lambda: _num_rollout(config, num_prompts))
+    for piece in pieces:
+        try:
+            piece()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def _layout(config: Config) -> TrainerLayout | None:
+    if not uses_trainers(config):
+        return None
+    model = config.model
+    return TrainerLayout(
+        world_size=config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node,
+        tp=model.tensor_model_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        cp=model.context_parallel_size,
+        ep=model.expert_model_parallel_size,
+        etp=model.expert_tensor_parallel_size,
+    )
+
+
+def _rollout_gpus(config: Config) -> int:
+    """Devices of the engines in all."""
+    cluster = config.cluster
+    if not uses_engines(config):
+        return 0
+    count = cluster.rollout_num_gpus or 1
+    if cluster.rollout_num_gpus is None and cluster.colocate and uses_trainers(config):
+        count = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    size = cluster.rollout_num_gpus_per_engine
+    if count % size:
+        raise ValueError(f"--rollout-num-gpus {count} is no multiple of --rollout-num-gpus-per-engine {size}")
+    return count
+
+
+def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:
+    if not config.rollout.rollout_batch_size:
+        return None
+    return plan_batches(
+        rollout_batch_size=config.rollout.rollout_batch_size,
+        n_samples_per_prompt=1 if config.run.mode == "sft" else config.rollout.n_samples_per_prompt,
+        global_batch_size=config.train.global_batch_size,
+        num_steps_per_rollout=config.train.num_steps_per_rollout,
+        dp_size=layout.dp if layout else 1,
     )
 
 

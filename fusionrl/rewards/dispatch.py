@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusionrl.config.hooks import load_function
@@ -25,7 +26,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str
     path = sample.custom_rm_path or args.custom_rm_path
     if path is not None:
         name = f"--custom-rm-path {path}"
-        reward = await _limited(load_function(path)(args, sample, **kwargs), args, name, sample)
+        reward = await _limited(lambda: load_function(path)(args, sample, **kwargs), args, name, sample)
     else:
         name = f"--rm-type {args.rm_type}"
         try:
@@ -40,26 +41,23 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     if not args.group_rm:
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
     name = f"--custom-rm-path {args.custom_rm_path}"
-    call = load_function(args.custom_rm_path)(args, list(samples), **kwargs)
-    rewards = await _limited(call, args, name, samples[0])
+    function = load_function(args.custom_rm_path)
+    rewards = await _limited(lambda: function(args, list(samples), **kwargs), args, name, samples[0])
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
         raise RewardError(f"{name}: with --group-rm it must return a list of {len(samples)} rewards, got {rewards!r}")
     return [_checked(reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
 
-async def _limited(call: Any, args: Any, name: str, sample: Sample) -> Any:
-    if not inspect.isawaitable(call):
-        return call
+async def _limited(call: Callable[[], Any], args: Any, name: str, sample: Sample) -> Any:
     try:
-        return await asyncio.wait_for(call, args.reward_timeout_s)
-    except TimeoutError as error:
-        raise RewardError(
-            f"{name}: no reward after {args.reward_timeout_s} s (--reward-timeout-s) for sample {sample.index}"
-        ) from error
-    except asyncio.CancelledError:
-        raise
+        async with asyncio.timeout(args.reward_timeout_s) as limit:
+            result = call()
+            return await result if inspect.isawaitable(result) else result
     except Exception as error:  # a user's function may raise anything; it is reported with its sample
-        raise RewardError(f"{name}: {_told(error)} at sample {sample.index}") from error
+        told = _told(error)
+        if limit.expired():
+            told = f"no reward after {args.reward_timeout_s} s (--reward-timeout-s)"
+        raise RewardError(f"{name}: {told} at sample {sample.index}") from error
 
 
 def _told(error: Exception) -> str:
@@ -67,6 +65,8 @@ def _told(error: Exception) -> str:
 
 
 def _checked(reward: Any, name: str, sample: Sample) -> Any:
-    if isinstance(reward, dict) or (isinstance(reward, int | float) or hasattr(reward, "__float__")):
-        return reward if isinstance(reward, dict) else float(reward)
-    raise RewardError(f"{name}: it returned {reward!r} for sample {sample.index}; a number or a dict is wanted")
+    if isinstance(reward, dict):
+        return reward
+    if hasattr(reward, "__float__") and math.isfinite(reward):
+        return float(reward)
+    raise RewardError(f"{name}: it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted")

@@ -10,7 +10,9 @@ from fusionrl.rollout.types import DynamicFilterOutput
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: all right or all wrong carries no gradient (DAPO, arXiv 2503.14476, 3.2)."""
-    rewards = [sample.get_reward_value(args) for sample in samples]
+    rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
+    if not rewards:  # every sample failed or was aborted
+        return DynamicFilterOutput(False, "unscored")
     if max(rewards) - min(rewards) > 1e-8:
         return DynamicFilterOutput(True)
     return DynamicFilterOutput(False, f"all_{rewards[0]:.1f}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import inspect
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 
 from fusionrl.config.hooks import load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
-from fusionrl.data.sample import Sample
+from fusionrl.data.sample import Sample, reward_value
 from fusionrl.engines.client import GenerateClient, abort_all
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rollout.types import (
@@ -128,11 +130,16 @@ async def generate_and_rm(args: Any, sample: Sample, params: dict[str, Any], eva
         if path is None:
             result: Any = await generate(args, sample, params)
         else:
-            result = await load_function(path)(args, sample, copy.deepcopy(params))
+            function = load_function(path)
+            takes_evaluation = "evaluation" in inspect.signature(function).parameters
+            keywords = {"evaluation": evaluation} if takes_evaluation else {}
+            result = function(args, sample, copy.deepcopy(params), **keywords)
+            if inspect.isawaitable(result):
+                result = await result
     samples = result if isinstance(result, list) else [result]
     if not args.group_rm:
         for one in samples:
-            if one.reward is None and one.status != Sample.Status.ABORTED:
+            if one.reward is None and one.status not in (Sample.Status.ABORTED, Sample.Status.FAILED):
                 one.reward = await async_rm(args, one)
     elif evaluation:  # an evaluation has no groups: the group function sees one sample at a time
         for one in samples:
@@ -168,6 +175,7 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
     path = args.dynamic_sampling_filter_path
     filter_function = load_function(path) if path else None
     kept: list[list[Sample]] = []
+    kept_blank: list[list[Sample]] = []
     dropped: Counter[str] = Counter()
     pending: dict[asyncio.Task[list[Sample]], list[Sample]] = {}
     async with _client(args):
@@ -181,21 +189,25 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
                         pending[asyncio.create_task(generate_group(args, group, params))] = blank
                 done, _ = await asyncio.wait(pending, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    pending.pop(task)
+                    blank = pending.pop(task)
                     group = task.result()
                     verdict = apply_filter(args, filter_function, group)
                     if not verdict.keep:
                         dropped[verdict.reason or "filtered"] += 1
                     else:
                         kept.append(group)
+                        kept_blank.append(blank)
+        except RolloutAborted:
+            data_source.add_samples(kept_blank)  # the finished groups are not handed out: their prompts come again
+            raise
         finally:
             unfinished = list(pending.values())
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             if unfinished:
-                await abort_all(args.engine_urls, args.api_key)
                 data_source.add_samples(unfinished)  # their prompts come first in the next rollout
+                await abort_all(args.engine_urls, args.api_key)
     kept.sort(key=lambda group: group[0].index if group[0].index is not None else 0)
     surplus = kept[target:]
     if surplus:
@@ -229,7 +241,7 @@ class _client:
 @functools.cache
 def _eval_prompts(folder: str, path: str, columns: tuple[Any, ...]) -> list[Sample]:
     input_key, label_key, metadata_key, tool_key, template, kwargs, limit = columns
-    made = PromptColumns(input_key, label_key, metadata_key, tool_key, template, dict(kwargs), limit)
+    made = PromptColumns(input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit)
     return load_prompts(path, load_tokenizer(folder), made, "--eval-prompt-data").samples
 
 
@@ -241,23 +253,24 @@ async def _evaluate(args: Any) -> RolloutFnEvalOutput:
         args.metadata_key,
         args.tool_key,
         args.apply_chat_template,
-        tuple(args.apply_chat_template_kwargs.items()),
+        json.dumps(args.apply_chat_template_kwargs, sort_keys=True),
         args.rollout_max_prompt_len,
     )
     data: dict[str, dict[str, Any]] = {}
     async with _client(args):
         pairs = args.eval_prompt_data
         for name, path in zip(pairs[::2], pairs[1::2], strict=True):
-            samples = []
+            samples: list[Sample] = []
             for group, prompt in enumerate(_eval_prompts(args.hf_checkpoint, path, columns)):
                 for _ in range(args.n_samples_per_eval_prompt):
                     sample = copy.deepcopy(prompt)
                     sample.group_index, sample.index = group, len(samples)
                     samples.append(sample)
-            await asyncio.gather(*(generate_and_rm(args, s, dict(params), evaluation=True) for s in samples))
-            key = args.eval_reward_key or args.reward_key
-            data[name] = {
-                "rewards": [s.reward[key] if isinstance(s.reward, dict) and key else s.reward for s in samples],
+            results = await asyncio.gather(*(generate_and_rm(args, s, dict(params), evaluation=True) for s in samples))
+            samples = [s for result in results for s in (result if isinstance(result, list) else [result])]
+            key, flag = args.eval_reward_key or args.reward_key, "--eval-reward-key"
+            data[name] = {  # an answer that was never scored is a wrong one
+                "rewards": [0.0 if s.reward is None else reward_value(s.reward, key, flag) for s in samples],
                 "truncated": [s.status == Sample.Status.TRUNCATED for s in samples],
                 "samples": samples,
             }

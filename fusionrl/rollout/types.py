@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,25 @@ def as_train_output(output: Any) -> RolloutFnTrainOutput:
 def _as_groups(groups: Any) -> list[list[Sample]]:
     if not isinstance(groups, list):
         raise ValueError(f"--rollout-function-path: it returned {type(groups).__name__}; a list of groups is wanted")
-    return [group if isinstance(group, list) else [group] for group in groups]
+    strange = next((item for item in _leaves(groups) if not isinstance(item, Sample)), None)
+    if strange is not None:
+        found = type(strange).__name__
+        raise ValueError(f"--rollout-function-path: it returned a {found} where a Sample is wanted")
+    if groups and not any(isinstance(group, list) for group in groups):
+        # A flat list: the siblings of a group stand side by side.
+        positions = range(len(groups))
+        keys = [-1 - i if groups[i].group_index is None else groups[i].group_index for i in positions]
+        return [[groups[i] for i in run] for _, run in itertools.groupby(positions, key=keys.__getitem__)]
+    return [list(_leaves(group)) for group in groups]
+
+
+def _leaves(group: Any) -> Iterator[Sample]:
+    """The samples of a group; a generate function that returns several leaves a list within it."""
+    for item in group if isinstance(group, list) else [group]:
+        if isinstance(item, list):
+            yield from _leaves(item)
+        else:
+            yield item
 
 
 def as_eval_output(output: Any) -> RolloutFnEvalOutput:

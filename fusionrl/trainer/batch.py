@@ -1,8 +1,10 @@
 """From a train shard to packed micro-batches on the device.
 
-The sequences of a micro-batch stand one after the other in one row, without padding between them except where
-context or sequence parallelism divides them. The last token of a sequence predicts nothing that is trained on, so
-it is not fed to the model at all.
+The sequences of a micro-batch stand one after the other in one row. What need not be computed is left out of it: the
+last token of a sequence, which predicts nothing, and every prompt but one where samples have the same (the samples
+of a GRPO group). A shared prompt's hidden states are those that each sample would compute alone, and its gradient is
+the sum over the samples, so losses and gradients stay what they are; with 4 samples a prompt that is as long as
+their responses, the model runs over five tokens instead of eight.
 """
 
 from __future__ import annotations
@@ -121,39 +123,30 @@ def build_micro_batch(shard: TrainShard, samples: list[int], step: TrainStep | N
         step: the optimizer step whose counts give the weights; None for weights of 0 (scoring).
         options: as above.
     """
-    tokens, masks = shard.split("tokens"), shard.split("loss_mask")
+    masks = shard.split("loss_mask")
     engine = shard.split("rollout_log_probs") if "rollout_log_probs" in shard.fields else None
-    multiple, slicing = options.slicing.multiple, options.slicing
+    tokens = shard.split("tokens")
+    prompts = [int(shard.total_lengths[i] - shard.response_lengths[i]) for i in samples]
+    packed = _pack([tokens[i] for i in samples], prompts, options)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-    lengths, response_lengths, first_response = [], [], 0
-    for i in samples:
-        total, num_response = int(shard.total_lengths[i]), int(shard.response_lengths[i])
-        fed = max(total - 1, 1)
-        padded = -(-fed // multiple) * multiple
-        mask = masks[i]
+    response_lengths, first_response = [], 0
+    for i, prompt, row in zip(samples, prompts, packed.rows, strict=False):
+        num_response, mask = int(shard.response_lengths[i]), masks[i]
         offsets = np.arange(num_response) if options.all_responses else np.flatnonzero(mask)
-        row = np.zeros(padded, dtype=np.int64)
-        row[:fed] = tokens[i][:fed]
-        columns["tokens"].append(row)
-        columns["position_ids"].append(np.arange(padded))
-        columns["positions"].append(sum(lengths) + total - num_response - 1 + offsets)
-        columns["targets"].append(tokens[i][total - num_response + offsets])
+        columns["positions"].append(row[prompt - 1 + offsets])
+        columns["targets"].append(tokens[i][prompt + offsets])
         columns["responses"].append(first_response + offsets)
         columns["loss_mask"].append(mask[offsets])
         columns["weights"].append(mask[offsets] * _weight(mask, step, options.per_token))
         columns["advantages"].append(np.full(offsets.size, shard.fields["rewards"][i]))
         columns["engine"].append(engine[i][offsets] if engine is not None else np.zeros(0))
-        lengths.append(padded)
         response_lengths.append(num_response)
         first_response += num_response
-    if not samples:
-        lengths = [multiple]
-        columns["tokens"].append(np.zeros(multiple))
-        columns["position_ids"].append(np.arange(multiple))
     flat = {name: _join(parts, _COLUMNS[name]) for name, parts in columns.items()}
 
-    held = zigzag_positions(lengths, slicing.cp_size, slicing.cp_rank)
-    local = torch.full((sum(lengths),), -1)
+    slicing = options.slicing
+    held = zigzag_positions(packed.lengths, slicing.cp_size, slicing.cp_rank)
+    local = torch.full((sum(packed.lengths),), -1)
     local[held] = torch.arange(held.numel())
     chosen = torch.nonzero(local[flat["positions"]] >= 0)[:, 0]
     device = options.device
@@ -162,9 +155,9 @@ def build_micro_batch(shard: TrainShard, samples: list[int], step: TrainStep | N
         return flat[name][chosen].to(device)
 
     return MicroBatch(
-        tokens=flat["tokens"][held][None].to(device),
-        position_ids=flat["position_ids"][held][None].to(device),
-        layout=_layout(lengths, options),
+        tokens=torch.from_numpy(packed.tokens)[held][None].to(device),
+        position_ids=torch.from_numpy(packed.positions)[held][None].to(device),
+        layout=_layout(packed, options),
         selection=Selection(
             positions=local[flat["positions"][chosen]].to(device),
             targets=pick("targets"),
@@ -189,8 +182,6 @@ def build_micro_batches(shard: TrainShard, step: TrainStep, options: BatchOption
 
 
 _COLUMNS: dict[str, torch.dtype] = {
-    "tokens": torch.int64,
-    "position_ids": torch.int64,
     "positions": torch.int64,
     "targets": torch.int64,
     "responses": torch.int64,
@@ -212,19 +203,67 @@ def _weight(mask: np.ndarray, step: TrainStep | None, per_token: bool) -> float:
     return 1.0 / max(step.num_tokens, 1) if per_token else 1.0 / max(step.num_samples * total, 1e-12)
 
 
-def _layout(lengths: list[int], options: BatchOptions) -> PackedLayout:
+@dataclass(frozen=True)
+class _Packed:
+    """One packed row over all context-parallel ranks: tokens and positions [T], each sequence's tokens in it."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    rows: list[np.ndarray]
+    lengths: list[int]
+    shared: bool
+
+
+def _pack(sequences: list[np.ndarray], prompts: list[int], options: BatchOptions) -> _Packed:
+    multiple = options.slicing.multiple
+    share = options.local_attention and options.slicing.cp_size == 1
+    pieces: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    lengths: list[int] = []
+    known: dict[bytes, np.ndarray] = {}
+    start = 0
+
+    def put(tokens: np.ndarray, first_position: int, length: int) -> np.ndarray:
+        nonlocal start
+        piece = np.zeros(length, dtype=np.int64)
+        piece[: tokens.size] = tokens
+        pieces.append(piece)
+        places.append(first_position + np.arange(length))
+        lengths.append(length)
+        start += length
+        return start - length + np.arange(tokens.size)
+
+    for sequence, prompt in zip(sequences or [np.zeros(2, np.int64)], prompts or [1], strict=True):
+        fed = sequence[: max(sequence.size - 1, 1)]
+        if not share:
+            rows.append(put(fed, 0, -(-fed.size // multiple) * multiple))
+            continue
+        head, tail = fed[:prompt], fed[prompt:]
+        key = head.tobytes()
+        if key not in known:
+            known[key] = put(head, 0, head.size)
+        rows.append(np.concatenate([known[key], put(tail, prompt, tail.size)]))
+    if share and start % multiple:
+        put(np.zeros(0, np.int64), 0, multiple - start % multiple)
+    return _Packed(np.concatenate(pieces), np.concatenate(places), rows, [start] if share else lengths, share)
+
+
+def _layout(packed: _Packed, options: BatchOptions) -> PackedLayout:
     # The local spec reads the offsets in Python; on the device, every layer would wait for it.
     where = torch.device("cpu") if options.local_attention else options.device
-    offsets = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32).to(where)
-    buckets = plan_buckets(lengths, options.device) if options.slicing.cp_size == 1 else []
+    offsets = torch.tensor(np.concatenate([[0], np.cumsum(packed.lengths)]), dtype=torch.int32).to(where)
+    # How long the table of rotary embeddings must be.
+    longest = int(packed.positions.max()) + 1 if packed.shared else max(packed.lengths)
     return PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
         cu_seqlens_q_padded=offsets,
         cu_seqlens_kv_padded=offsets,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        lengths=tuple(lengths),
-        buckets=tuple(buckets),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=tuple(packed.lengths),
+        buckets=tuple(plan_buckets(packed.rows, packed.tokens.size, options.device)) if packed.shared else (),
+        positions=torch.from_numpy(packed.positions).to(options.device) if packed.shared else None,
     )

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -41,65 +42,83 @@ class LocalNorm(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that share one padded attention call.
+    """Rows (sequences) that share one padded attention call. Indices are None where they would change nothing.
 
-    count      sequences in it
-    length     length they are padded to
-    positions  [tokens] their tokens in the packed sequence; None where the bucket is the whole of it
-    cells      [tokens] where each goes in the padded [count * length]; None where nothing is padded
+    count    rows in it
+    length   length they are padded to
+    sources  [tokens] packed token of each token of the rows; rows may share packed tokens
+    cells    [tokens] where each goes in the padded [count * length]
+    outputs  [outputs] cells whose result is kept, one a packed token
+    targets  [outputs] packed token that each is the result of
     """
 
     count: int
     length: int
-    positions: Tensor | None
+    sources: Tensor | None
     cells: Tensor | None
+    outputs: Tensor | None
+    targets: Tensor | None
 
 
-def plan_buckets(lengths: list[int], device: torch.device | str = "cpu") -> list[Bucket]:
-    """Group packed sequences of `lengths` so that none is padded to more than twice itself.
+def plan_buckets(rows: list[np.ndarray], num_tokens: int, device: torch.device | str = "cpu") -> list[Bucket]:
+    """Group rows so that none is padded to more than twice itself.
 
-    Right padding needs no mask: under a causal mask no token sees what stands to its right.
+    Right padding needs no mask: under a causal mask no token sees what stands to its right. A packed token that
+    several rows share (a prompt) has the same past in each of them, so any one of its results is the result.
+
+    Args:
+        rows: packed tokens of each sequence, in its order.
+        num_tokens: length of the packed row; tokens of no sequence are padding.
+        device: of the indices.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
-    for i in order:
-        longest = lengths[groups[-1][0]] if groups else 0
-        if groups and (2 * lengths[i] >= longest or longest <= SHORT_SEQUENCE):
+    for i in sorted((i for i in range(len(rows)) if rows[i].size), key=lambda i: -rows[i].size):
+        longest = rows[groups[-1][0]].size if groups else 0
+        if groups and (2 * rows[i].size >= longest or longest <= SHORT_SEQUENCE):
             groups[-1].append(i)
         else:
             groups.append([i])
-    buckets = []
-    for group in groups:
-        group.sort()
-        longest = max(lengths[i] for i in group)
-        whole = len(groups) == 1
-        even = all(lengths[i] == longest for i in group)
-        positions = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in group])
-        cells = torch.cat([torch.arange(row * longest, row * longest + lengths[i]) for row, i in enumerate(group)])
-        buckets.append(
-            Bucket(
-                count=len(group),
-                length=longest,
-                positions=None if whole else positions.to(device),
-                cells=None if even else cells.to(device),
-            )
-        )
-    return buckets
+    claimed = np.zeros(num_tokens, dtype=bool)
+    return [_bucket([rows[i] for i in sorted(group)], claimed, len(groups) == 1, device) for group in groups]
+
+
+def _bucket(rows: list[np.ndarray], claimed: np.ndarray, alone: bool, device: torch.device | str) -> Bucket:
+    length = max(row.size for row in rows)
+    sources = np.concatenate(rows)
+    cells = np.concatenate([index * length + np.arange(row.size) for index, row in enumerate(rows)])
+    targets, first = np.unique(sources, return_index=True)
+    new = ~claimed[targets]
+    targets, outputs = targets[new], cells[first[new]]
+    claimed[targets] = True
+    num_cells = len(rows) * length
+    everything = alone and targets.size == claimed.size
+
+    def index(values: np.ndarray, identity: bool) -> Tensor | None:
+        return None if identity else torch.from_numpy(values).to(device)
+
+    return Bucket(
+        count=len(rows),
+        length=length,
+        sources=index(sources, everything and np.array_equal(sources, np.arange(claimed.size))),
+        cells=index(cells, cells.size == num_cells),
+        outputs=index(outputs, np.array_equal(outputs, np.arange(num_cells))),
+        targets=index(targets, everything),
+    )
 
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron's description of packed sequences, and what the attention here needs besides, made once a batch.
+    """Megatron's description of packed sequences, and what the modules here need besides, made once a batch.
 
-    lengths  padded length of each sequence over all context-parallel ranks
-    buckets  attention calls of the batch; unused under context parallelism
+    lengths    padded length of each sequence over all context-parallel ranks
+    buckets    attention calls of the batch; unused under context parallelism
+    positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one after
+               the other; then Megatron is told of one sequence, and rotary embeddings are taken by these
     """
 
     lengths: tuple[int, ...] = ()
     buckets: tuple[Bucket, ...] = ()
+    positions: Tensor | None = None
 
 
 def zigzag_positions(lengths: list[int] | tuple[int, ...], cp_size: int, cp_rank: int) -> Tensor:
@@ -164,27 +183,27 @@ class SDPACoreAttention(MegatronModule):
             return self._context_parallel(query, key, value, layout)
         out: Tensor | None = None
         for bucket in layout.buckets:
-            rows = self._bucket(query, key, value, bucket)
-            if bucket.positions is None:
-                out = rows
+            results = self._bucket(query, key, value, bucket)
+            if bucket.targets is None:
+                out = results
             else:
                 out = torch.zeros_like(query) if out is None else out
-                out = out.index_copy(0, bucket.positions, rows)
+                out = out.index_copy(0, bucket.targets, results)
         assert out is not None, "a packed batch without tokens"
         return out.reshape(query.size(0), -1)
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
         batch = []
         for x in (query, key, value):
-            if bucket.positions is not None:
-                x = x.index_select(0, bucket.positions)
+            if bucket.sources is not None:
+                x = x.index_select(0, bucket.sources)
             if bucket.cells is not None:
                 padded = x.new_zeros(bucket.count * bucket.length, *x.shape[1:])
                 x = padded.index_copy(0, bucket.cells, x)
             batch.append(x.view(bucket.count, bucket.length, *x.shape[1:]).transpose(1, 2))
         out = self._attend(*batch, mask=None).transpose(1, 2)  # [count, length, heads, d]
         out = out.reshape(bucket.count * bucket.length, *out.shape[2:])
-        return out if bucket.cells is None else out.index_select(0, bucket.cells)
+        return out if bucket.outputs is None else out.index_select(0, bucket.outputs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         repeat = query.size(1) // key.size(1)

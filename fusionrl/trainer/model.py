@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -36,6 +40,14 @@ class PolicyModel(GPTModel):
     """
 
     real_vocab_size: int
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+        parts = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        positions = getattr(packed_seq_params, "positions", None)
+        if positions is None:
+            return parts
+        # A table of one entry a packed token: Megatron applies it as it stands, not by offset in a sequence.
+        return (parts[0], parts[1].index_select(0, positions), *parts[2:])
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:
         if labels is None or not self.post_process:

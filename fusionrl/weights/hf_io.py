@@ -51,7 +51,7 @@ class HFReader:
                 f"{self.flag} {self.folder}: it has neither {SINGLE} nor {INDEX}; "
                 "convert other formats with transformers' save_pretrained"
             )
-        return {name: SINGLE for name in self._handle(SINGLE).keys()}  # noqa: SIM118 (a handle, not a dict)
+        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_worker import Workers
+
+from tests.trainer.trainer_worker import Workers
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +20,7 @@ def workers() -> Iterator[Workers]:
 @pytest.fixture(scope="session")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
     """hf(family, tied, **config) -> (folder, transformers model), made once a session."""
-    import hf_models
+    from tests.trainer import hf_models
 
     made: dict[Any, tuple[Path, Any]] = {}
 

@@ -8,8 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainer_worker import Samples
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.trainer.trainer_worker import Samples
 
 VOCAB = 120
 CLASSES = {

@@ -7,10 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
-import trainer_worker
-from trainer_worker import Failed, Samples, Workers, config_of
 
 from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import trainer_worker
+from tests.trainer.trainer_worker import Failed, Samples, Workers, config_of
 
 SCHEDULE = dict(lr_decay_style="cosine", lr_decay_iters=20, lr_warmup_iters=2, weight_decay=0.01, clip_grad=1.0)
 

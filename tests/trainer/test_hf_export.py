@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 
-import hf_models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_worker import Failed, Samples, config_of
 from transformers import AutoModelForCausalLM
 
 from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import hf_models
+from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 
 @pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import trainer_worker
-from trainer_worker import Samples, config_of
 
 from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import trainer_worker
+from tests.trainer.trainer_worker import Samples, config_of
 
 COMMON = dict(use_kl_loss=True, kl_loss_coef=0.2, entropy_coef=0.01, clip_grad=1.0, weight_decay=0.01)
 
@@ -34,7 +34,7 @@ def assert_same(got, want, bound):
 @pytest.mark.parametrize("per_token", [True, False])
 def test_micro_batches_and_data_parallel_ranks_change_nothing(workers, hf, per_token):
     folder, _ = hf("llama", True)
-    samples = Samples(7, seed=11)  # seven samples: the two ranks' shards differ in size
+    samples = Samples(7, seed=11, share=2)  # seven samples: the two ranks' shards differ in size
     values = dict(calculate_per_token_loss=per_token)
     one = history(workers, folder, samples, TrainerLayout(1), micro=7, **values)
     assert one[0][0]["train/grad_norm"] > 0.1
@@ -54,7 +54,7 @@ def test_a_rank_without_samples_takes_part(workers, hf):
 def test_model_parallel_layouts(workers, hf, sizes, family, tied):
     # 121 tokens: tensor parallelism must pad the vocabulary.
     folder, _ = hf(family, tied, vocab_size=121)
-    samples = Samples(6, seed=13, vocab=121)
+    samples = Samples(6, seed=13, vocab=121, share=3)
     one = history(workers, folder, samples, TrainerLayout(1), steps=2)
     layout = TrainerLayout(2, **sizes)
     assert_same(history(workers, folder, samples, layout, steps=2), one, 1e-5)

@@ -50,7 +50,7 @@ def serve(connection: Any) -> None:
             else:
                 result = args[0](actor, *args[1:])
             connection.send((True, result))
-        except BaseException as error:  # noqa: BLE001 (whatever it is, the test shall see it)
+        except BaseException as error:
             connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
 
 
@@ -164,6 +164,14 @@ def logits(actor: Any, shard: TrainShard, samples: list[int]) -> np.ndarray:
     return output[0].float().numpy()
 
 
+def num_packed_tokens(actor: Any, shard: TrainShard) -> list[int]:
+    """Tokens that the model runs over for each micro-batch of the first step."""
+    from fusionrl.trainer.batch import build_micro_batches
+
+    batches = build_micro_batches(shard, shard.steps[0], actor._batch_options())
+    return [batch.tokens.numel() for batch in batches]
+
+
 def poison_gradient(actor: Any) -> None:
     """Make the next backward pass give a NaN gradient in one parameter, with a loss that is finite."""
     param = next(iter(actor.trained.chunks[0].parameters()))
@@ -183,12 +191,26 @@ class Samples:
     """Random samples of a rollout, and their division into shards."""
 
     def __init__(
-        self, count: int = 8, seed: int = 0, low: int = 4, high: int = 40, vocab: int = 120, nan_reward: bool = False
+        self,
+        count: int = 8,
+        seed: int = 0,
+        low: int = 4,
+        high: int = 40,
+        vocab: int = 120,
+        share: int = 1,
+        nan_reward: bool = False,
     ) -> None:
+        """`count` samples of `low` to `high` tokens; every `share` of them have the same prompt."""
         random = np.random.default_rng(seed)
-        self.total = random.integers(low, high, count).astype(np.int32)
-        self.response = np.array([random.integers(1, total) for total in self.total], dtype=np.int32)
-        self.tokens = [random.integers(0, vocab, n).astype(np.int32) for n in self.total]
+        prompts = [random.integers(0, vocab, n) for n in random.integers(1, high // 2, -(-count // share))]
+        self.tokens: list[np.ndarray] = []
+        self.response = np.zeros(count, dtype=np.int32)
+        for i in range(count):
+            prompt = prompts[i // share]
+            self.response[i] = max(random.integers(low, high) - prompt.size, 1)
+            response = random.integers(0, vocab, self.response[i])
+            self.tokens.append(np.concatenate([prompt, response]).astype(np.int32))
+        self.total = np.array([tokens.size for tokens in self.tokens], dtype=np.int32)
         self.mask = [(random.random(n) < 0.8).astype(np.float32) for n in self.response]
         self.mask[0][:] = 1.0
         self.log_probs = [(-5.0 * random.random(n)).astype(np.float32) for n in self.response]

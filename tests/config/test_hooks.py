@@ -1,0 +1,77 @@
+"""Hooks: how they are found, and what is said of one that cannot be loaded or called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fusionrl.config.hooks import SIGNATURES, check_hook, load_function
+
+GOOD = '''
+CALLS = []
+NOT_A_FUNCTION = 3
+async def rm(args, sample, **kwargs): return 1.0
+async def too_few(args): return 1.0
+def rollout(args, rollout_id, data_source): return []
+class Source:
+    def __init__(self, args): pass
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> str:
+    path = tmp_path / "user_hooks.py"
+    path.write_text(GOOD)
+    return str(path)
+
+
+def test_a_file_is_loaded_once(module: str) -> None:
+    """A hook that keeps state in its module finds it again, by whichever flag it is called."""
+    load_function(f"{module}:rm").__globals__["CALLS"].append(1)
+    assert load_function(f"{module}:rollout").__globals__["CALLS"] == [1]
+
+
+def test_the_defaults_fit_their_own_signatures() -> None:
+    assert check_hook("rollout_function_path", "fusionrl.rollout.sglang_rollout.generate_rollout") is None
+    assert check_hook("rollout_function_path", "fusionrl.rollout.sft_rollout.generate_rollout") is None
+    assert check_hook("custom_generate_function_path", "fusionrl.rollout.sglang_rollout.generate") is None
+    assert check_hook("dynamic_sampling_filter_path", "fusionrl.rollout.filters.check_reward_nonzero_std") is None
+    assert check_hook("data_source_path", "fusionrl.buffer.data_source.RolloutDataSource") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("nothing_of_that_name.rm", "No module named 'nothing_of_that_name'"),
+        ("json.no_such_function", "has no 'no_such_function'"),
+        ("justaname", "neither package.module.function nor path/to/file.py:function"),
+        ("/nowhere/hooks.py:rm", "there is no file '/nowhere/hooks.py'"),
+        ("{module}:missing", "has no 'missing'"),
+        ("{module}:NOT_A_FUNCTION", "is not callable"),
+        ("{module}:too_few", "does not fit (too many positional arguments)"),
+    ],
+)
+def test_what_is_wrong_is_said_with_flag_path_and_signature(module: str, path: str, part: str) -> None:
+    path = path.format(module=module)
+    message = check_hook("custom_rm_path", path)
+    assert message is not None
+    assert "--custom-rm-path" in message and path in message and part in message
+    assert SIGNATURES["custom_rm_path"][2] in message
+
+
+@pytest.mark.parametrize("error", ["raise ValueError('my fault')", "raise KeyError('my fault')", "import no_such_thing", "def ("])
+def test_a_file_that_fails_while_it_is_imported(tmp_path: Path, error: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(error)
+    message = check_hook("custom_rm_path", f"{path}:rm")
+    assert message is not None and str(path) in message and "cannot be imported" in message
+    assert error.startswith("raise") is ("my fault" in message)
+    path.write_text("def rm(args, sample): return 0.0")  # mended in the same process, it loads
+    assert check_hook("custom_rm_path", f"{path}:rm") is None
+
+
+def test_keywords_of_the_call_are_checked(module: str) -> None:
+    message = check_hook("rollout_function_path", f"{module}:rollout")
+    assert message is not None and "evaluation" in message
+    assert check_hook("data_source_path", f"{module}:Source") is None

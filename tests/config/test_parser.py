@@ -1,0 +1,97 @@
+"""The command line: what it turns into, and that every mistake on it is listed at once with flag, value and cure."""
+
+from __future__ import annotations
+
+import pydantic
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.config.groups import GROUPS
+from fusionrl.config.parser import COMING, CommandLineError, flag_of, parse_args, read_args
+
+
+def errors_of(*argv: str) -> list[str]:
+    with pytest.raises(CommandLineError) as caught:
+        parse_args(argv)
+    return caught.value.errors
+
+
+def test_values_take_the_types_of_their_fields() -> None:
+    config = parse_args(
+        [
+            *("--mode", "sft", "--lr=2e-5", "--rollout-batch-size", "8", "--colocate", "--no-calculate-per-token-loss"),
+            *("--rollout-stop", "a", "b c", "--rollout-stop-token-ids", "1", "2", "--rollout-top-k", "-1"),
+            *("--apply-chat-template-kwargs", '{"enable_thinking": false}', "--resume=false", "--dry-run=True"),
+        ]
+    )
+    assert config.run.mode == "sft" and config.train.lr == 2e-5 and config.rollout.rollout_batch_size == 8
+    assert config.cluster.colocate and not config.algorithm.calculate_per_token_loss
+    assert config.rollout.rollout_stop == ["a", "b c"] and config.rollout.rollout_stop_token_ids == [1, 2]
+    assert config.rollout.rollout_top_k == -1
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert config.run.dry_run and not config.run.resume
+
+
+def test_every_mistake_is_listed_at_once() -> None:
+    found = errors_of(
+        *("--mode", "grpo", "--rollout-batch-size", "0", "--lr", "-1e-3", "--num-epoch", "--colocate=3"),
+        *("--rollout-temperature", "nan", "--apply-chat-template-kwargs", "{x", "--n-samples-per-prompt", "2.5"),
+        *("--use-tis", "--max-staleness", "2", "--rollout-stop-token-ids", "1", "two", "--name", "a/b"),
+    )
+    wanted = {
+        "--mode grpo": "'rl', 'sft', 'reject-sampling' or 'eval'",
+        "--rollout-batch-size 0": "greater than or equal to 1",
+        "--lr -1e-3": "greater than or equal to 0",
+        "--num-epoch": "needs a value",
+        "--colocate=3": "off by --no-colocate",
+        "--rollout-temperature nan": "finite",
+        "--apply-chat-template-kwargs {x": "not valid JSON",
+        "--n-samples-per-prompt 2.5": "integer",
+        "--use-tis": "not available yet",
+        "--max-staleness 2": "not available yet",
+        "--rollout-stop-token-ids two": "integer",
+        "--name a/b": "pattern",
+    }
+    for start, text in wanted.items():
+        assert any(e.startswith(start) and text in e for e in found), (start, found)
+    assert len(found) == len(wanted), found
+
+
+def test_what_fits_is_kept_beside_what_does_not() -> None:
+    config, errors = read_args(["--lr", "x", "--num-rollout", "3", "--rollout-stop-token-ids", "1", "b"])
+    assert len(errors) == 2 and config.run.num_rollout == 3
+    assert config.train.lr == Config().train.lr and config.rollout.rollout_stop_token_ids == []
+
+
+@pytest.mark.parametrize("flag", sorted(COMING))
+def test_a_flag_that_is_still_to_come_is_no_flag_yet(flag: str) -> None:
+    """A flag both taken and refused would be ignored in silence, or refused for nothing."""
+    assert not any(flag in model.model_fields for model in GROUPS.values())
+
+
+def test_stray_values_and_single_dashes() -> None:
+    found = errors_of("--num-rollout", "3", "4", "-lr", "1")
+    assert any("4" in e and "unexpected argument" in e for e in found)
+
+
+def test_config_is_frozen_and_hooks_get_a_copy() -> None:
+    config = Config.from_flat({"rollout_stop": ["x"], "apply_chat_template_kwargs": {"a": [1]}})
+    with pytest.raises(pydantic.ValidationError):
+        config.train.lr = 1.0  # type: ignore[misc]
+    args = config.to_args(extra=1)
+    args.rollout_stop.append("y")
+    args.apply_chat_template_kwargs["a"].append(2)
+    assert args.extra == 1
+    again = config.to_args()
+    assert again.rollout_stop == ["x"] and again.apply_chat_template_kwargs == {"a": [1]}
+
+
+def test_from_flat_refuses_unknown_names() -> None:
+    with pytest.raises(ValueError, match="unknown configuration fields: batchsize"):
+        Config.from_flat({"batchsize": 3})
+
+
+def test_field_names_are_unique_over_all_groups() -> None:
+    """Hooks get one flat namespace: a second field of one name would hide the first."""
+    names = [field for model in GROUPS.values() for field in model.model_fields]
+    assert len(names) == len(set(names)) and flag_of("a_b") == "--a-b"

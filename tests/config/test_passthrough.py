@@ -1,0 +1,111 @@
+"""Flags of SGLang, its router and Megatron-core: typed by upstream's own declarations, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+_WORKER = """
+import json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # upstream prints while it is imported
+from fusionrl.config.parser import read_args
+for line in sys.stdin:
+    config, errors = read_args(json.loads(line))
+    found = {kind: values for kind, values in config.passthrough.model_dump().items() if values}
+    print(json.dumps([found, errors]), file=answers, flush=True)
+"""
+
+Ask = Callable[..., tuple[dict[str, Any], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """ask(*argv) -> (what passes through, errors)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdin and process.stdout
+
+    def send(*argv: str) -> tuple[dict[str, Any], list[str]]:
+        assert process.stdin and process.stdout
+        process.stdin.write(json.dumps(argv) + "\n")
+        process.stdin.flush()
+        found, errors = json.loads(process.stdout.readline())
+        return found, errors
+
+    yield send
+    process.stdin.close()
+    process.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["--sglang-mem-fraction-static", "0.8"], {"sglang": {"mem_fraction_static": 0.8}}),
+        (["--sglang-attention-backend=triton"], {"sglang": {"attention_backend": "triton"}}),
+        (["--sglang-chunked-prefill-size", "-1"], {"sglang": {"chunked_prefill_size": -1}}),
+        (["--sglang-disable-cuda-graph"], {"sglang": {"disable_cuda_graph": True}}),
+        (["--router-policy", "random"], {"router": {"policy": "random"}}),
+        (["--router-cache-threshold=0.25"], {"router": {"cache_threshold": 0.25}}),
+        (["--recompute-granularity", "full"], {"transformer": {"recompute_granularity": "full"}}),
+        (["--moe-aux-loss-coeff", "-1e-3"], {"transformer": {"moe_aux_loss_coeff": -1e-3}}),
+        (["--no-masked-softmax-fusion"], {"transformer": {"masked_softmax_fusion": False}}),
+        (["--masked-softmax-fusion=false"], {"transformer": {"masked_softmax_fusion": False}}),
+        (["--window-size", "1", "2"], {"transformer": {"window_size": [1, 2]}}),
+        (["--recompute-modules", "core_attn", "mlp"], {"transformer": {"recompute_modules": ["core_attn", "mlp"]}}),
+        # A field whose own name begins with "no_" is no negation.
+        (["--no-rope-freq", "4"], {"transformer": {"no_rope_freq": 4}}),
+        (["--grad-reduce-in-fp32"], {"ddp": {"grad_reduce_in_fp32": True}}),
+        # Two of Megatron's classes have this field: one flag sets both.
+        (["--overlap-param-gather"], {"optimizer": {"overlap_param_gather": True}, "ddp": {"overlap_param_gather": True}}),
+    ],
+)
+def test_typed_by_upstream(ask: Ask, argv: list[str], wanted: dict[str, Any]) -> None:
+    found, errors = ask(*argv)
+    assert errors == [] and found == wanted
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--sglang-mem-fraction-statc", "0.8"], ["did you mean --sglang-mem-fraction-static?"]),
+        (["--sglang-mem-fraction-static", "abc"], ["--sglang-mem-fraction-static abc", "float"]),
+        (["--sglang-mem-fraction-static"], ["expected one argument"]),
+        (["--sglang-disable-cuda-graph", "yes"], ["yes"]),
+        (["--sglang-tp-size", "2"], ["--sglang-tp-size 2", "use --rollout-num-gpus-per-engine"]),
+        (["--sglang-model-path", "x"], ["set by fusionrl", "use --hf-checkpoint"]),
+        (["--router-port", "3"], ["set by fusionrl (a free port)"]),
+        (["--router-policy", "zzz"], ["--router-policy zzz", "round_robin"]),
+        (["--router-polcy", "random"], ["did you mean --router-policy?"]),
+        (["--bf16"], ["use --precision"]),
+        (["--no-bf16"], ["use --precision"]),
+        (["--num-layers", "3"], ["set by fusionrl (the Hugging Face config)"]),
+        (["--recompute-num-layers", "x"], ["'x' does not fit its type"]),
+        (["--recompute-granularity"], ["it needs a value"]),
+        (["--no-masked-softmax-fusion", "1"], ["takes no value"]),
+        (["--overlap-grad-reduc"], ["unknown flag; did you mean --overlap-grad-reduce?"]),
+        (["--rollout-batch", "8"], ["unknown flag; did you mean --rollout-batch-size?"]),  # no abbreviations
+        (["--rollot-batch-size", "8"], ["unknown flag; did you mean --rollout-batch-size?"]),
+    ],
+)
+def test_refused_with_flag_value_and_cure(ask: Ask, argv: list[str], parts: list[str]) -> None:
+    found, errors = ask(*argv)
+    assert found == {} and len(errors) == 1
+    assert errors[0].startswith(argv[0])
+    assert all(part in errors[0] for part in parts), errors
+
+
+def test_mistakes_in_all_of_them_come_together(ask: Ask) -> None:
+    found, errors = ask(
+        *("--sglang-foo", "1", "--sglang-mem-fraction-static", "0.5", "--lr", "x", "--router-foo", "--num-moe-experts", "z"),
+        *("--qwertyuiop", "--rollout-batch-size", "0"),
+    )
+    assert found == {"sglang": {"mem_fraction_static": 0.5}}
+    starts = [error.split(":")[0] for error in errors]
+    assert starts == ["--sglang-foo 1", "--router-foo", "--num-moe-experts z", "--qwertyuiop", "--rollout-batch-size 0", "--lr x"]

@@ -1,0 +1,233 @@
+"""Checks over several flags and over the files they name: each mistake is found before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.config.validate import validate
+
+Errors = Callable[..., list[str]]
+
+
+@pytest.fixture
+def base(tiny_model: Path, write_rows: Callable[..., Path]) -> dict[str, Any]:
+    """A configuration without a mistake."""
+    data = write_rows([{"input": "1+1=", "label": "2"}, {"input": "2+2=", "label": "4"}])
+    return {
+        "hf_checkpoint": str(tiny_model),
+        "prompt_data": str(data),
+        "label_key": "label",
+        "rm_type": "exact",
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 4,
+        "num_rollout": 1,
+        "device": "cpu",
+    }
+
+
+@pytest.fixture
+def errors(base: dict[str, Any]) -> Errors:
+    """errors(field=value, …) -> messages; a value of None takes the flag away."""
+
+    def find(**changes: Any) -> list[str]:
+        values = {name: value for name, value in (base | changes).items() if value is not None}
+        return validate(Config.from_flat(values))[1]
+
+    return find
+
+
+def one(found: list[str], *parts: str) -> None:
+    assert len(found) == 1, found
+    assert all(part in found[0] for part in parts), found
+
+
+def test_a_good_configuration(base: dict[str, Any]) -> None:
+    checked, errors = validate(Config.from_flat(base))
+    assert errors == [] and checked.num_prompts == 2
+    assert checked.shape is not None and checked.shape.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"pipeline": "async"}, ["--pipeline async", "available is on-policy"]),
+        ({"tensor_model_parallel_size": 2}, ["--tensor-model-parallel-size 2", "not available yet"]),
+        ({"prompt_data": None}, ["--prompt-data is required in --mode rl"]),
+        ({"rollout_batch_size": None}, ["--rollout-batch-size is required"]),
+        ({"num_rollout": None}, ["--num-rollout or --num-epoch is required"]),
+        ({"rm_type": None}, ["--rm-type or --custom-rm-path"]),
+        ({"rm_type": "exakt"}, ["--rm-type exakt", "known are", "last_number"]),
+        ({"rollout_max_response_len": None}, ["--rollout-max-response-len is required"]),
+        ({"mode": "eval"}, ["--eval-prompt-data is required"]),
+        ({"eval_interval": 2}, ["--eval-interval 2 needs --eval-prompt-data"]),
+        ({"eval_prompt_data": ["a"]}, ["--eval-prompt-data a", "pairs"]),
+        ({"debug_rollout_only": True, "debug_train_only": True, "mode": "sft"}, ["exclude each other"]),
+        ({"debug_train_only": True}, ["needs --load-debug-rollout-data"]),
+        ({"no_trainer": True}, ["--no-trainer belongs to --mode reject-sampling, not to rl"]),
+        ({"rollout_num_gpus_per_engine": 3}, ["--rollout-num-gpus-per-engine 3", "4 attention heads"]),
+        ({"rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}, ["several nodes"]),
+        ({"rollout_top_p": 0.9}, ["--rollout-top-p", "biased"]),
+        ({"rollout_max_context_len": 5000}, ["--rollout-max-context-len 5000", "2048 positions"]),
+        ({"rollout_min_response_len": 9}, ["--rollout-min-response-len 9", "--rollout-max-response-len 4"]),
+        ({"rollout_ignore_eos": True, "rollout_stop": ["x"]}, ["--rollout-ignore-eos", "--rollout-stop"]),
+        ({"group_rm": True}, ["--group-rm needs --custom-rm-path"]),
+        ({"kl_loss_coef": 0.1}, ["--kl-loss-coef 0.1", "--use-kl-loss"]),
+        ({"resume": True}, ["--resume", "--run-dir"]),
+        ({"save_debug_rollout_data": "x/{rollout_id}_{rank}.jsonl"}, ["--save-debug-rollout-data", "only field"]),
+        ({"save_debug_rollout_data": "x/all.jsonl"}, ["overwrite", "{rollout_id}"]),
+        ({"save_hf": "out/{step}"}, ["--save-hf out/{step}", "{rollout_id}"]),
+        (
+            {"n_samples_per_prompt": 1, "dynamic_sampling_filter_path": "fusionrl.rollout.filters.check_reward_nonzero_std"},
+            ["--n-samples-per-prompt 1", "at least 2"],
+        ),
+        ({"custom_rm_path": "no_module.rm", "rm_type": None}, ["--custom-rm-path", "no_module"]),
+        ({"custom_generate_function_path": "nowhere.py:f"}, ["--custom-generate-function-path", "there is no file"]),
+        ({"rollout_function_path": "json.dumps"}, ["--rollout-function-path json.dumps", "does not fit", "generate_rollout("]),
+    ],
+)
+def test_one_mistake_gives_one_message(errors: Errors, changes: dict[str, Any], parts: list[str]) -> None:
+    one(errors(**changes), *parts)
+
+
+def test_all_of_them_are_listed_at_once(errors: Errors, tmp_path: Path) -> None:
+    found = errors(
+        hf_checkpoint=str(tmp_path / "none"),
+        prompt_data=str(tmp_path / "none.jsonl"),
+        pipeline="stream",
+        context_parallel_size=2,
+        rm_type="nothing",
+        custom_rm_path="no_module.rm",
+        kl_loss_coef=0.5,
+        eval_prompt_data=["a", str(tmp_path / "eval.jsonl")],
+    )
+    for part in (
+        *("none: there is no such folder", "none.jsonl: there is no such file", "--pipeline stream"),
+        *("--context-parallel-size 2", "--rm-type nothing", "no_module", "--kl-loss-coef 0.5"),
+        *("eval.jsonl: there is no such file", "exclude each other"),
+    ):
+        assert sum(part in error for error in found) == 1, (part, found)
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize(
+    ("without", "part"),
+    [("model.safetensors", "no .safetensors file"), ("tokenizer.json", "no tokenizer"), ("config.json", "no config.json")],
+)
+def test_a_checkpoint_with_a_file_missing(errors: Errors, tiny_model: Path, tmp_path: Path, without: str, part: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns(without))
+    one(errors(hf_checkpoint=str(folder)), "--hf-checkpoint", str(folder), part)
+
+
+def test_a_reference_of_another_shape(errors: Errors, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "reference"
+    shutil.copytree(tiny_model, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
+    one(errors(ref_load=str(folder)), "--ref-load", "differs")
+    one(errors(ref_load=str(tmp_path / "none")), "--ref-load", "there is no such folder")
+
+
+# ------------------------------------------------------------------------------------------------ data
+def test_every_bad_line_is_named(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    data = write_rows(
+        [
+            {"input": "fine", "label": "2"},
+            "{not json",
+            {"imput": "x", "label": "2"},
+            "[1, 2]",
+            "",
+            {"input": 5, "label": "2"},
+            {"input": "", "label": "2"},
+            {"input": "x"},
+            {"input": "x", "label": "2", "metadata": 3},
+            {"input": [{"role": "user", "content": "hi"}], "label": "2"},
+        ],
+        "bad.jsonl",
+    )
+    found = errors(prompt_data=str(data))
+    wanted = {
+        2: "not valid JSON",
+        3: "no column 'input' (--input-key); it has ['imput', 'label']",
+        4: "no JSON object",
+        6: "neither text nor a list of messages",
+        7: "is empty",
+        8: "no column 'label' (--label-key)",
+        9: "column 'metadata' is no JSON object",
+        10: "add --apply-chat-template",
+    }
+    assert len(found) == len(wanted), found
+    for message, (line, part) in zip(found, wanted.items(), strict=True):
+        assert message.startswith(f"--prompt-data {data}: line {line}: ") and part in message
+
+
+def test_a_thousand_bad_lines_do_not_fill_the_screen(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    assert len(errors(prompt_data=str(write_rows([{"x": 1}] * 1000, "bad.jsonl")))) == 20
+
+
+def test_files_that_are_no_prompt_data(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
+    one(errors(prompt_data=str(write_rows([], "empty.jsonl"))), "no rows")
+    one(errors(prompt_data=str(write_rows(["a,b"], "table.csv"))), "'.csv'", ".jsonl or .parquet")
+    one(errors(prompt_data=str(tmp_path)), "there is no such file")
+    assert len(errors(prompt_data=str(write_rows(["no parquet"], "t.parquet")))) == 1
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes('{"input": "é", "label": "1"}\n'.encode("latin-1"))
+    one(errors(prompt_data=str(latin)), "line 1", "utf-8")
+
+
+def test_evaluation_sets(errors: Errors, base: dict[str, Any], write_rows: Callable[..., Path]) -> None:
+    good = base["prompt_data"]
+    assert errors(eval_prompt_data=["a-1", good, "b_2", good]) == []
+    # A name becomes a file's name and a metric's: found now, not at the first evaluation.
+    one(errors(eval_prompt_data=["aime.2024", good]), "--eval-prompt-data aime.2024", "letters")
+    assert any("two sets" in error for error in errors(eval_prompt_data=["a", good, "a", good]))
+    other = write_rows([{"question": "x", "label": "2"}], "eval.jsonl")
+    one(errors(eval_prompt_data=["a", str(other)]), f"--eval-prompt-data {other}: line 1", "--eval-input-key")
+    assert errors(eval_prompt_data=["a", str(other)], eval_input_key="question") == []
+
+
+MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "label_key", "part"),
+    [
+        ({"input": MESSAGES[:1]}, None, "without an assistant turn"),
+        ({"input": "text"}, None, "--label-key"),
+        ({"input": "text", "label": 4}, "label", "must be the response as text"),
+    ],
+)
+def test_rows_that_sft_cannot_train_on(errors: Errors, write_rows: Callable[..., Path], row: Any, label_key: Any, part: str) -> None:
+    good: dict[str, Any] = {"input": MESSAGES, "label": "x"}
+    data = write_rows([good, row], "sft.jsonl")
+    one(errors(mode="sft", prompt_data=str(data), label_key=label_key), "line 2", part)
+    assert errors(mode="sft", prompt_data=str(write_rows([good], "good.jsonl")), label_key=label_key) == []
+
+
+def test_a_tokenizer_without_a_chat_template(
+    errors: Errors, write_rows: Callable[..., Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("chat_template.*"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    one(errors(hf_checkpoint=str(folder), apply_chat_template=True), "--apply-chat-template", str(folder), "no chat template")
+    data = write_rows([{"input": MESSAGES}], "sft.jsonl")
+    one(errors(hf_checkpoint=str(folder), mode="sft", prompt_data=str(data), label_key=None), "no chat template")
+    assert errors(apply_chat_template=True) == []
+
+
+def test_replayed_rollouts_must_be_there(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
+    template = str(tmp_path / "saved_{rollout_id}.jsonl")
+    one(errors(debug_train_only=True, load_debug_rollout_data=template), "--load-debug-rollout-data", "saved_0.jsonl")
+    write_rows([{}], "saved_0.jsonl")
+    assert errors(debug_train_only=True, load_debug_rollout_data=template) == []

@@ -1,0 +1,129 @@
+"""The command as a user types it: exit codes, all mistakes at once, soon, and without loading the stack."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fusionrl import cli
+
+HEAVY = ("ray", "torch", "transformers", "megatron", "sglang", "sglang_router", "pydantic_settings")
+
+
+def command(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fusionrl.cli", *argv], capture_output=True, text=True, timeout=60, cwd=cwd
+    )
+
+
+@pytest.fixture
+def good(tiny_model: Path, write_rows: Callable[..., Path]) -> list[str]:
+    """Flags of a run without a mistake."""
+    data = write_rows([{"input": f"{i}+1=", "label": str(i + 1)} for i in range(10)])
+    return [
+        *("--hf-checkpoint", str(tiny_model), "--prompt-data", str(data), "--label-key", "label", "--rm-type", "exact"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"),
+        *("--num-epoch", "2", "--device", "cpu"),
+    ]
+
+
+def messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("error: ") for line in lines), lines
+    return [line.removeprefix("error: ") for line in lines]
+
+
+def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values, combinations, files, hooks and arithmetic are told together, not one a try."""
+    argv = [
+        *good,
+        *("--lr", "fast", "--hf-checkpoint", str(tmp_path / "none"), "--pipeline", "async", "--use-tis"),
+        *("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "4", "--global-batch-size", "3"),
+        *("--custom-rm-path", "no_module.rm", "--eval-prompt-data", "a", str(tmp_path / "eval.jsonl")),
+        *("--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2", "--num-epoch"),
+    ]
+    assert cli.main(["train", *argv]) == 2
+    found = messages(capsys)
+    for part in (
+        *("--lr fast", "none: there is no such folder", "--pipeline async", "--use-tis", "--tensor-model-parallel-size 2"),
+        *("no_module", "eval.jsonl", "--global-batch-size 3", "--rollout-num-gpus 3 is no multiple", "--num-epoch: it needs"),
+    ):
+        assert sum(part in error for error in found) == 1, (part, found)
+
+
+def test_what_is_told_once_is_not_told_again(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*good, "--rollout-batch-size", "eight", "--rm-type"]
+    assert cli.main(["plan", *argv]) == 2
+    assert [error.split(" ")[0].rstrip(":") for error in messages(capsys)] == ["--rm-type", "--rollout-batch-size"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--global-batch-size", "3"], ["4 x --n-samples-per-prompt 2 = 8 samples", "--global-batch-size 3", "nearest that does is 2"]),
+        (["--num-steps-per-rollout", "3"], ["= 8 samples", "--num-steps-per-rollout 3"]),
+        (["--num-steps-per-rollout", "2", "--global-batch-size", "8"], ["= 8 samples", "8 x --num-steps-per-rollout 2 = 16"]),
+        (["--actor-num-gpus-per-node", "4", "--global-batch-size", "2"], ["--global-batch-size 2", "4 data-parallel ranks"]),
+        (["--num-epoch", "1", "--rollout-batch-size", "16"], ["--num-epoch 1 x 10 prompts", "--rollout-batch-size 16"]),
+    ],
+)
+def test_sizes_come_with_their_arithmetic(
+    good: list[str], flags: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *good, *flags]) == 2
+    found = messages(capsys)
+    assert len(found) == 1 and all(part in found[0] for part in parts), found
+
+
+def test_a_plan_starts_nothing_and_writes_nothing(good: list[str], tmp_path: Path) -> None:
+    done = command("plan", *good, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0 and done.stderr == ""
+    assert "5 rollout steps" in done.stdout and "4 prompts x 2 samples = 8 samples" in done.stdout
+    assert command("train", *good, "--dry-run").stdout == done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl"}
+
+
+def test_the_first_error_comes_at_once(good: list[str]) -> None:
+    start = time.perf_counter()
+    done = command("train", *good, "--rollout-batch-size", "0", "--hf-checkpoint", "/nowhere")
+    seconds = time.perf_counter() - start
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+    assert seconds < 3, f"{seconds:.1f} s"
+
+
+def test_a_command_line_is_checked_without_the_stack(good: list[str]) -> None:
+    """Neither checking the flags nor any of the pure rooms loads ray, torch, megatron or sglang."""
+    program = f"""
+import importlib, pkgutil, sys
+from fusionrl import cli
+cli.resolve({good!r})
+for room in ("config", "plan", "data", "rewards"):
+    package = importlib.import_module("fusionrl." + room)
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+import fusionrl.weights.plan
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0 and "fusionrl train" in capsys.readouterr().out
+    assert cli.main(["trian"]) == 2 and "unknown command 'trian'" in capsys.readouterr().err
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--rollout-batch-size SIZE" in text and "{rl,sft,reject-sampling,eval}" in text
+
+
+def test_a_gpu_that_is_not_there(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if cli.detect_device("auto") == "cuda":
+        pytest.skip("this machine has a GPU")
+    assert cli.main(["plan", *good, "--device", "cuda"]) == 2
+    assert "--device cuda: this machine has no NVIDIA GPU" in messages(capsys)[0]
