@@ -204,7 +204,9 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
     loop = choose_loop(config)
     with (
         stop,
-        Session(config, plan, path, attempt, say=progress.status, check_stop=stop.check) as session,
+        Session(
+            config, plan, path, attempt, say=progress.status, check_stop=stop.check, on_ray=stop.install
+        ) as session,
         MetricsSink(path, attempt, config.run.use_tensorboard) as metrics,
     ):
         first = 0
@@ -233,9 +235,13 @@ class _StopSignal:
 
     def __enter__(self) -> _StopSignal:
         self._before = signal.getsignal(signal.SIGTERM)
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Take SIGTERM; again after Ray has started, which takes it for itself."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if threading.current_thread() is threading.main_thread():

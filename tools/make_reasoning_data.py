@@ -43,7 +43,10 @@ def generate_rows(num_rows: int, seed: int, template: str, config: dict[str, Any
         rows[expression] = {
             "prompt": template.format(expression=expression, question=item["question"]),
             "label": item["answer"],
-            "metadata": {"source_dataset": DATASET, "entry": {"answer": item["answer"], "expression": expression}},
+            "metadata": {
+                "source_dataset": DATASET,
+                "entry": {"answer": item["answer"], "expression": expression},
+            },
         }
         if len(rows) == num_rows:
             return list(rows.values())

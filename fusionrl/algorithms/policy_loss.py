@@ -11,7 +11,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token: `max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))`, with `r = exp(new - old)`.
 
-    Source: PPO (arXiv 1707.06347), equation 7; the asymmetric range is DAPO's (arXiv 2503.14476), section 3.1.
+    Source: PPO (arXiv 1707.06347), equation 7; the asymmetric range is DAPO's (arXiv 2503.14476), section
+        3.1.
 
     Args:
         log_probs: [t] of the policy that is trained; the gradient flows through these alone.

@@ -41,11 +41,13 @@ class Session:
         *,
         say: Callable[[str], None] = lambda text: None,
         check_stop: Callable[[], None] = lambda: None,
+        on_ray: Callable[[], None] = lambda: None,
     ) -> None:
-        """`say` is told what is going on; `check_stop` is called while waiting, and may raise to end the wait."""
+        """`say` is told what is going on; `check_stop` is called while waiting, and may raise to end the wait;
+        `on_ray` is called once Ray runs, which installs signal handlers of its own."""
         self.config, self.plan = config, plan
         self.run_dir, self.attempt = run_dir.resolve(), attempt
-        self.say, self.check_stop = say, check_stop
+        self.say, self.check_stop, self.on_ray = say, check_stop, on_ray
         self.trainers: list[Any] = []
         self.engines: list[Any] = []
         self.urls: list[str] = []
@@ -77,6 +79,7 @@ class Session:
         self._started_ray = start_ray(
             plan.device, plan.num_bundles, address=cluster.ray_address, dashboard=self.config.run.dashboard
         )
+        self.on_ray()
         self.alone = is_alone()
         bundles: list[Bundle] = []
         if plan.num_bundles:
@@ -86,7 +89,7 @@ class Session:
         trainer_refs = self._make_trainers(bundles)
         buffer_ready = self._make_router_and_buffer(engine_refs, bundles)
         if self.trainers:
-            facts = _gather(trainer_refs)
+            facts = _gather(trainer_refs, self.check_stop)
             logger.info("trainers: %s", facts[0])
         facts = ray.get(buffer_ready)
         if facts["num_too_long"]:
@@ -185,7 +188,7 @@ class Session:
                 host, str(self.run_dir / "logs"), api_key=self.api_key, router_args=self.config.passthrough.router
             )
             router_url = self.router.start()
-            self.urls = _gather(engine_refs)
+            self.urls = _gather(engine_refs, self.check_stop)
             for url in self.urls:
                 self.router.add_worker(url, self.api_key)
         endpoints = EngineEndpoints(router_url, tuple(self.urls), self.api_key)
@@ -331,12 +334,16 @@ def pinned(config: Config, plan: Plan) -> Config:
     )
 
 
-def _gather(refs: Sequence[Any]) -> list[Any]:
-    """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one."""
+def _gather(refs: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
+    """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
+
+    `check` is called about once a second, and may raise to end the wait.
+    """
     pending = list(refs)
     while pending:
-        done, pending = ray.wait(pending, num_returns=1)
+        done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
         ray.get(done)
+        check()
     return ray.get(list(refs))
 
 

@@ -24,7 +24,8 @@ def render_reference() -> str:
     for model in GROUPS.values():
         parts.append(f"\n## {(model.__doc__ or '').strip()}\n\n| flag | values | default | |\n|---|---|---|---|\n")
         for field, info in model.model_fields.items():
-            parts.append(f"| `{flag_of(field)}` | {_values(info)} | {_default(info)} | {info.description} |\n")
+            text = (info.description or "").replace("|", "\\|")  # a bare bar would end the cell
+            parts.append(f"| `{flag_of(field)}` | {_values(info)} | {_default(info)} | {text} |\n")
     parts.append("\n## Still to come\n\nRefused by name, never ignored: ")
     parts.append(", ".join(f"`{flag_of(field)}`" for field in sorted(COMING)) + ".\n")
     return "".join(parts)

@@ -16,8 +16,8 @@ import orjson
 
 from fusionrl.engines.http import EndpointError, auth_headers
 
-_NUM_TRIES = 5
 _FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 8.0  # a router that lost its engines' health for a moment gets them back
 
 
 @dataclass
@@ -50,13 +50,17 @@ class GenerateClient:
         max_connections: int = 1024,
         *,
         vocab_size: int | None = None,
+        num_tries: int = 10,
     ) -> None:
         """`timeout_s` bounds one request, retries included; `max_connections` the requests under way.
+
+        `num_tries` bounds the tries at one request; the pauses between ten of them add up to about 40 s.
 
         With `vocab_size`, `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang
         server, and the router would try the request on the next one.
         """
         self._vocab_size = vocab_size
+        self._num_tries = num_tries
         self._url = base_url.rstrip("/") + "/generate"
         self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
         self._timeout_s = timeout_s
@@ -67,7 +71,7 @@ class GenerateClient:
         """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
 
         `return_logprob` is set unless the payload has it. Broken connections and 5xx answers are tried
-        again, 5 times in all with growing pauses. Raises RuntimeError with the server's text for a 4xx
+        again with growing pauses. Raises RuntimeError with the server's text for a 4xx
         answer at once and for the last failed try, TimeoutError after `timeout_s` seconds.
         """
         if payload.get("sampling_params", {}).get("n", 1) != 1:
@@ -89,7 +93,7 @@ class GenerateClient:
 
     async def _send(self, body: bytes) -> bytes:
         session = self._open()
-        for attempt in range(_NUM_TRIES):
+        for attempt in range(self._num_tries):
             try:
                 async with session.post(self._url, data=body, headers=self._headers) as response:
                     answer = await response.read()
@@ -102,9 +106,9 @@ class GenerateClient:
                     raise error
             except aiohttp.ClientError as cause:
                 error = RuntimeError(f"{self._url} did not answer: {cause!r}")
-            if attempt + 1 == _NUM_TRIES:
+            if attempt + 1 == self._num_tries:
                 raise error
-            await asyncio.sleep(_FIRST_BACKOFF_S * 2**attempt)
+            await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _open(self) -> aiohttp.ClientSession:

@@ -24,6 +24,9 @@ _DEFAULTS: dict[str, Any] = {
     "request_timeout_secs": _REQUEST_TIMEOUT_S,
     "worker_startup_timeout_secs": 300,
     "worker_startup_check_interval": 1,
+    # A burst of broken connections would shut the only engine out; a dead one is found by the health check, and by
+    # the run itself, which watches the process.
+    "disable_circuit_breaker": True,
     "log_level": "warn",
 }
 

@@ -131,6 +131,9 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     # A health check that generates a token fails by design while generation is paused or memory released;
     # the router would take the engine out.
     env.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")
+    # The server closes a connection that was idle for 5 s, which is when the router, after a training step, sends
+    # the next rollout's requests over it: hundreds of resets at once.
+    env.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", str(24 * 3600))
     package_root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
     interface = interface_of(spec.host)

@@ -19,8 +19,8 @@ class RankCoordinates:
 class TrainerLayout:
     """Parallel sizes of the trainers, in Megatron-core's default order "tp-cp-ep-dp-pp".
 
-    The rank of (tp, cp, dp, pp) is `tp + TP * (cp + CP * (dp + DP * pp))`. Expert layers divide the same ranks
-    anew, as (etp, ep, expert dp, pp). Example: 8 ranks with tp 2 and pp 2 have dp 2, and rank 6 is
+    The rank of (tp, cp, dp, pp) is `tp + TP * (cp + CP * (dp + DP * pp))`. Expert layers divide the same
+    ranks anew, as (etp, ep, expert dp, pp). Example: 8 ranks with tp 2 and pp 2 have dp 2, and rank 6 is
     (tp 0, cp 0, dp 1, pp 1).
 
     Raises:
@@ -46,15 +46,16 @@ class TrainerLayout:
         for name, flag in flags.items():
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag} is {getattr(self, name)}; it must be at least 1")
+        ranks = f"{flags['world_size']} is {self.world_size}, which"
         if self.world_size % (self.tp * self.pp * self.cp):
             raise ValueError(
-                f"{flags['world_size']} is {self.world_size}, which tp {self.tp} × pp {self.pp} × cp {self.cp} does "
-                f"not divide; change {flags['tp']}, {flags['pp']} or {flags['cp']}, or the number of ranks"
+                f"{ranks} tp {self.tp} × pp {self.pp} × cp {self.cp} does not divide; "
+                f"change {flags['tp']}, {flags['pp']} or {flags['cp']}, or the number of ranks"
             )
         if self.world_size % (self.etp * self.ep * self.pp):
             raise ValueError(
-                f"{flags['world_size']} is {self.world_size}, which etp {self.etp} × ep {self.ep} × pp {self.pp} "
-                f"does not divide; change {flags['ep']} or {flags['etp']}, or the number of ranks"
+                f"{ranks} etp {self.etp} × ep {self.ep} × pp {self.pp} does not divide; "
+                f"change {flags['ep']} or {flags['etp']}, or the number of ranks"
             )
 
     @property

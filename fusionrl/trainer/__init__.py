@@ -1,4 +1,5 @@
-"""Room `trainer`: Megatron-core's side; model building, the train step, log-probs, checkpoints, the CPU layer.
+"""Room `trainer`: Megatron-core's side; model building, the train step, log-probs, checkpoints, the CPU
+layer.
 
 Imports neither sglang nor ray (but for pulling a shard by reference), and knows algorithms only as functions.
 """

@@ -1,7 +1,7 @@
 """One rank of the trainer, as a plain class: the cluster room makes a Ray actor of it, a test a process.
 
-Every method but `node_address` is a collective: the driver calls it on all ranks at once. Megatron-core is imported
-by `setup`, after the CPU layer is in place.
+Every method but `node_address` is a collective: the driver calls it on all ranks at once. Megatron-core is
+imported by `setup`, after the CPU layer is in place.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class TrainerActor:
         """
         config = self.config
         if config.model.hf_checkpoint is None:
-            raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
+            raise ValueError(
+                "--hf-checkpoint is not given; the trainer reads the model's shape and weights from it"
+            )
         self.shape = read_model_shape(config.model.hf_checkpoint)
         self.device = settings.resolve_device(config, self.rank)
         local_ranks = min(self.layout.world_size, config.cluster.actor_num_gpus_per_node)
@@ -118,7 +120,9 @@ class TrainerActor:
             create_gloo_process_groups=False,
         )
         coordinates = layout.coordinates(self.rank)
-        assert parallel_state.get_data_parallel_rank() == coordinates.dp, "TrainerLayout disagrees with Megatron"
+        assert parallel_state.get_data_parallel_rank() == coordinates.dp, (
+            "TrainerLayout disagrees with Megatron"
+        )
         seed = self.config.run.seed + 100 * coordinates.pp
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -133,7 +137,9 @@ class TrainerActor:
         folder = model.ref_load or model.hf_checkpoint
         assert folder is not None
         if read_model_shape(folder, flag) != self.shape:
-            raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
+            raise ValueError(
+                f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's"
+            )
         self._reference = ReferenceWeights(folder, self.trained.chunks, self.shape, flag)
 
     def train(self, rollout_id: int, shard: TrainShard | list[Any]) -> dict[str, float]:
@@ -169,7 +175,10 @@ class TrainerActor:
         for index, (step, batches) in enumerate(zip(shard.steps, steps, strict=True)):
             # After the first step the weights are no longer those that the rollout was made with.
             metrics = train_step(self.trained, batches, loss, recompute or index == 0, self.device)
-            metrics |= {"train/num_tokens": float(step.num_tokens), "train/num_samples": float(step.num_samples)}
+            metrics |= {
+                "train/num_tokens": float(step.num_tokens),
+                "train/num_samples": float(step.num_samples),
+            }
             history.append(metrics)
             self._counters["skipped"] += int(metrics["train/skipped"])
             self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
@@ -210,7 +219,8 @@ class TrainerActor:
         """Log-probs of all response tokens under the current weights; nothing is trained.
 
         Returns:
-            For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the shard.
+            For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the
+            shard.
 
         Raises:
             ValueError: see `train`.
@@ -242,7 +252,8 @@ class TrainerActor:
         return scores
 
     def evaluate_loss(self, shard: TrainShard | list[Any]) -> dict[str, float]:
-        """Validation loss: mean of -log p over all tokens with a loss mask, over all ranks; nothing is trained.
+        """Validation loss: mean of -log p over all tokens with a loss mask, over all ranks; nothing is
+        trained.
 
         Returns:
             eval/loss and eval/num_tokens.
@@ -294,9 +305,11 @@ class TrainerActor:
         dist.barrier()
 
     def state_hashes(self) -> dict[str, str]:
-        """SHA-256 of this rank's weights, optimizer state and RNG states: equal exactly where the bits are."""
+        """SHA-256 of this rank's weights, optimizer state and RNG states: equal only where all bits are."""
         from fusionrl.trainer.checkpoint import rng_state
+        from fusionrl.trainer.model import gather_params
 
+        gather_params(self.trained.chunks)
         weights, optimizer = hashlib.sha256(), hashlib.sha256()
         for chunk in self.trained.chunks:
             for name, param in chunk.named_parameters():
@@ -310,10 +323,16 @@ class TrainerActor:
                     optimizer.update(_bytes(param))
                     for name, value in sorted(inner.optimizer.state[param].items()):
                         optimizer.update(name.encode())
-                        optimizer.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
+                        optimizer.update(
+                            _bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode()
+                        )
         state = rng_state()
         rng = hashlib.sha256(repr((state["python"], state["numpy"])).encode())
-        for value in (state["torch"], state["device"], *(state["tracker"][key] for key in sorted(state["tracker"]))):
+        for value in (
+            state["torch"],
+            state["device"],
+            *(state["tracker"][key] for key in sorted(state["tracker"])),
+        ):
             rng.update(_bytes(value))
         return {"weights": weights.hexdigest(), "optimizer": optimizer.hexdigest(), "rng": rng.hexdigest()}
 
@@ -327,7 +346,7 @@ class TrainerActor:
 
 
 def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the optimizer steps that report it; sums of what is counted, the maximum of a max."""
+    """Mean of each metric over the steps that report it; the sum of what is counted, the maximum of a max."""
     result = {}
     for name in dict.fromkeys(name for metrics in history for name in metrics):
         values = [metrics[name] for metrics in history if name in metrics]

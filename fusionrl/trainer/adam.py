@@ -1,9 +1,10 @@
 """Adam as Megatron-core's distributed optimizer expects it, where Transformer Engine and apex are absent.
 
-Megatron-core falls back to torch's AdamW there, whose step count is a tensor a parameter: a fresh optimizer cannot
-describe its state for a checkpoint, `fully_reshardable` checkpoints do not load, and after a load all parameters
-share one step tensor, so that the bias correction is silently wrong. The kernel here is torch's own fused one (CPU
-and CUDA); only the bookkeeping is that of Transformer Engine's FusedAdam: one step count a parameter group.
+Megatron-core falls back to torch's AdamW there, whose step count is a tensor a parameter: a fresh optimizer
+cannot describe its state for a checkpoint, `fully_reshardable` checkpoints do not load, and after a load all
+parameters share one step tensor, so that the bias correction is silently wrong. The kernel here is torch's
+own fused one (CPU and CUDA); only the bookkeeping is that of Transformer Engine's FusedAdam: one step count a
+parameter group.
 """
 
 from __future__ import annotations
@@ -34,16 +35,26 @@ class FusedAdam(torch.optim.Optimizer):
         **unused: Any,
     ) -> None:
         if not (bias_correction and adam_w_mode):
-            raise ValueError("Adam without bias correction, or with weight decay in the gradient, is not supported")
+            raise ValueError(
+                "Adam without bias correction, or with weight decay in the gradient, is not supported"
+            )
         super().__init__(
-            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
         )
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> None:
         """Update every parameter that has a gradient."""
-        assert closure is None and grad_scaler is None, "neither is used by Megatron-core's optimizers"
+        assert closure is None, "Megatron-core's optimizers use none"
+        assert grad_scaler is None, "Megatron-core's optimizers use none"
         for group in self.param_groups:
             if not group["params"]:
                 continue

@@ -1,10 +1,10 @@
 """From a train shard to packed micro-batches on the device.
 
-The sequences of a micro-batch stand one after the other in one row. What need not be computed is left out of it: the
-last token of a sequence, which predicts nothing, and every prompt but one where samples have the same (the samples
-of a GRPO group). A shared prompt's hidden states are those that each sample would compute alone, and its gradient is
-the sum over the samples, so losses and gradients stay what they are; with 4 samples a prompt that is as long as
-their responses, the model runs over five tokens instead of eight.
+The sequences of a micro-batch stand one after the other in one row. What need not be computed is left out of
+it: the last token of a sequence, which predicts nothing, and every prompt but one where samples have the
+same (the samples of a GRPO group). A shared prompt's hidden states are those that each sample would compute
+alone, and its gradient is the sum over the samples, so losses and gradients stay what they are; with 4
+samples a prompt that is as long as their responses, the model runs over five tokens instead of eight.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class BatchOptions:
     """What is the same for all micro-batches of a rank.
 
     all_responses: choose every response token (scoring), not only those that are trained on.
-    per_token: weights are mask / tokens of the step; else mask / (samples of the step * tokens of the sample).
+    per_token: weights are mask / tokens of the step; else mask / (samples of the step * tokens of the
+        sample).
     """
 
     slicing: Slicing
@@ -109,12 +110,15 @@ def check_shard(shard: TrainShard) -> None:
     if bad.size:
         i = int(bad[0])
         raise ValueError(
-            f"sample {int(shard.fields['sample_index'][i])} has {int(shard.total_lengths[i])} tokens, all of them "
-            "response: the first token of a text is predicted by nothing; give the sample at least one prompt token"
+            f"sample {int(shard.fields['sample_index'][i])} has {int(shard.total_lengths[i])} tokens, all of "
+            "them response: the first token of a text is predicted by nothing; give the sample at least one "
+            "prompt token"
         )
 
 
-def build_micro_batch(shard: TrainShard, samples: list[int], step: TrainStep | None, options: BatchOptions) -> MicroBatch:
+def build_micro_batch(
+    shard: TrainShard, samples: list[int], step: TrainStep | None, options: BatchOptions
+) -> MicroBatch:
     """Pack `samples` of `shard`; without samples, one padding token whose loss weighs nothing.
 
     Args:
@@ -176,7 +180,7 @@ def build_micro_batch(shard: TrainShard, samples: list[int], step: TrainStep | N
 
 
 def build_micro_batches(shard: TrainShard, step: TrainStep, options: BatchOptions) -> list[MicroBatch]:
-    """All micro-batches of one optimizer step; at least one, so that every rank takes part in its collectives."""
+    """All micro-batches of one optimizer step; at least one, for every rank takes part in its collectives."""
     groups = [group for group in step.micro_batches if group] or [[]]
     return [build_micro_batch(shard, group, step, options) for group in groups]
 
@@ -205,7 +209,7 @@ def _weight(mask: np.ndarray, step: TrainStep | None, per_token: bool) -> float:
 
 @dataclass(frozen=True)
 class _Packed:
-    """One packed row over all context-parallel ranks: tokens and positions [T], each sequence's tokens in it."""
+    """One packed row over all context-parallel ranks: tokens, positions [T]; where each sequence is in it."""
 
     tokens: np.ndarray
     positions: np.ndarray

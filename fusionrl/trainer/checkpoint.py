@@ -1,9 +1,10 @@
 """Checkpoints of the trainer: Megatron's dist_checkpointing, published atomically.
 
-A checkpoint is a folder: Megatron's sharded files and `fusionrl.json` (layout, counters, the model's shape). It is
-written under another name and renamed by rank 0 when it is complete, so that a folder of its name can be loaded. The
-optimizer's state is stored in the fully reshardable form: it loads at another tensor, pipeline, context or data
-parallel size. RNG states belong to ranks and are restored where the layout is the same.
+A checkpoint is a folder: Megatron's sharded files and `fusionrl.json` (layout, counters, the model's shape).
+It is written under another name and renamed by rank 0 when it is complete, so that a folder of its name can
+be loaded. The optimizer's state is stored in the fully reshardable form: it loads at another tensor,
+pipeline, context or data parallel size. RNG states belong to ranks and are restored where the layout is the
+same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.checkpoint_io import in_process_writer
-from fusionrl.trainer.model import Trained, unwrap
+from fusionrl.trainer.model import Trained, gather_params, unwrap
 
 DESCRIPTION = "fusionrl.json"
 FORMAT = 1
@@ -68,7 +69,9 @@ def _sharded_state(
 ) -> dict[str, Any]:
     metadata = _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     models = {
-        "model" if len(trained.chunks) == 1 else f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata)
+        "model" if len(trained.chunks) == 1 else f"model{index}": unwrap(chunk).sharded_state_dict(
+            metadata=metadata
+        )
         for index, chunk in enumerate(trained.chunks)
     }
     state: dict[str, Any] = dict(models)
@@ -84,8 +87,9 @@ def _sharded_state(
 def save(
     path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int, counters: dict[str, int]
 ) -> None:
-    """Write a checkpoint at `path`; collective. One that is there already is replaced when the new one is complete."""
+    """Write a checkpoint at `path`; collective. It replaces one of that name when it is complete."""
     final, partial = Path(path), Path(path + ".partial")
+    gather_params(trained.chunks)
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -132,16 +136,21 @@ def read_description(path: str) -> dict[str, Any]:
     try:
         description = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"checkpoint {path}: it cannot be read ({error}); give the folder of a checkpoint") from error
+        raise ValueError(
+            f"checkpoint {path}: it cannot be read ({error}); give the folder of a checkpoint"
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is not valid JSON ({error})") from error
     if description.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}")
+        raise ValueError(
+            f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}"
+        )
     return description
 
 
 def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
-    """Restore a checkpoint; collective. Its own counters, and `rng_restored`: whether the layout was the same.
+    """Restore a checkpoint; collective. Its own counters, and `rng_restored`: whether the layout was the
+    same.
 
     Raises:
         ValueError: no complete checkpoint, one of another model, or files of it that are missing or damaged.
@@ -151,8 +160,8 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     for name, value in shape.model_dump(mode="json").items():
         if saved_shape.get(name) != value:
             raise ValueError(
-                f"checkpoint {path}: it is of a model with {name} {saved_shape.get(name)!r}, --hf-checkpoint has "
-                f"{value!r}; give the model that the run was started with"
+                f"checkpoint {path}: it is of a model with {name} {saved_shape.get(name)!r}, --hf-checkpoint "
+                f"has {value!r}; give the model that the run was started with"
             )
     same_layout = description["layout"] == dataclasses.asdict(layout)
     try:

@@ -1,8 +1,9 @@
 """Writes Megatron's checkpoint files with threads of this process.
 
-Megatron writes in forked processes and hands their results through a third, spawned one: made for saving while
-training goes on. Saving here waits for the files anyway. Then a fork of a process with many threads (Ray's, gloo's)
-is a risk without a gain, the spawned process runs the user's main module again, and both cost seconds a save.
+Megatron writes in forked processes and hands their results through a third, spawned one: made for saving
+while training goes on. Saving here waits for the files anyway. Then a fork of a process with many threads
+(Ray's, gloo's) is a risk without a gain, the spawned process runs the user's main module again, and both cost
+seconds a save.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _Writer = filesystem_async.FileSystemWriterAsync
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Any) -> None:
-    # The signature and the form of `results` are those of the method this stands in for: a dictionary of what each
-    # file's writer reports, or the first exception.
+    # The signature and the form of `results` are those of the method this stands in for: a dictionary of
+    # what each file's writer reports, or the first exception.
     def write_one(index: int) -> Any:
         outcome: queue.Queue[tuple[int, Any]] = queue.Queue()
         running: queue.Queue[int] = queue.Queue()

@@ -1,4 +1,5 @@
-"""The CPU layer of Megatron-core 0.16.1: what makes its unmodified package run on torch's CPU build with gloo.
+"""The CPU layer of Megatron-core 0.16.1: what makes its unmodified package run on torch's CPU build with
+gloo.
 
     cpu_megatron.install()        # before the first import of megatron.core
     import megatron.core
@@ -6,16 +7,16 @@
 
 Both do nothing where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA:
 
-| shim | what it replaces | without it |
+| shim | what it replaces | what fails without it |
 |---|---|---|
-| jit | `megatron.core.jit` (torch.compile of small functions) | a C++ compile at the first call of each function |
-| device | `torch.cuda.current_device` and `set_device` | no CUDA device: every allocation of a buffer fails |
-| streams | `torch.cuda` streams, events, `synchronize`, `Tensor.record_stream` | data-parallel buffers fail |
-| rng | `torch.cuda` RNG functions, and Megatron's own getter and setter | seeding and the RNG tracker fail |
-| factories | `device="cuda"` and `pin_memory=True` in torch's factory functions | schedules and the optimizer fail |
+| jit | `megatron.core.jit` (torch.compile of small functions) | time: a C++ compile for each of them |
+| device | `torch.cuda.current_device` and `set_device` | every allocation of a buffer |
+| streams | `torch.cuda` streams, events, `synchronize`, `Tensor.record_stream` | data-parallel buffers |
+| rng | `torch.cuda` RNG functions, and Megatron's own getter and setter | seeding, the RNG tracker |
+| factories | `device="cuda"`, `pin_memory=True` in torch's factory functions | schedules, the optimizer |
 | moves | `Tensor.cuda`, `Tensor.pin_memory`, `Tensor.to("cuda")` | as above |
-| types | `Tensor.type()` answers `torch.cuda.FloatTensor` | the optimizer and gradient clipping refuse parameters |
-| checkpoint | `CheckpointWithoutOutput(fp8=False)` counts as "fp8 is on" without Transformer Engine | recompute fails |
+| types | `Tensor.type()` answers `torch.cuda.FloatTensor` | the optimizer, gradient clipping |
+| recompute | `CheckpointWithoutOutput(fp8=False)` is not "fp8 is on" | selective recompute |
 
 The optimizer's stand-in is in `adam.py`, because a GPU without Transformer Engine needs it as well.
 `OVERRIDES` are the TransformerConfig values without which a CPU run fails or, worse, is silently wrong.
@@ -39,7 +40,10 @@ _state = {"installed": False, "patched": False}
 # Name → (value, why). A user who sets one of these otherwise gets an error with this reason.
 OVERRIDES: dict[str, tuple[Any, str]] = {
     "use_cpu_initialization": (True, "there is no other device"),
-    "deallocate_pipeline_outputs": (False, "gloo's isend does not keep the storage alive: wrong activations are sent"),
+    "deallocate_pipeline_outputs": (
+        False,
+        "gloo's isend does not keep the storage alive: wrong activations are sent",
+    ),
     "batch_p2p_comm": (False, "the batched exchange fails with interleaved pipeline stages"),
     "gradient_accumulation_fusion": (False, "it is a CUDA kernel"),
     "masked_softmax_fusion": (False, "it is a CUDA kernel"),
@@ -84,8 +88,7 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -101,12 +104,14 @@ class _Stream:
 
 
 def install() -> bool:
-    """Put the shims into torch; once a process, before megatron.core is imported. True where they are in place."""
+    """Put the shims into torch; once a process, before megatron.core is imported. True where they are."""
     if not is_needed():
         return False
     if _state["installed"]:
         return True
-    assert "megatron.core" not in sys.modules, "cpu_megatron.install() must run before megatron.core is imported"
+    assert "megatron.core" not in sys.modules, (
+        "cpu_megatron.install() must run before megatron.core is imported"
+    )
     _install_jit()
     _install_cuda_functions()
     _install_factories()
@@ -144,7 +149,7 @@ def patch() -> None:
 
 
 def _install_jit() -> None:
-    jit = types.ModuleType("megatron.core.jit")
+    jit: Any = types.ModuleType("megatron.core.jit")
     jit.noop_decorator = jit.jit_fuser = lambda function: function
     jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
     sys.modules["megatron.core.jit"] = jit

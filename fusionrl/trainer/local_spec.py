@@ -1,7 +1,8 @@
 """Layer spec for machines without Transformer Engine: an RMSNorm and a core attention, on a CPU or a GPU.
 
-Megatron-core's own local spec has no norm for sequence parallelism, no context parallelism, no packed sequences and
-an attention whose memory is quadratic. The two modules here have them, by torch's scaled_dot_product_attention.
+Megatron-core's own local spec has no norm for sequence parallelism, no context parallelism, no packed
+sequences and an attention whose memory is quadratic. The two modules here have them, by torch's
+scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class LocalNorm(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows (sequences) that share one padded attention call. Indices are None where they would change nothing.
+    """Rows (sequences) that share one padded attention call. Indices are None where they would change
+    nothing.
 
     count    rows in it
     length   length they are padded to
@@ -63,8 +65,9 @@ class Bucket:
 def plan_buckets(rows: list[np.ndarray], num_tokens: int, device: torch.device | str = "cpu") -> list[Bucket]:
     """Group rows so that none is padded to more than twice itself.
 
-    Right padding needs no mask: under a causal mask no token sees what stands to its right. A packed token that
-    several rows share (a prompt) has the same past in each of them, so any one of its results is the result.
+    Right padding needs no mask: under a causal mask no token sees what stands to its right. A packed token
+    that several rows share (a prompt) has the same past in each of them, so any one of its results is the
+    result.
 
     Args:
         rows: packed tokens of each sequence, in its order.
@@ -112,8 +115,9 @@ class PackedLayout(PackedSeqParams):
 
     lengths    padded length of each sequence over all context-parallel ranks
     buckets    attention calls of the batch; unused under context parallelism
-    positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one after
-               the other; then Megatron is told of one sequence, and rotary embeddings are taken by these
+    positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
+               after the other; then Megatron is told of one sequence, and rotary embeddings are taken by
+               these
     """
 
     lengths: tuple[int, ...] = ()
@@ -125,7 +129,8 @@ def zigzag_positions(lengths: list[int] | tuple[int, ...], cp_size: int, cp_rank
     """Positions in the packed sequence that `cp_rank` holds, in its local order.
 
     Each sequence is cut into 2 * cp pieces, of which rank r holds the r-th and the r-th from the end, so that
-    causal attention costs every rank the same. Every length must be a multiple of 2 * cp_size, for cp_size > 1.
+    causal attention costs every rank the same. Every length must be a multiple of 2 * cp_size, for cp_size >
+    1.
     """
     start, pieces = 0, [torch.zeros(0, dtype=torch.long)]
     for length in lengths:
@@ -160,7 +165,8 @@ class SDPACoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
-        assert getattr(config, "softmax_type", "vanilla") == "vanilla" and config.window_size is None
+        assert getattr(config, "softmax_type", "vanilla") == "vanilla"
+        assert config.window_size is None
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
@@ -177,7 +183,8 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
         """query [t, heads, d], key and value [t, groups, d] of this rank's tokens -> [t, heads * d]."""
-        assert attention_bias is None and isinstance(packed_seq_params, PackedLayout), "packed sequences only"
+        assert attention_bias is None
+        assert isinstance(packed_seq_params, PackedLayout), "packed sequences only"
         layout = packed_seq_params
         if self.cp_group is not None and self.cp_group.size() > 1:
             return self._context_parallel(query, key, value, layout)
@@ -201,11 +208,16 @@ class SDPACoreAttention(MegatronModule):
                 padded = x.new_zeros(bucket.count * bucket.length, *x.shape[1:])
                 x = padded.index_copy(0, bucket.cells, x)
             batch.append(x.view(bucket.count, bucket.length, *x.shape[1:]).transpose(1, 2))
-        out = self._attend(*batch, mask=None).transpose(1, 2)  # [count, length, heads, d]
+        out = self._attend(batch[0], batch[1], batch[2], mask=None).transpose(
+            1, 2
+        )  # [count, length, heads, d]
         out = out.reshape(bucket.count * bucket.length, *out.shape[2:])
         return out if bucket.outputs is None else out.index_select(0, bucket.outputs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if query.dtype is torch.bfloat16 and query.device.type == "cpu":
+            # torch's CPU kernel is several times slower in bf16, above all backward.
+            return self._attend(query.float(), key.float(), value.float(), mask).to(query.dtype)
         repeat = query.size(1) // key.size(1)
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
@@ -213,7 +225,9 @@ class SDPACoreAttention(MegatronModule):
         causal = mask is None
         if dropout > 0 and not self.config.sequence_parallel:
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)
+                return F.scaled_dot_product_attention(
+                    query, key, value, mask, dropout, causal, scale=self.scale
+                )
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
@@ -240,7 +254,9 @@ class SDPACoreAttention(MegatronModule):
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Spec of this rank's decoder layers, dense."""
-    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     attention = layer.self_attention.submodules

@@ -1,7 +1,8 @@
 """The loss of a micro-batch, and its metrics as sums that are right when added up over ranks.
 
-One denominator: the loss is `sum_t weights_t * l_t`, where `weights` already hold the global count of the optimizer
-step (see `batch.py`). So losses and gradients are sums over micro-batches and ranks, and no split changes them.
+One denominator: the loss is `sum_t weights_t * l_t`, where `weights` already hold the global count of the
+optimizer step (see `batch.py`). So losses and gradients are sums over micro-batches and ranks, and no split
+changes them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LossOptions:
 
 @dataclass
 class LossSums:
-    """Metrics of a micro-batch: `sums` [len(SUMS)] to be added up, `peak` [1] whose maximum counts; both fp64."""
+    """Metrics of a micro-batch, fp64: `sums` [len(SUMS)] to be added up, `peak` [1] whose maximum counts."""
 
     sums: Tensor
     peak: Tensor
@@ -80,8 +81,8 @@ def micro_batch_loss(
         entropy: [N].
         batch: the micro-batch.
         options: see `LossOptions`.
-        compare: report how far the engine's log-probs are off; only right while the weights are those that the
-            rollout was made with.
+        compare: report how far the engine's log-probs are off; only right while the weights are those that
+            the rollout was made with.
 
     Raises:
         ValueError: the engine's log-probs are to be the old policy's, and the shard has none.
@@ -132,7 +133,9 @@ def _policy_terms(
     if options.entropy_coef > 0:
         loss = loss + entropy_bonus(entropy, options.entropy_coef)
     if options.kl_coef is not None:
-        assert batch.ref_log_probs is not None or not batch.samples, "the reference's forward pass comes first"
+        assert batch.ref_log_probs is not None or not batch.samples, (
+            "the reference's forward pass comes first"
+        )
         reference = batch.ref_log_probs if batch.ref_log_probs is not None else log_probs.detach()
         kl = KL_ESTIMATORS[options.kl_type](log_probs, reference)
         values["kl_loss"] = (batch.weights * kl).sum()

@@ -35,8 +35,8 @@ from fusionrl.trainer.log_probs import chunked_log_probs
 class PolicyModel(GPTModel):
     """GPTModel whose last stage gives log-probs and entropies of chosen tokens instead of all logits.
 
-    Called with `labels=Selection`, it returns [2, N] fp32 (log-probs, entropies) on the last pipeline stage; without
-    labels, logits [1, T, V/tp] as GPTModel does.
+    Called with `labels=Selection`, it returns [2, N] fp32 (log-probs, entropies) on the last pipeline stage;
+    without labels, logits [1, T, V/tp] as GPTModel does.
     """
 
     real_vocab_size: int
@@ -49,7 +49,9 @@ class PolicyModel(GPTModel):
         # A table of one entry a packed token: Megatron applies it as it stands, not by offset in a sequence.
         return (parts[0], parts[1].index_select(0, positions), *parts[2:])
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any
+    ) -> Tensor:
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=None, **kwargs)
         if self.share_embeddings_and_output_weights:
@@ -57,10 +59,12 @@ class PolicyModel(GPTModel):
         else:
             weight = self.output_layer.weight
         group = self.pg_collection.tp
-        # Every rank's gradient of the hidden states comes from its own part of the vocabulary: both branches sum
-        # the parts in backward.
+        # Every rank's gradient of the hidden states comes from its own part of the vocabulary: both branches
+        # sum the parts in backward.
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+            hidden = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=group
+            )
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         log_probs, entropy = chunked_log_probs(
@@ -100,20 +104,23 @@ def build_model(
     Raises:
         ValueError: sizes that the model's shape does not allow, or passed-through fields Megatron refuses.
     """
+    if shape.num_attention_heads % layout.tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size {layout.tp} does not divide the model's "
+            f"{shape.num_attention_heads} attention heads"
+        )
+    if shape.num_layers % layout.pp and not any(
+        "num_layers_in" in name for name in config.passthrough.transformer
+    ):
+        raise ValueError(
+            f"--pipeline-model-parallel-size {layout.pp} does not divide the model's {shape.num_layers} "
+            "layers; change it, or give --num-layers-in-first-pipeline-stage"
+        )
     fields = settings.transformer_fields(config, shape, layout, device)
     try:
         transformer = TransformerConfig(**fields)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-core refuses the model's configuration: {error}") from error
-    if shape.num_attention_heads % layout.tp:
-        raise ValueError(
-            f"--tensor-model-parallel-size {layout.tp} does not divide the model's {shape.num_attention_heads} heads"
-        )
-    if shape.num_layers % layout.pp and not any("num_layers_in" in name for name in config.passthrough.transformer):
-        raise ValueError(
-            f"--pipeline-model-parallel-size {layout.pp} does not divide the model's {shape.num_layers} layers; "
-            "change it, or give --num-layers-in-first-pipeline-stage"
-        )
     if settings.resolve_impl(config, device) == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -160,7 +167,8 @@ def build_training(
     The optimizer takes its fp32 master weights from the modules, so these must hold their weights already.
 
     Raises:
-        ValueError: passed-through fields Megatron refuses, or a schedule that cannot be (see `lr_decay_steps`).
+        ValueError: passed-through fields Megatron refuses, or a schedule that cannot be (see
+            `lr_decay_steps`).
     """
     try:
         ddp_config = DistributedDataParallelConfig(**settings.ddp_fields(config))
@@ -181,7 +189,9 @@ def build_training(
     transformer.finalize_model_grads_func = finalize
     transformer.grad_scale_func = optimizer.scale_loss
     if ddp_config.overlap_grad_reduce:
-        transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        transformer.no_sync_func = (
+            [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        )
         if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
             sync = [chunk.start_param_sync for chunk in chunks]
             transformer.param_sync_func = sync if len(chunks) > 1 else sync[0]
@@ -203,13 +213,21 @@ def build_training(
 
 
 def _start_state(optimizer: Any) -> None:
-    # Adam makes its moments at its first step; a checkpoint before it (a resume, a skipped step) needs them as well.
+    # Adam makes its moments at its first step; a checkpoint before it (a resume, a skipped step) needs them
+    # as well.
     for inner in optimizer.chained_optimizers:
         if getattr(inner, "is_stub_optimizer", False):
             continue
         inner.init_state_fn(inner.optimizer, inner.config)
         for group in inner.optimizer.param_groups:
             group.setdefault("step", 0)
+
+
+def gather_params(chunks: list[DistributedDataParallel]) -> None:
+    """Complete the parameters: with overlapped gathering they are a step old until a forward pass."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def unwrap(module: torch.nn.Module) -> PolicyModel:

@@ -21,16 +21,16 @@ class ReferenceWeights:
 
     def __init__(self, folder: str, chunks: list[torch.nn.Module], shape: ModelShape, flag: str) -> None:
         self._weights: list[tuple[torch.nn.Parameter, Tensor]] = [
-            (param, _on_host(tensor.to(param.dtype), param)) for param, tensor in read_local_weights(
-                folder, chunks, shape, flag
-            )
+            (param, _on_host(tensor.to(param.dtype), param))
+            for param, tensor in read_local_weights(folder, chunks, shape, flag)
         ]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Within it the model computes with the reference's weights. Nothing may be trained or saved there.
 
-        Parameters are pointed at other memory and back, so the trained weights are neither copied nor touched.
+        Parameters are pointed at other memory and back, so the trained weights are neither copied nor
+        touched.
         """
         trained = [param.data for param, _ in self._weights]
         try:

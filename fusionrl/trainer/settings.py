@@ -1,4 +1,4 @@
-"""What the trainer derives from the configuration: device, precision, Megatron's config values, the schedule."""
+"""What the trainer derives from the configuration: device, precision, Megatron's values, the schedule."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ def resolve_device(config: Config, rank: int) -> torch.device:
     """The device of trainer rank `rank`.
 
     Raises:
-        ValueError: --device cuda without one, or --device cpu on a machine where Megatron would use CUDA anyway.
+        ValueError: --device cuda without one, or --device cpu on a machine where Megatron would use CUDA
+            anyway.
     """
     wanted, has_cuda = config.cluster.device, torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
     if wanted == "cpu" and has_cuda:
-        raise ValueError("--device cpu: a CUDA device is visible; hide it (CUDA_VISIBLE_DEVICES=) or use --device auto")
+        raise ValueError(
+            "--device cpu: a CUDA device is visible; hide it (CUDA_VISIBLE_DEVICES=) or use --device auto"
+        )
     if not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def resolve_precision(config: Config, device: torch.device) -> str:
-    """"fp32" or "bf16"."""
+    """ "fp32" or "bf16"."""
     if config.model.precision != "auto":
         return config.model.precision
     return "bf16" if device.type == "cuda" else "fp32"
 
 
 def resolve_impl(config: Config, device: torch.device) -> str:
-    """"local" or "transformer_engine".
+    """ "local" or "transformer_engine".
 
     Raises:
         ValueError: Transformer Engine asked for where it is not installed or has no device.
@@ -47,8 +50,8 @@ def resolve_impl(config: Config, device: torch.device) -> str:
     available = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if wanted == "transformer_engine" and not available:
         raise ValueError(
-            "--transformer-impl transformer_engine: it needs a CUDA device and the package transformer_engine; "
-            "use --transformer-impl local or auto"
+            "--transformer-impl transformer_engine: it needs a CUDA device and the package "
+            "transformer_engine; use --transformer-impl local or auto"
         )
     if wanted == "auto":
         return "transformer_engine" if available else "local"
@@ -56,7 +59,7 @@ def resolve_impl(config: Config, device: torch.device) -> str:
 
 
 def resolve_num_threads(config: Config, num_local_ranks: int) -> int:
-    """CPU threads of this rank: --train-num-threads, or the cores shared out over the ranks of the node."""
+    """CPU threads of this rank: --train-num-threads, or the cores shared out over the node's ranks."""
     if config.cluster.train_num_threads is not None:
         return config.cluster.train_num_threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -91,7 +94,8 @@ def lr_decay_steps(config: Config) -> int:
         return max(steps or 1, train.lr_warmup_iters + 1)
     if steps is None:
         raise ValueError(
-            f"--lr-decay-style {train.lr_decay_style}: the length of the run is not known; give --lr-decay-iters"
+            f"--lr-decay-style {train.lr_decay_style}: the length of the run is not known; "
+            "give --lr-decay-iters"
         )
     if steps <= train.lr_warmup_iters:
         raise ValueError(
@@ -113,52 +117,54 @@ def transformer_fields(
 
     dtype = torch.bfloat16 if resolve_precision(config, device) == "bf16" else torch.float32
     on_cpu = device.type == "cpu"
-    fields: dict[str, Any] = dict(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
-        layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=shape.qk_layernorm,
-        add_qkv_bias=shape.attention_bias,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        sequence_parallel=layout.tp > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+    fields: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "qk_layernorm": shape.qk_layernorm,
+        "add_qkv_bias": shape.attention_bias,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
         # Every weight is read from the checkpoint; drawing random ones first would only cost time. Not by
-        # `perform_initialization=False`: on a CPU that also leaves out the marks by which the gradient norm knows
-        # which parameters are split over tensor-parallel ranks.
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
-        variable_seq_lengths=True,
+        # `perform_initialization=False`: on a CPU that also leaves out the marks by which the gradient norm
+        # knows which parameters are split over tensor-parallel ranks.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+        "variable_seq_lengths": True,
         # Refused as "allgather" with variable lengths, even by a model without experts.
-        moe_token_dispatcher_type="alltoall",
+        "moe_token_dispatcher_type": "alltoall",
         # Makes data-parallel gradients sums, not means; see step.py.
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-    )
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+    }
     passed = config.passthrough.transformer
     if on_cpu:
         fields.update({name: value for name, (value, _) in cpu_megatron.OVERRIDES.items()})
         for name, (value, reason) in cpu_megatron.OVERRIDES.items():
             if name in passed and passed[name] != value:
                 flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out")
+                raise ValueError(
+                    f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out"
+                )
     fields.update(passed)
     return fields
 
@@ -171,31 +177,31 @@ def optimizer_fields(config: Config, device: torch.device) -> dict[str, Any]:
     """Fields of Megatron's OptimizerConfig."""
     train = config.train
     bf16 = resolve_precision(config, device) == "bf16"
-    fields = dict(
-        optimizer="adam",
-        lr=train.lr,
-        min_lr=min(train.min_lr, train.lr),
-        weight_decay=train.weight_decay,
-        adam_beta1=train.adam_beta1,
-        adam_beta2=train.adam_beta2,
-        adam_eps=train.adam_eps,
-        clip_grad=train.clip_grad,
-        use_distributed_optimizer=True,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-    )
+    fields = {
+        "optimizer": "adam",
+        "lr": train.lr,
+        "min_lr": min(train.min_lr, train.lr),
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_eps": train.adam_eps,
+        "clip_grad": train.clip_grad,
+        "use_distributed_optimizer": True,
+        "bf16": bf16,
+        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
+    }
     return fields | config.passthrough.optimizer
 
 
 def ddp_fields(config: Config) -> dict[str, Any]:
     """Fields of Megatron's DistributedDataParallelConfig."""
-    fields: dict[str, Any] = dict(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
+    fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
         # A gradient that is not finite skips the step and is counted; it does not end the run.
-        check_for_nan_in_grad=False,
-        average_in_collective=False,
-    )
+        "check_for_nan_in_grad": False,
+        "average_in_collective": False,
+    }
     return fields | config.passthrough.ddp

@@ -1,8 +1,8 @@
 """Forward and backward passes over micro-batches, and the optimizer step.
 
-Gradients are summed, not averaged, over data- and context-parallel ranks, because the loss is already divided by
-the global count (`loss.py`): Megatron's `calculate_per_token_loss` sets its scaling to 1, and its own division by a
-token count is left out (`model.build_training`).
+Gradients are summed, not averaged, over data- and context-parallel ranks, because the loss is already
+divided by the global count (`loss.py`): Megatron's `calculate_per_token_loss` sets its scaling to 1, and its
+own division by a token count is left out (`model.build_training`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 def _run(trained: Trained, batches: list[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
     """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list."""
 
-    def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def forward(
+        iterator: Iterator[MicroBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
         output = model(
             batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout
@@ -51,7 +53,7 @@ def _run(trained: Trained, batches: list[MicroBatch], loss: LossFunction, forwar
 
 @torch.no_grad()
 def forward_log_probs(trained: Trained, batches: list[MicroBatch]) -> list[Tensor]:
-    """[2, N] log-probs and entropies of each micro-batch's chosen tokens; [] but on the last pipeline stage."""
+    """[2, N] log-probs and entropies of each micro-batch's chosen tokens; [] but on the last stage."""
 
     def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), output
@@ -75,7 +77,7 @@ def _loss_function(options: LossOptions, compare: bool) -> LossFunction:
 
 
 def reduce_sums(parts: list[LossSums], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Add up over micro-batches and all ranks: (sums, peak) on every rank; `parts` is [] on other pipeline stages."""
+    """(sums, peak) over micro-batches and ranks, on every rank; `parts` is [] but on the last stage."""
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
     peak = torch.zeros(1, dtype=torch.float64, device=device)
     for part in parts:
@@ -101,8 +103,8 @@ def train_step(
 ) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; metrics over all ranks.
 
-    A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay as they
-    are, and `train/skipped` is 1.
+    A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
+    as they are, and `train/skipped` is 1.
     """
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()

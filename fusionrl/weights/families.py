@@ -1,7 +1,7 @@
 """One table a model family: which Hugging Face tensors make which Megatron tensor. Used both ways. Pure.
 
-A rule names a Megatron tensor, the Hugging Face tensors it is made of, how they are joined, and how the result is
-split over tensor-parallel ranks. Loading joins and splits; exporting gathers and takes apart.
+A rule names a Megatron tensor, the Hugging Face tensors it is made of, how they are joined, and how the
+result is split over tensor-parallel ranks. Loading joins and splits; exporting gathers and takes apart.
 
 Megatron's names are those of the local layer spec; Transformer Engine's fused names are mapped onto them.
 """
@@ -27,9 +27,10 @@ class Rule:
     """One Megatron tensor.
 
     join:  copy     one tensor, as it is
-           qkv      query, key and value rows, interleaved by query group: (q of group 0, k 0, v 0, q of group 1, …)
-           gate_up  gate over up
-    split: replicated; rows (dimension 0); columns (dimension 1); paired_rows (rows of each half of dimension 0)
+           qkv      query, key and value rows, interleaved by query group: (q of group 0, k 0, v 0, q of
+           group 1, …) gate_up  gate over up
+    split: replicated; rows (dimension 0); columns (dimension 1); paired_rows (rows of each half of dimension
+        0)
     """
 
     megatron: str
@@ -83,7 +84,10 @@ _LAYER = (
     ),
 )
 _QKV_BIAS = Rule(
-    "decoder.layers.{layer}.self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), "qkv", "rows"
+    "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+    tuple(f"{name}.bias" for name in _QKV),
+    "qkv",
+    "rows",
 )
 _QK_NORM = tuple(
     Rule(
@@ -132,7 +136,7 @@ def model_rules(shape: ModelShape) -> dict[str, Rule]:
 
 
 def rule_of(name: str, shape: ModelShape, rules: dict[str, Rule]) -> Rule:
-    """The rule of the Megatron parameter `name`; the copy of a tied embedding on a last stage has the embedding's."""
+    """The rule of the parameter `name`; the copy of a tied embedding on a last stage has the embedding's."""
     if name == _OUTPUT.megatron and shape.tie_word_embeddings:
         return Rule(_OUTPUT.megatron, _EMBEDDING.hf, "copy", "rows")
     return rules[name]
@@ -176,7 +180,7 @@ def join(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
 
 
 def take_apart(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
-    """The Hugging Face tensors of a whole Megatron tensor, in the order of `rule.hf`; the inverse of `join`."""
+    """The Hugging Face tensors of a whole Megatron tensor, in `rule.hf`'s order; the inverse of `join`."""
     if rule.join == "copy":
         return [full]
     if rule.join == "gate_up":
@@ -206,7 +210,7 @@ def split(rule: Rule, full: Tensor, rank: int, size: int) -> Tensor:
 
 
 def gather(rule: Rule, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """The whole Megatron tensor from all ranks' parts, padding of the vocabulary taken off; the inverse of `split`."""
+    """The whole Megatron tensor of all ranks' parts, without the vocabulary's padding; inverse of `split`."""
     if rule.split == "replicated":
         return parts[0]
     if rule.split == "columns":

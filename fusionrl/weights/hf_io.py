@@ -24,14 +24,25 @@ from fusionrl.weights import families
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Weights in any of their forms; everything else of a model folder is copied beside exported weights.
-_WEIGHT_FILES = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+_WEIGHT_FILES = (
+    "*.safetensors",
+    "*.index.json",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+)
 
 
 class HFReader:
     """Tensors of a Hugging Face folder by name, each read when it is asked for.
 
     Raises (on construction and by `get`):
-        ValueError: names the flag, the file and the tensor that is missing, of a wrong shape or cannot be read.
+        ValueError: names the flag, the file and the tensor that is missing, of a wrong shape or cannot be
+            read.
     """
 
     def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
@@ -59,7 +70,8 @@ class HFReader:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ValueError(
-                    f"{self.flag} {self.folder / file}: not a complete safetensors file ({error}); fetch it again"
+                    f"{self.flag} {self.folder / file}: not a complete safetensors file ({error}); "
+                    "fetch it again"
                 ) from error
         return self._open[file]
 
@@ -76,7 +88,9 @@ class HFReader:
         try:
             tensor = self._handle(file).get_tensor(name)
         except SafetensorError as error:
-            raise ValueError(f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})") from error
+            raise ValueError(
+                f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})"
+            ) from error
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(
                 f"{self.flag} {self.folder / file}: tensor {name} has shape {tuple(tensor.shape)}; "
@@ -86,7 +100,7 @@ class HFReader:
 
 
 def local_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(canonical Megatron name with the layer's global number, parameter) of this rank's part of the model."""
+    """(canonical Megatron name with the layer's global number, parameter) of this rank's part."""
     for chunk in chunks:
         module = chunk
         while not hasattr(module, "decoder"):
@@ -104,7 +118,8 @@ def local_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, t
 def read_local_weights(
     folder: str | Path, chunks: Iterable[torch.nn.Module], shape: ModelShape, flag: str = "--hf-checkpoint"
 ) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """(parameter, what `folder` has for it, cut to this tensor-parallel rank) of this rank's part of the model.
+    """(parameter, what `folder` has for it, cut to this tensor-parallel rank) of this rank's part of the
+    model.
 
     Raises:
         ValueError: see `HFReader`; also a tensor in the folder that the family does not have.
@@ -125,7 +140,9 @@ def read_local_weights(
         rule = families.rule_of(name, shape, rules)
         full = families.join(rule, [reader.get(hf, shapes[hf]) for hf in rule.hf], shape)
         part = families.split(rule, full, rank, size)
-        assert part.shape == param.shape, f"{name}: {tuple(part.shape)} for a parameter of {tuple(param.shape)}"
+        assert part.shape == param.shape, (
+            f"{name}: {tuple(part.shape)} for a parameter of {tuple(param.shape)}"
+        )
         yield param, part
 
 
@@ -144,8 +161,8 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of the model, in the order of `families.hf_shapes`, on every rank.
 
-    Collective over tensor- and pipeline-parallel ranks: every rank must exhaust it. One tensor stands whole at a
-    time. A tensor may share its memory with the model: copy what must outlive the next optimizer step.
+    Collective over tensor- and pipeline-parallel ranks: every rank must exhaust it. One tensor stands whole
+    at a time. A tensor may share its memory with the model: copy what must outlive the next optimizer step.
 
     Args:
         model_chunks: this rank's pipeline chunks, wrapped or not.
@@ -198,8 +215,8 @@ def save_hf(
 ) -> None:
     """Write `tensors` as a Hugging Face folder, with the config and tokenizer files of the folder `source`.
 
-    Every rank iterates `tensors`; the one with `write` writes, into a temporary folder that is renamed at the end,
-    so that a folder of that name is always complete. Files are split, and an index written, beyond
+    Every rank iterates `tensors`; the one with `write` writes, into a temporary folder that is renamed at
+    the end, so that a folder of that name is always complete. Files are split, and an index written, beyond
     `max_file_bytes`. config.json gets the dtype of the tensors.
 
     Raises:
@@ -211,7 +228,9 @@ def save_hf(
             pass
         return
     if path.exists():
-        raise ValueError(f"--save-hf {path}: it exists already; give another folder, or {{rollout_id}} in its name")
+        raise ValueError(
+            f"--save-hf {path}: it exists already; give another folder, or {{rollout_id}} in its name"
+        )
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

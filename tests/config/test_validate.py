@@ -220,9 +220,9 @@ def test_a_tokenizer_without_a_chat_template(
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    one(errors(hf_checkpoint=str(folder), apply_chat_template=True), "--apply-chat-template", str(folder), "no chat template")
+    one(errors(hf_checkpoint=str(folder), apply_chat_template=True), "--apply-chat-template", str(folder), "chat template")
     data = write_rows([{"input": MESSAGES}], "sft.jsonl")
-    one(errors(hf_checkpoint=str(folder), mode="sft", prompt_data=str(data), label_key=None), "no chat template")
+    one(errors(hf_checkpoint=str(folder), mode="sft", prompt_data=str(data), label_key=None), "chat template")
     assert errors(apply_chat_template=True) == []
 
 

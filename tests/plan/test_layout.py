@@ -11,7 +11,8 @@ from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 
 def test_order_of_ranks_is_tp_cp_dp_pp():
     layout = TrainerLayout(24, tp=2, cp=2, pp=3)
-    assert layout.dp == 2 and layout.expert_dp == 8
+    assert layout.dp == 2
+    assert layout.expert_dp == 8
     expected = [
         RankCoordinates(tp=tp, cp=cp, dp=dp, pp=pp)
         for pp, dp, cp, tp in itertools.product(range(3), range(2), range(2), range(2))
@@ -25,9 +26,9 @@ def test_order_of_ranks_is_tp_cp_dp_pp():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (dict(world_size=4, tp=3), "tp 3 × pp 1 × cp 1 does not divide"),
-        (dict(world_size=4, ep=3), "etp 1 × ep 3 × pp 1 does not divide"),
-        (dict(world_size=4, pp=0), "--pipeline-model-parallel-size is 0"),
+        ({"world_size": 4, "tp": 3}, "tp 3 × pp 1 × cp 1 does not divide"),
+        ({"world_size": 4, "ep": 3}, "etp 1 × ep 3 × pp 1 does not divide"),
+        ({"world_size": 4, "pp": 0}, "--pipeline-model-parallel-size is 0"),
     ],
 )
 def test_sizes_that_cannot_be(sizes, message):

@@ -30,18 +30,18 @@ CLASSES = {
 def make(folder: str | Path, family: str, tied: bool, seed: int = 0, **values: Any) -> Any:
     """A model with biases and norms that are not trivial, saved to `folder`."""
     config_class, model_class = CLASSES[family]
-    sizes = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        attn_implementation="eager",
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "attn_implementation": "eager",
+    }
     if family == "qwen3":
         sizes["head_dim"] = 16  # not hidden_size / heads
     torch.manual_seed(seed)
@@ -60,7 +60,9 @@ def response_log_probs(model: Any, samples: Samples, i: int, temperature: float 
     """(log-probs [response], entropies [response]) of sample i, one unpacked forward pass."""
     tokens = torch.tensor(samples.tokens[i], dtype=torch.long)
     total, response = int(samples.total[i]), int(samples.response[i])
-    log_probs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)[total - response - 1 : total - 1]
+    log_probs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)[
+        total - response - 1 : total - 1
+    ]
     chosen = log_probs.gather(-1, tokens[total - response :, None])[:, 0]
     return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
@@ -101,7 +103,9 @@ def loss(
 
 
 def hf_gradients(model: Any) -> dict[str, np.ndarray]:
-    return {name: param.grad.numpy().copy() for name, param in model.named_parameters() if param.grad is not None}
+    return {
+        name: param.grad.numpy().copy() for name, param in model.named_parameters() if param.grad is not None
+    }
 
 
 def clone(model: Any) -> Any:

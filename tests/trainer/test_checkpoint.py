@@ -12,7 +12,13 @@ from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import Failed, Samples, Workers, config_of
 
-SCHEDULE = dict(lr_decay_style="cosine", lr_decay_iters=20, lr_warmup_iters=2, weight_decay=0.01, clip_grad=1.0)
+SCHEDULE = {
+    "lr_decay_style": "cosine",
+    "lr_decay_iters": 20,
+    "lr_warmup_iters": 2,
+    "weight_decay": 0.01,
+    "clip_grad": 1.0,
+}
 
 
 def rollouts(workers, layout, numbers):
@@ -131,7 +137,8 @@ def test_a_damaged_checkpoint_is_an_error_that_says_so(workers, hf, tmp_path, da
     damage(path)
     with pytest.raises(Failed, match=message) as failure:
         workers.call("load", str(path))
-    assert failure.value.kind == "ValueError" and str(path) in failure.value.message
+    assert failure.value.kind == "ValueError"
+    assert str(path) in failure.value.message
     shutil.rmtree(path)
     with pytest.raises(Failed, match="cannot be read"):
         workers.call("load", str(path))

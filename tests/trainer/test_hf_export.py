@@ -15,7 +15,9 @@ from tests.trainer import hf_models
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 
-@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str
+)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
     folder, model = hf(family, tied, vocab_size=121)
@@ -27,11 +29,12 @@ def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
     want = dict(model.named_parameters())
     assert dict(loaded.named_parameters()).keys() == want.keys()
     for name, param in loaded.named_parameters():
-        assert param.dtype == want[name].dtype and torch.equal(param, want[name]), name
+        assert param.dtype == want[name].dtype
+        assert torch.equal(param, want[name]), name
     assert (out / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    workers.start(config_of(folder))
     with pytest.raises(Failed, match="it exists already") as failure:
-        workers.start(config_of(folder))
         workers.call("save_hf", str(out))
     assert failure.value.kind == "ValueError"
 
@@ -84,8 +87,14 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
     ("damage", "message"),
     [
         (_edit(lambda t: t.pop(K_PROJ)), f"{K_PROJ} is in none of its files"),
-        (_edit(lambda t: t.update({K_PROJ: t[K_PROJ][:8].clone()})), rf"{K_PROJ} has shape \(8, 32\).*\(16, 32\)"),
-        (_edit(lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(16)})), "k_proj.bias is no part"),
+        (
+            _edit(lambda t: t.update({K_PROJ: t[K_PROJ][:8].clone()})),
+            rf"{K_PROJ} has shape \(8, 32\).*\(16, 32\)",
+        ),
+        (
+            _edit(lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(16)})),
+            "k_proj.bias is no part",
+        ),
         (_truncate, "model.safetensors: not a complete safetensors file"),
         (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
     ],
@@ -98,27 +107,50 @@ def test_a_malformed_folder_is_an_error_that_names_it(workers, hf, tmp_path, dam
     with pytest.raises(Failed, match=message) as failure:
         workers.start(config_of(folder))
     assert failure.value.kind == "ValueError"
-    assert "--hf-checkpoint" in failure.value.message and str(folder) in failure.value.message
+    assert "--hf-checkpoint" in failure.value.message
+    assert str(folder) in failure.value.message
 
 
 def test_a_reference_of_another_shape_is_refused(workers, hf):
     config = config_of(hf("llama", True)[0], use_kl_loss=True, ref_load=str(hf("qwen2", True)[0]))
-    with pytest.raises(Failed, match="--ref-load .* another shape"):
+    with pytest.raises(Failed, match=r"--ref-load .* another shape"):
         workers.start(config)
 
 
 @pytest.mark.parametrize(
     ("values", "passed", "message"),
     [
-        (dict(), dict(transformer=dict(batch_p2p_comm=True)), "--batch-p2p-comm True: on a CPU it must be False"),
-        (dict(lr_decay_style="cosine"), {}, "give --lr-decay-iters"),
-        (dict(lr_decay_style="cosine", lr_decay_iters=3, lr_warmup_iters=3), {}, "--lr-warmup-iters 3 is not below"),
-        (dict(device="cuda"), {}, "--device cuda: torch sees no CUDA device"),
-        (dict(transformer_impl="transformer_engine"), {}, "use --transformer-impl local"),
-        (dict(), dict(transformer=dict(recompute_granularity="nonsense")), "Megatron-core refuses"),
+        ({}, {"transformer": {"batch_p2p_comm": True}}, "--batch-p2p-comm True: on a CPU it must be False"),
+        ({"lr_decay_style": "cosine"}, {}, "give --lr-decay-iters"),
+        (
+            {"lr_decay_style": "cosine", "lr_decay_iters": 3, "lr_warmup_iters": 3},
+            {},
+            "--lr-warmup-iters 3 is not below",
+        ),
+        ({"device": "cuda"}, {}, "--device cuda: torch sees no CUDA device"),
+        ({"transformer_impl": "transformer_engine"}, {}, "use --transformer-impl local"),
+        ({}, {"transformer": {"recompute_granularity": "nonsense"}}, "Megatron-core refuses"),
+        ({"precision": "fp32"}, {"optimizer": {"no_such_field": 1}}, "Megatron-core refuses"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(workers, hf, values, passed, message):
     with pytest.raises(Failed, match=message) as failure:
         workers.start(config_of(hf("llama", True)[0], passthrough=passed, **values))
+    assert failure.value.kind == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            TrainerLayout(2, tp=2),
+            "--tensor-model-parallel-size 2 does not divide the model's 3 attention heads",
+        ),
+        (TrainerLayout(2, pp=2), "--pipeline-model-parallel-size 2 does not divide the model's 3 layers"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model_are_refused(workers, hf, layout, message):
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 3}
+    with pytest.raises(Failed, match=message) as failure:
+        workers.start(config_of(hf("llama", True, **sizes)[0]), layout)
     assert failure.value.kind == "ValueError"

@@ -66,7 +66,8 @@ def test_large_logits_stay_finite():
     log_probs, entropy = chunked_log_probs(hidden, weight, targets, vocab_size=VOCAB, entropy_grad=True)
     ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
     want = expected(1.0, True, scale=200.0)
-    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
     assert torch.allclose(log_probs.double(), want[0], rtol=1e-4, atol=1e-2)
 
 
@@ -75,7 +76,9 @@ def test_no_tokens():
     hidden.requires_grad_(), weight.requires_grad_()
     log_probs, _ = chunked_log_probs(hidden[:0], weight, torch.zeros(0, dtype=torch.long), vocab_size=VOCAB)
     log_probs.sum().backward()
-    assert log_probs.shape == (0,) and not weight.grad.any() and not hidden.grad.any()
+    assert log_probs.shape == (0,)
+    assert not weight.grad.any()
+    assert not hidden.grad.any()
 
 
 def one_rank(actor, chunk_size):
@@ -105,6 +108,7 @@ def test_vocabulary_split_over_two_ranks(workers, hf, chunk_size):
 
     workers.start(config_of(hf("llama", True)[0]), TrainerLayout(2))
     (first, second) = ([torch.tensor(x) for x in rank] for rank in workers.run(one_rank, chunk_size))
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
     joined = (first[0], first[1], first[2] + second[2], torch.cat([first[3], second[3]]))
     check(joined, expected(0.6, True))

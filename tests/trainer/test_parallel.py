@@ -9,7 +9,13 @@ from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.trainer_worker import Samples, config_of
 
-COMMON = dict(use_kl_loss=True, kl_loss_coef=0.2, entropy_coef=0.01, clip_grad=1.0, weight_decay=0.01)
+COMMON = {
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.2,
+    "entropy_coef": 0.01,
+    "clip_grad": 1.0,
+    "weight_decay": 0.01,
+}
 
 
 def history(workers, folder, samples, layout, micro=3, steps=1, **values):
@@ -35,11 +41,44 @@ def assert_same(got, want, bound):
 def test_micro_batches_and_data_parallel_ranks_change_nothing(workers, hf, per_token):
     folder, _ = hf("llama", True)
     samples = Samples(7, seed=11, share=2)  # seven samples: the two ranks' shards differ in size
-    values = dict(calculate_per_token_loss=per_token)
+    values = {"calculate_per_token_loss": per_token}
     one = history(workers, folder, samples, TrainerLayout(1), micro=7, **values)
     assert one[0][0]["train/grad_norm"] > 0.1
     assert_same(history(workers, folder, samples, TrainerLayout(1), micro=2, **values), one, 1e-6)
     assert_same(history(workers, folder, samples, TrainerLayout(2), micro=2, **values), one, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "passthrough",
+    [
+        {"ddp": {"overlap_grad_reduce": True}},
+        {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+        {
+            "transformer": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        },
+        {
+            "transformer": {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["core_attn", "layernorm"],
+            }
+        },
+    ],
+    ids=["overlap-grads", "overlap-params", "recompute-full", "recompute-selective"],
+)
+def test_megatrons_options_change_nothing(workers, hf, passthrough):
+    """With overlapped gathering, an export must not be a step old."""
+    folder, _ = hf("qwen3", False)
+    samples = Samples(7, seed=17, share=2)
+    one = history(workers, folder, samples, TrainerLayout(1), steps=2)
+    assert_same(
+        history(workers, folder, samples, TrainerLayout(2), micro=2, steps=2, passthrough=passthrough),
+        one,
+        3e-6,
+    )
 
 
 def test_a_rank_without_samples_takes_part(workers, hf):
@@ -49,7 +88,7 @@ def test_a_rank_without_samples_takes_part(workers, hf):
     assert_same(history(workers, folder, samples, TrainerLayout(2)), one, 1e-6)
 
 
-@pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2), dict(cp=2)], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
 def test_model_parallel_layouts(workers, hf, sizes, family, tied):
     # 121 tokens: tensor parallelism must pad the vocabulary.
@@ -99,11 +138,13 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(workers, hf, fault):
     else:
         workers.run(trainer_worker.poison_gradient)
         metrics = workers.train(good.shards(2), layout)
-        assert np.isfinite(metrics["train/loss"]) and not np.isfinite(metrics["train/grad_norm"])
+        assert np.isfinite(metrics["train/loss"])
+        assert not np.isfinite(metrics["train/grad_norm"])
     assert metrics["train/skipped"] == 1.0
     assert workers.call("state_hashes") == before
     after = workers.train(good.shards(2), layout)
-    assert after["train/skipped"] == 0.0 and np.isfinite(after["train/loss"])
+    assert after["train/skipped"] == 0.0
+    assert np.isfinite(after["train/loss"])
     assert workers.call("state_hashes") != before
 
 
@@ -127,5 +168,7 @@ def test_a_response_without_a_prompt_is_refused(workers, hf):
     samples.response[1] = samples.total[1]
     samples.mask[1] = np.ones(samples.total[1], np.float32)
     samples.log_probs[1] = np.zeros(samples.total[1], np.float32)
-    with pytest.raises(trainer_worker.Failed, match="sample 1 has .* give the sample at least one prompt token"):
+    with pytest.raises(
+        trainer_worker.Failed, match=r"sample 1 has .* give the sample at least one prompt token"
+    ):
         workers.train(samples.shards())

@@ -106,7 +106,9 @@ class Workers:
         """Run `function(actor, *args)` on every rank."""
         return self._all([("run", (function, *args))] * self.world_size)
 
-    def train(self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0) -> dict:
+    def train(
+        self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0
+    ) -> dict:
         """Train on one shard a data-parallel rank; rank 0's metrics."""
         layout = layout or TrainerLayout(1)
         return self.call_each(
@@ -181,9 +183,17 @@ def poison_gradient(actor: Any) -> None:
 # --- what both tests and workers are given ---
 
 
-def config_of(folder: str | Path, mode: str = "rl", passthrough: dict[str, dict] | None = None, **values: Any) -> Config:
+def config_of(
+    folder: str | Path, mode: str = "rl", passthrough: dict[str, dict] | None = None, **values: Any
+) -> Config:
     """A trainer's configuration with one CPU thread a rank and no clipping."""
-    defaults = dict(mode=mode, hf_checkpoint=str(folder), train_num_threads=1, lr=1e-3, clip_grad=0.0)
+    defaults = {
+        "mode": mode,
+        "hf_checkpoint": str(folder),
+        "train_num_threads": 1,
+        "lr": 1e-3,
+        "clip_grad": 0.0,
+    }
     return Config.from_flat(defaults | values, PassThrough(**(passthrough or {})))
 
 
@@ -221,8 +231,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.total)
 
-    def shard(self, steps: Sequence[Sequence[Sequence[int]]], counts: Sequence[tuple[int, int]]) -> TrainShard:
-        """A shard of the samples in `steps`, a list of micro-batches a step, with the steps' global counts."""
+    def shard(
+        self, steps: Sequence[Sequence[Sequence[int]]], counts: Sequence[tuple[int, int]]
+    ) -> TrainShard:
+        """A shard of the samples in `steps`, a list of micro-batches each, with the steps' global counts."""
         ids = sorted({i for step in steps for micro in step for i in micro})
         local = {i: k for k, i in enumerate(ids)}
 
@@ -260,5 +272,7 @@ class Samples:
         shards = []
         for rank in range(dp):
             own = [ids[rank::dp] for ids in per_step]
-            shards.append(self.shard([[ids[i : i + micro] for i in range(0, len(ids), micro)] for ids in own], counts))
+            shards.append(
+                self.shard([[ids[i : i + micro] for i in range(0, len(ids), micro)] for ids in own], counts)
+            )
         return shards

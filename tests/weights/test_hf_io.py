@@ -55,7 +55,8 @@ def test_a_write_that_fails_leaves_no_folder_of_that_name(source, tmp_path):
 def test_ranks_that_do_not_write_take_part_in_the_export(source, tmp_path):
     tensors = iter(TENSORS)
     save_hf(tmp_path / "out", source, tensors, write=False)
-    assert next(tensors, None) is None and not (tmp_path / "out").exists()
+    assert next(tensors, None) is None
+    assert not (tmp_path / "out").exists()
 
 
 def split_folder(source, tmp_path):
@@ -69,7 +70,7 @@ def test_a_file_of_the_index_is_missing(source, tmp_path):
     (folder / "model-00002-of-00003.safetensors").unlink()
     reader = HFReader(folder, "--ref-load")
     assert torch.equal(reader.get("t0", (4, 8)), TENSORS[0][1])
-    with pytest.raises(ValueError, match="--ref-load .*model-00002-of-00003.safetensors: not a complete"):
+    with pytest.raises(ValueError, match=r"--ref-load .*model-00002-of-00003.safetensors: not a complete"):
         reader.get("t2", (4, 8))
 
 
@@ -78,7 +79,7 @@ def test_the_index_names_a_tensor_that_its_file_lacks(source, tmp_path):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["t9"] = "model-00001-of-00003.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="model-00001-of-00003.safetensors: tensor t9 cannot be read"):
+    with pytest.raises(ValueError, match=r"model-00001-of-00003.safetensors: tensor t9 cannot be read"):
         HFReader(folder).get("t9", (4, 8))
 
 

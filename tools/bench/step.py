@@ -39,10 +39,31 @@ def length_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 def our_flags(options: argparse.Namespace, data: Path, run_dir: Path) -> list[str]:
     """The command line of the measured run."""
     return [
-        *("--mode", "rl", "--hf-checkpoint", options.model, "--prompt-data", str(data), "--input-key", "prompt"),
-        *("--custom-rm-path", f"{Path(__file__).resolve()}:length_reward", "--run-dir", str(run_dir), "--no-save"),
+        *(
+            "--mode",
+            "rl",
+            "--hf-checkpoint",
+            options.model,
+            "--prompt-data",
+            str(data),
+            "--input-key",
+            "prompt",
+        ),
+        *(
+            "--custom-rm-path",
+            f"{Path(__file__).resolve()}:length_reward",
+            "--run-dir",
+            str(run_dir),
+            "--no-save",
+        ),
         *("--rollout-batch-size", str(options.prompts), "--n-samples-per-prompt", str(options.samples)),
-        *("--rollout-max-response-len", str(options.new_tokens), "--rollout-ignore-eos", "--num-rollout", "1"),
+        *(
+            "--rollout-max-response-len",
+            str(options.new_tokens),
+            "--rollout-ignore-eos",
+            "--num-rollout",
+            "1",
+        ),
         *("--precision", options.precision, "--lr", "1e-6", "--colocate", "--device", "cpu"),
         *("--engine-num-threads", str(options.threads), "--train-num-threads", str(options.threads)),
     ]
@@ -69,7 +90,14 @@ def trl_steps(options: argparse.Namespace, data: Path) -> list[float]:
     python = ROOT / ".venv-trl" / "bin" / "python"
     if not python.is_file():
         sys.exit("no TRL environment: run `bash scripts/setup-trl-env.sh` first, or pass --no-trl")
-    command = [str(python), str(ROOT / "tools/bench/trl_step.py"), "--model", options.model, "--prompts", str(data)]
+    command = [
+        str(python),
+        str(ROOT / "tools/bench/trl_step.py"),
+        "--model",
+        options.model,
+        "--prompts",
+        str(data),
+    ]
     command += ["--num-prompts", str(options.prompts), "--num-samples", str(options.samples)]
     command += ["--new-tokens", str(options.new_tokens), "--threads", str(options.threads)]
     command += ["--steps", str(options.steps + 1), "--dtype", options.precision]
@@ -81,7 +109,9 @@ def trl_steps(options: argparse.Namespace, data: Path) -> list[float]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)

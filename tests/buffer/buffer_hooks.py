@@ -1,0 +1,129 @@
+"""Rollout, reward and filter functions of the Buffer's tests, and notes of how they were called."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.types import DynamicFilterOutput, RolloutAborted, RolloutFnTrainOutput
+
+CALLS: list[Any] = []
+SCORED: list[int | None] = []
+
+
+def fill(group: list[Sample]) -> list[Sample]:
+    for sample in group:
+        sample.tokens = [1, 2, 3, 4]
+        sample.response, sample.response_length = f"answer {sample.index}", 2
+        sample.rollout_log_probs = [-1.0, -2.0]
+        sample.status = Sample.Status.COMPLETED
+    return group
+
+
+def bare_lists(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """As written for slime: synchronous, lists instead of arrays, a list of groups, rewards left to the caller."""
+    CALLS.append(rollout_id)
+    if evaluation:
+        return {"set": {"rewards": [1.0, 0.0], "samples": fill([Sample(index=0), Sample(index=1)])}}
+    return [fill(group) for group in data_source.get_samples(args.rollout_batch_size)]
+
+
+def without_numbers(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Samples of its own making, which belong together by the list they stand in alone."""
+    return [
+        [fill([Sample(index=2 * g + i, label=str(g), reward=float(i))])[0] for i in range(2)]
+        for g in range(args.rollout_batch_size)
+    ]
+
+
+def one_group_short(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    CALLS.append(rollout_id)
+    groups = data_source.get_samples(1)
+    return RolloutFnTrainOutput([fill(group) for group in groups], {"rollout/dropped_mine": 1, "rollout/calls": len(CALLS)})
+
+
+def too_many(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return [fill(group) for group in data_source.get_samples(args.rollout_batch_size + 2)]
+
+
+def nothing(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    CALLS.append(rollout_id)
+    return []
+
+
+def sleeps(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Blocks its thread as a function does that knows nothing of event loops; looks for an abort now and then."""
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for _ in range(500):
+        time.sleep(0.01)
+        if args.abort_event.is_set():
+            data_source.add_samples(groups)
+            raise RolloutAborted("told to stop")
+    return groups
+
+
+def scribbles(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Writes on its `args`: what it wrote must not be there at the next call."""
+    CALLS.append((args.rollout_temperature, getattr(args, "mine", None), list(args.rollout_stop)))
+    args.rollout_temperature, args.mine = 0.0, 1
+    args.rollout_stop.append("x")
+    return bare_lists(args, rollout_id, data_source)
+
+
+async def parity(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """1 for every second sample of a group."""
+    SCORED.append(sample.index)
+    return float((sample.index or 0) % 2)
+
+
+async def by_label(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """Groups with an odd label differ; those with an even one do not."""
+    SCORED.append(sample.index)
+    return float((sample.index or 0) % 2 and int(sample.label) % 2)
+
+
+async def several(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
+    return {"right": float((sample.index or 0) % 2), "style": 0.5}
+
+
+async def raises(args: Any, sample: Sample, **kwargs: Any) -> float:
+    raise KeyError("answer")
+
+
+def differing(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    return DynamicFilterOutput(len({s.reward for s in samples}) > 1, "flat")
+
+
+def halve(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    raw = [float(s.reward or 0.0) for s in samples]  # type: ignore[arg-type]
+    return raw, [r / 2 for r in raw]
+
+
+def loses_one(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    return [0.0] * len(samples), [0.0] * (len(samples) - 1)
+
+
+class OwnSource:
+    """A data source of a user's: keeps its state itself, by slime's `save` and `load`."""
+
+    saved: dict[int, int] = {}
+
+    def __init__(self, args: Any) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        self.position += num_samples
+        return [[Sample(index=0), Sample(index=1)] for _ in range(num_samples)]
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        self.position -= len(samples)
+
+    def save(self, rollout_id: int) -> None:
+        OwnSource.saved[rollout_id] = self.position
+
+    def load(self, rollout_id: int) -> None:
+        self.position = OwnSource.saved[rollout_id]

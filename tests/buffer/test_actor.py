@@ -1,0 +1,312 @@
+"""The Buffer: its control loop stays awake, hooks are applied once, nothing is lost or doubled over a resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import load_function
+from fusionrl.config.model_shape import read_model_shape
+from fusionrl.observe.rollouts import list_rollouts
+from fusionrl.plan.plan import make_plan
+from fusionrl.rewards.dispatch import RewardError
+from fusionrl.rollout.types import RolloutAborted
+
+HOOKS = Path(__file__).with_name("buffer_hooks.py")
+MakeBuffer = Callable[..., BufferActor]
+
+
+@pytest.fixture
+def notes() -> dict[str, list[Any]]:
+    """What the hooks noted, empty at the start of each test."""
+    found = load_function(f"{HOOKS}:parity").__globals__
+    for name in ("CALLS", "SCORED"):
+        found[name].clear()
+    return found
+
+
+@pytest.fixture
+def data(write_rows: Callable[..., Path]) -> Path:
+    return write_rows([{"input": f"p{i}", "label": str(i)} for i in range(12)])
+
+
+@pytest.fixture
+def buffer(tiny_model: Path, data: Path, tmp_path: Path, notes: Any) -> MakeBuffer:
+    """buffer(flag=value, …) -> a Buffer that has been set up; 4 prompts x 2 samples a rollout, 2 ranks."""
+
+    def make(attempt: int = 1, run: str = "run", **changes: Any) -> BufferActor:
+        values = {
+            "hf_checkpoint": str(tiny_model),
+            "prompt_data": str(data),
+            "label_key": "label",
+            "rollout_function_path": f"{HOOKS}:bare_lists",
+            "custom_rm_path": f"{HOOKS}:parity",
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 4,
+            "num_rollout": 3,
+            "actor_num_gpus_per_node": 2,
+        }
+        values = {name: value for name, value in (values | changes).items() if value is not None}
+        config = Config.from_flat(values)
+        plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=12)
+        made = BufferActor(config, plan, str(tmp_path / run), attempt, EngineEndpoints(), put=lambda shard: shard)
+        asyncio.run(made.setup())
+        return made
+
+    return make
+
+
+def run(call: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(call)
+
+
+def sample_indices(shards: list[Any]) -> list[int]:
+    return sorted(int(i) for shard in shards for i in shard.fields["sample_index"])
+
+
+# ------------------------------------------------------------------------------------------------ rollouts
+def test_a_rollout_becomes_one_shard_a_rank(buffer: MakeBuffer, notes: Any) -> None:
+    made = buffer()
+    rollout = run(made.generate(0))
+    assert len(rollout.shards) == 2 and sample_indices(rollout.shards) == list(range(8))
+    for shard in rollout.shards:
+        # Rewards 0 and 1 in each group: advantages of equal size and opposite sign.
+        assert set(shard.fields["raw_rewards"].tolist()) <= {0.0, 1.0}
+        assert np.allclose(shard.fields["rewards"], (2 * shard.fields["raw_rewards"] - 1) / np.sqrt(2), atol=1e-4)
+        assert shard.fields["rollout_log_probs"].tolist() == [-1.0, -2.0] * 4
+    assert sorted(notes["SCORED"]) == list(range(8)), "each sample is scored once"
+    assert rollout.metrics["rollout/raw_reward"] == 0.5 and rollout.metrics["perf/time_generate_s"] > 0
+    assert run(made.metrics()) == rollout.metrics
+    written = list_rollouts(made.run_dir)
+    assert [(file.rollout_id, file.kind, file.attempt) for file in written] == [(0, "train", 1)]
+    assert [row["reward"] for row in written[0].rows()] == [0.0, 1.0] * 4
+
+
+def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBuffer, tmp_path: Path) -> None:
+    made = buffer(rollout_function_path=f"{HOOKS}:sleeps")
+
+    async def scene() -> tuple[list[float], BaseException | None, dict[str, Any]]:
+        task = asyncio.create_task(made.generate(0))
+        await asyncio.sleep(0.1)
+        seconds = []
+        status: dict[str, Any] = {}
+        for ask in (made.status, made.metrics, made.cursor, lambda: made.save(str(tmp_path / "s.json"), -1), made.abort):
+            start = time.perf_counter()
+            found = await ask()
+            seconds.append(time.perf_counter() - start)
+            status = found if ask == made.status else status
+        done, _ = await asyncio.wait([task], timeout=2.0)
+        assert done, "the abort did not end the rollout"
+        return seconds, task.exception(), status
+
+    seconds, error, status = run(scene())
+    assert max(seconds) < 0.1, seconds
+    assert isinstance(error, RolloutAborted)
+    assert status["phase"] == "rollout 0" and 0 < status["seconds"] < 5 and status["offset"] == 4
+    assert run(made.status())["phase"] == "idle"
+    # Its prompts came back, and the next rollout begins with them.
+    assert [group[0].prompt for group in made._source.returned] == ["p0", "p1", "p2", "p3"]
+
+
+def test_groups_that_are_missing_are_asked_for_again(buffer: MakeBuffer, notes: Any) -> None:
+    rollout = run(buffer(rollout_function_path=f"{HOOKS}:one_group_short").generate(0))
+    assert sample_indices(rollout.shards) == list(range(8)) and notes["CALLS"] == [0] * 4
+    assert sorted(notes["SCORED"]) == list(range(8))
+    assert rollout.metrics["rollout/dropped_mine"] == 4, "counts of several calls add up"
+    assert rollout.metrics["rollout/calls"] == 4, "other metrics are those of the last call"
+
+
+def test_a_filter_is_applied_to_groups_that_were_scored_here(buffer: MakeBuffer, notes: Any) -> None:
+    made = buffer(custom_rm_path=f"{HOOKS}:by_label", dynamic_sampling_filter_path=f"{HOOKS}:differing")
+    rollout = run(made.generate(0))
+    assert len(notes["CALLS"]) == 2
+    # Prompts 1, 3, 5, 7 differ; the even ones are dropped and counted.
+    assert sample_indices(rollout.shards) == [2, 3, 6, 7, 10, 11, 14, 15]
+    assert rollout.metrics["rollout/dropped_flat"] == 4
+    assert sorted(notes["SCORED"]) == list(range(16)), "none is scored twice"
+
+
+def test_groups_beyond_the_batch_are_counted(buffer: MakeBuffer) -> None:
+    rollout = run(buffer(rollout_function_path=f"{HOOKS}:too_many").generate(0))
+    assert sample_indices(rollout.shards) == list(range(8)) and rollout.metrics["rollout/dropped_surplus"] == 2
+
+
+def test_a_function_that_never_gives_enough_is_named(buffer: MakeBuffer, notes: Any) -> None:
+    with pytest.raises(ValueError, match="--rollout-function-path .*:nothing: 10 calls gave 0 groups .* --rollout-batch-size is 4"):
+        run(buffer(rollout_function_path=f"{HOOKS}:nothing").generate(0))
+
+
+def test_siblings_without_a_group_number_are_still_siblings(buffer: MakeBuffer) -> None:
+    """Taken for groups of one, every advantage would be 0 and nothing would be learnt."""
+    rollout = run(buffer(rollout_function_path=f"{HOOKS}:without_numbers").generate(0))
+    for shard in rollout.shards:
+        assert np.abs(shard.fields["rewards"]).min() > 0.5
+    groups = np.concatenate([shard.fields["group_index"] for shard in rollout.shards])
+    assert sorted(np.unique(groups, return_counts=True)[1]) == [2, 2, 2, 2]
+    assert rollout.metrics["rollout/zero_std_groups"] == 0.0
+
+
+def test_what_a_hook_writes_on_its_args_reaches_nobody(buffer: MakeBuffer, notes: Any) -> None:
+    made = buffer(rollout_function_path=f"{HOOKS}:scribbles")
+    run(made.generate(0))
+    run(made.generate(1))
+    assert [call for call in notes["CALLS"] if isinstance(call, tuple)] == [(1.0, None, [])] * 2
+
+
+# ------------------------------------------------------------------------------------------------ rewards
+def test_a_reward_that_raises(buffer: MakeBuffer) -> None:
+    made = buffer(custom_rm_path=f"{HOOKS}:raises")
+    with pytest.raises(RewardError, match=r"--custom-rm-path .*:raises: KeyError: 'answer' at sample 0"):
+        run(made.generate(0))
+    assert run(made.status())["phase"] == "idle"
+
+
+def test_a_reward_of_several_parts(buffer: MakeBuffer) -> None:
+    rollout = run(buffer(custom_rm_path=f"{HOOKS}:several", reward_key="right").generate(0))
+    assert rollout.metrics["rollout/raw_reward"] == 0.5
+    with pytest.raises(ValueError, match=r"sample 0: .*\['right', 'style'\]; choose one with --reward-key"):
+        run(buffer(run="other", custom_rm_path=f"{HOOKS}:several").generate(0))
+
+
+def test_raw_rewards_and_post_processing(buffer: MakeBuffer) -> None:
+    made = buffer(disable_rewards_normalization=True)
+    shard = run(made.generate(0)).shards[0]
+    assert np.array_equal(shard.fields["rewards"], shard.fields["raw_rewards"])
+    made = buffer(run="b", custom_reward_post_process_path=f"{HOOKS}:halve")
+    shard = run(made.generate(0)).shards[0]
+    assert np.array_equal(shard.fields["rewards"], shard.fields["raw_rewards"] / 2)
+    with pytest.raises(ValueError, match="--custom-reward-post-process-path .* 8 raw and 7 rewards for 8 samples"):
+        run(buffer(run="c", custom_reward_post_process_path=f"{HOOKS}:loses_one").generate(0))
+
+
+# ------------------------------------------------------------------------------------------------ resume
+def test_save_is_a_snapshot_of_the_rollout_that_was_asked_for(buffer: MakeBuffer, tmp_path: Path) -> None:
+    """While rollout 1 is being trained on, a function may have run ahead: the cursor saved is still that of 1."""
+    made = buffer(rollout_shuffle=True)
+    rollouts = [run(made.generate(i)) for i in range(3)]
+    run(made.save(str(tmp_path / "one.json"), 1))
+    resumed = buffer(attempt=2, rollout_shuffle=True)
+    assert run(resumed.load(str(tmp_path / "one.json"))) == 1
+    again = run(resumed.generate(2))
+    assert sample_indices(again.shards) == sample_indices(rollouts[2].shards) == list(range(16, 24))
+    assert run(resumed.cursor()) == run(made.cursor())
+    # What was loaded can be saved again before the first rollout of the new attempt.
+    fresh = buffer(attempt=3, rollout_shuffle=True)
+    run(fresh.load(str(tmp_path / "one.json")))
+    run(fresh.save(str(tmp_path / "copy.json"), 1))
+    assert json.loads((tmp_path / "copy.json").read_text()) == json.loads((tmp_path / "one.json").read_text())
+    with pytest.raises(AssertionError, match="no state of rollout 7"):
+        run(fresh.save(str(tmp_path / "x.json"), 7))
+
+
+def test_a_state_of_another_file_is_refused(buffer: MakeBuffer, tmp_path: Path, data: Path) -> None:
+    made = buffer()
+    run(made.generate(0))
+    run(made.save(str(tmp_path / "s.json"), 0))
+    data.write_text('{"input": "q", "label": "1"}\n')
+    with pytest.raises(ValueError, match="has 1 prompts now, but had 12"):
+        run(buffer(attempt=2).load(str(tmp_path / "s.json")))
+
+
+def test_a_users_own_data_source_keeps_its_own_state(buffer: MakeBuffer, tmp_path: Path) -> None:
+    made = buffer(data_source_path=f"{HOOKS}:OwnSource")
+    run(made.generate(0))
+    run(made.save(str(tmp_path / "s.json"), 0))
+    resumed = buffer(attempt=2, data_source_path=f"{HOOKS}:OwnSource")
+    run(resumed.load(str(tmp_path / "s.json")))
+    assert resumed._source.position == 4
+
+
+# ------------------------------------------------------------------------------------------------ replay
+def test_saved_rollouts_can_be_trained_on_again(buffer: MakeBuffer, tmp_path: Path) -> None:
+    template = str(tmp_path / "saved" / "{rollout_id}.jsonl")
+    made = buffer(save_debug_rollout_data=template)
+    rollouts = [run(made.generate(i)) for i in range(2)]
+    replay = buffer(run="replay", debug_train_only=True, load_debug_rollout_data=template)
+    for rollout_id, rollout in enumerate(rollouts):
+        again = run(replay.generate(rollout_id))
+        for want, found in zip(rollout.shards, again.shards, strict=True):
+            assert set(found.fields) == set(want.fields)
+            assert all(np.array_equal(found.fields[name], want.fields[name]) for name in want.fields)
+            assert found.steps == want.steps and found.metadata == want.metadata
+    with pytest.raises(ValueError, match=r"--load-debug-rollout-data: there is no .*2\.jsonl"):
+        run(replay.generate(2))
+
+
+# ------------------------------------------------------------------------------------------------ reject sampling
+def reject_sampling(buffer: MakeBuffer, **changes: Any) -> BufferActor:
+    return buffer(mode="reject-sampling", no_trainer=True, **changes)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_accepted_samples_are_what_sft_reads(buffer: MakeBuffer, tokenizer: Any, chat: bool) -> None:
+    made = reject_sampling(buffer, apply_chat_template=chat)
+    rollout = run(made.generate(0))
+    assert rollout.num_accepted == 4 and rollout.shards == [] and rollout.metrics["rollout/accepted"] == 4.0
+    path = made.run_dir / "accepted.jsonl"
+    assert [row["response"] for row in rows_of(path)] == [f"answer {i}" for i in (1, 3, 5, 7)]
+    flags = {"input_key": "messages"} if chat else {"input_key": "prompt", "label_key": "response"}
+    sft = buffer(
+        **{"run": "sft", "mode": "sft", "prompt_data": str(path), "custom_rm_path": None, "label_key": None, **flags},
+        rollout_function_path="fusionrl.rollout.sglang_rollout.generate_rollout",
+    )
+    shards = run(sft.generate(0)).shards
+    texts = sorted(
+        tokenizer.decode(tokens[-length:])
+        for shard in shards
+        for tokens, length in zip(shard.split("tokens"), shard.response_lengths, strict=True)
+    )
+    assert texts == [f"answer {i}<|im_end|>" for i in (1, 3, 5, 7)]
+
+
+def test_threshold_and_number_of_a_prompt(buffer: MakeBuffer) -> None:
+    made = reject_sampling(buffer, reject_sampling_threshold=0.0, reject_sampling_per_prompt=2)
+    assert run(made.generate(0)).num_accepted == 8
+    rows = rows_of(made.run_dir / "accepted.jsonl")
+    assert [row["reward"] for row in rows[:2]] == [1.0, 0.0], "the best come first"
+    made = reject_sampling(buffer, run="b", reject_sampling_threshold=2.0)
+    assert run(made.generate(0)).num_accepted == 0
+
+
+def test_no_accepted_sample_stands_there_twice(buffer: MakeBuffer, tmp_path: Path) -> None:
+    made = reject_sampling(buffer)
+    for rollout_id in range(3):
+        run(made.generate(rollout_id))
+    run(made.save(str(tmp_path / "s.json"), 1))
+    path = made.run_dir / "accepted.jsonl"
+    whole = rows_of(path)
+    path.write_text(path.read_text() + '{"rollout_id": 2, "half a li')  # killed in the middle of a write
+    resumed = reject_sampling(buffer, attempt=2)
+    run(resumed.load(str(tmp_path / "s.json")))
+    assert [row["rollout_id"] for row in rows_of(path)] == [0] * 4 + [1] * 4
+    run(resumed.generate(2))
+    assert rows_of(path) == whole
+    # A resume without any checkpoint makes all rollouts again.
+    restarted = reject_sampling(buffer, attempt=3)
+    for rollout_id in range(3):
+        run(restarted.generate(rollout_id))
+    assert rows_of(path) == whole
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+def test_evaluation_goes_to_the_users_rollout_function(buffer: MakeBuffer, notes: Any) -> None:
+    """Without --eval-function-path it is the rollout function that evaluates, as its flag's text says."""
+    made = buffer()
+    found = run(made.evaluate(5))
+    assert notes["CALLS"] == [5]
+    assert found["eval/set/reward"] == 0.5 and found["eval/set/response_len"] == 2.0
+    assert [(file.kind, file.rollout_id) for file in list_rollouts(made.run_dir)] == [("eval-set", 5)]

@@ -1,0 +1,159 @@
+"""Batch arithmetic and packing: nothing lost, nothing doubled, the same number of micro-batches on every rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusionrl.data.build import build_shards
+from fusionrl.data.sample import Sample
+from fusionrl.plan.batch import BatchPlan, equalise, pack_micro_batches, plan_batches, split_over_ranks
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@given(LENGTHS, st.integers(1, 6))
+def test_split_over_ranks(lengths: list[int], dp_size: int) -> None:
+    ranks = split_over_ranks(np.array(lengths), dp_size)
+    assert sorted(itertools.chain(*ranks)) == list(range(len(lengths)))
+    counts = [len(members) for members in ranks]
+    assert max(counts) - min(counts) <= 1
+    assert all(members == sorted(members) for members in ranks)
+
+
+def test_ranks_get_about_the_same_tokens() -> None:
+    """Dealt out blindly, every second sample being long, one rank would get nearly all tokens."""
+    lengths = np.tile([1000, 10], 32)
+    loads = [lengths[members].sum() for members in split_over_ranks(lengths, 2)]
+    assert max(loads) / min(loads) < 1.05
+
+
+@given(LENGTHS, st.integers(1, 80), st.one_of(st.none(), st.integers(1, 5)))
+def test_pack(lengths: list[int], max_tokens: int, max_samples: int | None) -> None:
+    bins = pack_micro_batches(np.array(lengths), max_tokens, max_samples)
+    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
+    for members in bins:
+        assert members
+        assert len(members) == 1 or sum(lengths[i] for i in members) <= max_tokens
+        assert max_samples is None or len(members) <= max_samples
+    if max_samples is None and max(lengths) <= max_tokens:  # first-fit leaves at most one bin that is half empty
+        assert sum(2 * sum(lengths[i] for i in members) <= max_tokens for members in bins) <= 1
+
+
+@given(LENGTHS, st.integers(1, 80), st.integers(0, 12))
+def test_equalise(lengths: list[int], max_tokens: int, more: int) -> None:
+    bins = pack_micro_batches(np.array(lengths), max_tokens, None)
+    count = len(bins) + more
+    split = equalise(bins, count)
+    assert len(split) == count
+    assert sorted(itertools.chain(*split)) == list(range(len(lengths)))
+    # Splitting never makes a bin over the cap, and none stays empty while another could be halved.
+    assert all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in split)
+    assert all(split) or all(len(b) <= 1 for b in split)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> tuple[BatchPlan, list[Sample], int, int | None]:
+    dp_size, num_steps = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    size = draw(st.integers(dp_size, 10))
+    samples = []
+    for index in range(size * num_steps):
+        prompt, response = draw(st.integers(1, 20)), draw(st.integers(0, 20))
+        mask = draw(st.lists(st.integers(0, 1), min_size=response, max_size=response))
+        samples.append(
+            Sample(
+                index=index,
+                group_index=index // 2,
+                tokens=[1000 * index + i for i in range(prompt + response)],
+                response_length=response,
+                loss_mask=mask,
+                rollout_log_probs=[-0.5] * response,
+                status=draw(st.sampled_from([Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED])),
+                remove_sample=draw(st.booleans()),
+            )
+        )
+    plan = BatchPlan(size * num_steps, 1, num_steps, size, dp_size)
+    return plan, samples, draw(st.integers(5, 60)), draw(st.one_of(st.none(), st.integers(1, 3)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rollouts())
+def test_shards_lose_and_double_nothing(case: tuple[BatchPlan, list[Sample], int, int | None]) -> None:
+    plan, samples, max_tokens, micro_batch_size = case
+    values = [float(s.index or 0) for s in samples]
+    shards = build_shards(
+        samples, values, [-v for v in values], plan, rollout_id=3, max_tokens=max_tokens, micro_batch_size=micro_batch_size
+    )
+    assert len(shards) == plan.dp_size
+    trained = [
+        np.asarray(s.loss_mask) * (s.status != Sample.Status.FAILED and not s.remove_sample) for s in samples
+    ]
+    for step in range(plan.num_steps):
+        whole = range(step * plan.global_batch_size, (step + 1) * plan.global_batch_size)
+        seen: list[int] = []
+        counts = {len(shard.steps[step].micro_batches) for shard in shards}
+        assert len(counts) == 1, "ranks run different numbers of micro-batches"
+        for shard in shards:
+            part = shard.steps[step]
+            assert part.num_tokens == sum(int(trained[i].sum()) for i in whole)
+            assert part.num_samples == sum(bool(trained[i].any()) for i in whole)
+            tokens = shard.split("tokens")
+            for members in part.micro_batches:
+                indices = [int(shard.fields["sample_index"][m]) for m in members]
+                seen += indices
+                assert len(members) <= 1 or sum(len(tokens[m]) for m in members) <= max_tokens
+                assert micro_batch_size is None or len(members) <= micro_batch_size
+                for member, index in zip(members, indices, strict=True):
+                    assert tokens[member].tolist() == list(samples[index].tokens)
+                    assert shard.split("loss_mask")[member].tolist() == trained[index].tolist()
+                    assert shard.fields["rewards"][member] == index == -shard.fields["raw_rewards"][member]
+                    assert shard.fields["group_index"][member] == index // 2
+                    assert shard.fields["truncated"][member] == (samples[index].status == Sample.Status.TRUNCATED)
+        assert sorted(seen) == list(whole)
+
+
+def test_fewer_samples_on_a_rank_than_micro_batches_on_another() -> None:
+    """5 samples on 2 ranks, one a micro-batch: 3 and 2; the second rank runs an empty one."""
+    samples = [Sample(index=i, tokens=[1, 2, 3], response_length=1) for i in range(5)]
+    shards = build_shards(samples, [0.0] * 5, [0.0] * 5, BatchPlan(5, 1, 1, 5, 2), rollout_id=0, max_tokens=99, micro_batch_size=1)
+    assert sorted(len(b) for b in shards[0].steps[0].micro_batches) == [1, 1, 1]
+    assert sorted(len(b) for b in shards[1].steps[0].micro_batches) == [0, 1, 1]
+
+
+def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
+    """Ranks that disagreed about the old policy's log-probs would compute different losses."""
+
+    def build(**lacking: object) -> list[set[str]]:
+        samples = [Sample(index=i, tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0]) for i in range(4)]
+        samples[0].rollout_log_probs = None
+        vars(samples[0]).update(lacking)
+        plan = BatchPlan(4, 1, 1, 4, 2)
+        shards = build_shards(samples, [0.0] * 4, [0.0] * 4, plan, rollout_id=0, max_tokens=99, micro_batch_size=None)
+        return [set(shard.fields) for shard in shards]
+
+    assert all("rollout_log_probs" not in fields for fields in build())
+    # A failed sample trains nothing: it must not cost the others their log-probs.
+    assert all("rollout_log_probs" in fields for fields in build(status=Sample.Status.FAILED))
+
+
+def test_a_rollout_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 1 samples, the plan wants 2"):
+        build_shards([Sample()], [0.0], [0.0], BatchPlan(2, 1, 1, 2, 1), rollout_id=0, max_tokens=9, micro_batch_size=None)
+    bad = Sample(index=7, tokens=[1, 2], response_length=1, loss_mask=[1, 1])
+    with pytest.raises(ValueError, match="sample 7: loss_mask has 2 values for 1 response tokens"):
+        build_shards([bad], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), rollout_id=0, max_tokens=9, micro_batch_size=None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "wanted"),
+    [(None, None, (1, 32)), (8, None, (4, 8)), (None, 4, (4, 8)), (8, 4, (4, 8)), (32, None, (1, 32))],
+)
+def test_either_size_gives_the_other(batch: int | None, steps: int | None, wanted: tuple[int, int]) -> None:
+    plan = plan_batches(
+        rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=batch, num_steps_per_rollout=steps, dp_size=2
+    )
+    assert (plan.num_steps, plan.global_batch_size) == wanted and plan.num_samples == 32

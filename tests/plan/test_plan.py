@@ -1,0 +1,126 @@
+"""The plan: where engines and trainers go, how many steps there are, and what memory they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.config.model_shape import shape_from_hf_config
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.memory import estimate_trainer_memory
+from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
+
+SHAPE = shape_from_hf_config(
+    {
+        "model_type": "qwen3",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    }
+)
+
+
+def plan(device: Any = "cpu", num_prompts: int = 100, num_cores: int = 8, **values: Any) -> Plan:
+    values = {"rollout_batch_size": 8, "num_rollout": 3} | values
+    config = Config.from_flat({k: v for k, v in values.items() if v is not None})
+    made = make_plan(config, SHAPE, device=device, num_prompts=num_prompts, num_cores=num_cores)
+    assert render_plan(made, config).count("\n") >= 5
+    return made
+
+
+def test_apart() -> None:
+    made = plan(actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    assert made.trainer_bundles == (0, 1) and made.engine_bundles == ((2, 3), (4, 5))
+    assert made.num_bundles == 6 and made.num_engines == 2 and not made.is_colocated
+    assert made.transport == "broadcast" and made.backend == "gloo" and made.precision == "fp32"
+
+
+def test_colocated() -> None:
+    made = plan("cuda", actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2, colocate=True)
+    assert made.trainer_bundles == (0, 1, 2, 3) and made.engine_bundles == ((0, 1), (2, 3))
+    assert made.num_bundles == 4 and made.is_colocated
+    assert made.transport == "ipc" and made.backend == "nccl"
+    assert made.precision == "bf16" and made.rollout_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("values", "bundles", "engines", "has_layout", "transport"),
+    [
+        ({"mode": "sft", "actor_num_gpus_per_node": 2}, 2, 0, True, None),
+        ({"mode": "eval", "rollout_num_gpus": 2}, 2, 2, False, None),
+        ({"mode": "reject-sampling", "no_trainer": True}, 1, 1, False, None),
+        ({"mode": "reject-sampling"}, 2, 1, True, "broadcast"),
+        ({"debug_rollout_only": True, "colocate": True, "actor_num_gpus_per_node": 4}, 1, 1, False, None),
+        ({"debug_train_only": True}, 1, 0, True, None),
+    ],
+)
+def test_modes_take_only_the_devices_they_use(
+    values: dict[str, Any], bundles: int, engines: int, has_layout: bool, transport: str | None
+) -> None:
+    made = plan(**values)
+    assert (made.num_bundles, made.num_engines, made.layout is not None, made.transport) == (
+        bundles,
+        engines,
+        has_layout,
+        transport,
+    )
+    assert (made.memory is not None) is has_layout
+
+
+def test_number_of_rollouts() -> None:
+    assert plan(num_rollout=None, num_epoch=3, num_prompts=20).num_rollout == 7  # 60 prompts, 8 a rollout
+    assert plan(num_rollout=5, num_epoch=3).num_rollout == 5
+    assert plan(num_rollout=0).num_rollout == 0
+    with pytest.raises(ValueError, match="--num-epoch 1 x 7 prompts"):
+        plan(num_rollout=None, num_epoch=1, num_prompts=7)
+
+
+def test_cores_are_shared_out_over_the_ranks_of_a_node() -> None:
+    assert plan(num_cores=8, actor_num_gpus_per_node=2).train_num_threads == 4
+    assert plan(num_cores=8, actor_num_nodes=2, actor_num_gpus_per_node=2).train_num_threads == 4
+    assert plan(num_cores=2, actor_num_gpus_per_node=4).train_num_threads == 1
+    assert plan(num_cores=8, train_num_threads=3).train_num_threads == 3
+
+
+def test_sft_trains_each_conversation_once() -> None:
+    made = plan(mode="sft", n_samples_per_prompt=4)
+    assert made.batch is not None and made.batch.num_samples == 8
+
+
+def test_all_sizes_that_do_not_fit_are_found_at_once() -> None:
+    config = Config.from_flat(
+        {
+            "actor_num_gpus_per_node": 3,
+            "tensor_model_parallel_size": 2,
+            "rollout_num_gpus": 3,
+            "rollout_num_gpus_per_engine": 2,
+            "rollout_batch_size": 8,
+            "global_batch_size": 3,
+            "num_epoch": 1,
+        }
+    )
+    found = plan_errors(config, num_prompts=4)
+    assert len(found) == 4
+    for part in ("tp 2", "--rollout-num-gpus 3", "--global-batch-size 3", "--num-epoch 1"):
+        assert any(part in error for error in found)
+    with pytest.raises(ValueError, match="tp 2"):
+        make_plan(config, SHAPE, device="cpu", num_prompts=4)
+
+
+def test_memory_of_a_rank() -> None:
+    """fp32: 4 bytes of weights, 4 of gradients, 8 of Adam; the optimizer alone is divided over data parallelism."""
+    one = estimate_trainer_memory(SHAPE, TrainerLayout(1), "fp32", 1000)
+    count = SHAPE.num_parameters
+    assert (one.weights, one.gradients, one.optimizer) == (4 * count, 4 * count, 8 * count)
+    four = estimate_trainer_memory(SHAPE, TrainerLayout(4), "fp32", 1000)
+    assert four.weights == one.weights and four.optimizer == 2 * count and four.activations == one.activations
+    mixed = estimate_trainer_memory(SHAPE, TrainerLayout(1), "bf16", 1000)
+    assert (mixed.weights, mixed.gradients, mixed.optimizer) == (2 * count, 4 * count, 12 * count)
+    assert mixed.activations * 2 == one.activations
+    assert one.total == one.weights + one.gradients + one.optimizer + one.activations

@@ -1,0 +1,102 @@
+"""From a sample to its reward: by whom it is scored, and what is said when that goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.data.sample import Sample
+from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm
+
+HOOKS = '''
+import asyncio
+async def length(args, sample, **kwargs): return len(sample.response)
+def synchronous(args, sample, **kwargs): return 7
+async def several(args, sample, **kwargs): return {"right": 1.0, "short": 0.25}
+async def raises(args, sample, **kwargs): raise KeyError("answer")
+def raises_at_once(args, sample, **kwargs): raise KeyError("answer")
+async def hangs(args, sample, **kwargs): await asyncio.sleep(3600)
+async def own_timeout(args, sample, **kwargs): raise TimeoutError("the judge did not answer")
+async def nothing(args, sample, **kwargs): return None
+async def nan(args, sample, **kwargs): return float("nan")
+async def text(args, sample, **kwargs): return "good"
+async def ranks(args, samples, **kwargs): return [float(i) for i, _ in enumerate(samples)]
+async def too_few(args, samples, **kwargs): return [1.0]
+'''
+
+
+@pytest.fixture
+def hooks(tmp_path: Path) -> str:
+    path = tmp_path / "reward_hooks.py"
+    path.write_text(HOOKS)
+    return str(path)
+
+
+def flags(path: str | None = None, rm_type: str | None = None, **more: Any) -> argparse.Namespace:
+    values = {"custom_rm_path": path, "rm_type": rm_type, "group_rm": False, "reward_timeout_s": 5.0, "reward_key": None}
+    return argparse.Namespace(**(values | more))
+
+
+def score(args: argparse.Namespace, sample: Sample) -> Any:
+    return asyncio.run(async_rm(args, sample))
+
+
+def test_who_scores(hooks: str) -> None:
+    sample = Sample(index=5, response="four", label="four")
+    assert score(flags(rm_type="exact"), sample) == 1.0
+    assert score(flags(f"{hooks}:length"), sample) == 4.0
+    assert score(flags(f"{hooks}:synchronous"), sample) == 7.0
+    assert score(flags(f"{hooks}:several"), sample) == {"right": 1.0, "short": 0.25}
+    sample.custom_rm_path = f"{hooks}:synchronous"  # a sample's own function goes first
+    assert score(flags(f"{hooks}:length"), sample) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("raises", "KeyError: 'answer'"),
+        ("raises_at_once", "KeyError: 'answer'"),
+        ("own_timeout", "the judge did not answer"),
+        ("nothing", "returned None"),
+        ("nan", "returned nan"),
+        ("text", "returned 'good'"),
+    ],
+)
+def test_a_reward_that_fails_names_function_and_sample(hooks: str, name: str, part: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        score(flags(f"{hooks}:{name}"), Sample(index=17))
+    message = str(caught.value)
+    assert f"--custom-rm-path {hooks}:{name}" in message and "sample 17" in message and part in message
+
+
+def test_a_grader_that_chokes_names_itself(hooks: str) -> None:
+    with pytest.raises(RewardError, match="--rm-type last_number: .*label 'four' is no number at sample 3"):
+        score(flags(rm_type="last_number"), Sample(index=3, response="4", label="four"))
+
+
+def test_a_hanging_reward_ends_at_its_limit(hooks: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(RewardError, match=r"no reward after 0.1 s \(--reward-timeout-s\) at sample 4"):
+        score(flags(f"{hooks}:hangs", reward_timeout_s=0.1), Sample(index=4))
+    assert time.perf_counter() - start < 1.0
+
+
+def test_groups(hooks: str) -> None:
+    group = [Sample(index=i, response="x" * i) for i in range(3)]
+    assert asyncio.run(batched_async_rm(flags(f"{hooks}:length"), group)) == [0.0, 1.0, 2.0]
+    assert asyncio.run(batched_async_rm(flags(f"{hooks}:ranks", group_rm=True), group)) == [0.0, 1.0, 2.0]
+    with pytest.raises(RewardError, match=r"with --group-rm it must return a list of 3 rewards, got \[1.0\]"):
+        asyncio.run(batched_async_rm(flags(f"{hooks}:too_few", group_rm=True), group))
+
+
+def test_numpy_rewards_become_plain_floats(tmp_path: Path) -> None:
+    path = tmp_path / "numpy_reward.py"
+    path.write_text("import numpy\nasync def rm(args, sample, **kw): return numpy.float32(0.5)\n")
+    reward = score(flags(f"{path}:rm"), Sample())
+    assert reward == 0.5 and type(reward) is float and not isinstance(reward, np.floating)

@@ -1,0 +1,45 @@
+"""The built-in rewards, on answers as models give them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fusionrl.rewards.registry import RM_TYPES
+
+
+@pytest.mark.parametrize(
+    ("kind", "response", "label", "wanted"),
+    [
+        ("exact", " 42\n", "42", 1.0),
+        ("exact", "42.", "42", 0.0),
+        ("exact", "42", 42, 1.0),
+        ("last_number", "first 3, then 1,234.50", "1234.5", 1.0),
+        ("last_number", "the answer is -7.", -7, 1.0),
+        ("last_number", "7 or 8", "7", 0.0),
+        ("last_number", "none at all", "7", 0.0),
+        ("f1", "The cat sat!", "cat sat", 1.0),
+        ("f1", "a dog", "cat", 0.0),
+        ("f1", "red cat", "blue cat", 0.5),
+    ],
+)
+def test_grades(kind: str, response: str, label: object, wanted: float) -> None:
+    assert RM_TYPES[kind](response, label) == pytest.approx(wanted)
+
+
+def test_math_in_a_thread() -> None:
+    """Rewards run beside the main thread, where math-verify's own time limits do not work."""
+    pytest.importorskip("math_verify")
+    grades: list[float] = []
+
+    def run() -> None:
+        grades.append(RM_TYPES["math"](r"so the answer is \boxed{\frac{1}{2}}", "0.5"))
+        grades.append(RM_TYPES["math"](r"so the answer is \boxed{3}", r"\frac{6}{2}"))
+        grades.append(RM_TYPES["math"](r"so the answer is \boxed{4}", "5"))
+        grades.append(RM_TYPES["math"]("no answer", "5"))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert grades == [1.0, 1.0, 0.0, 0.0]

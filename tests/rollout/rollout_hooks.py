@@ -1,0 +1,95 @@
+"""Generate, reward and filter functions of the rollout tests, and notes of how they were called."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.types import DynamicFilterOutput
+
+
+@dataclass
+class State:
+    """What the functions saw, and how they are to behave."""
+
+    slow: set[str] = field(default_factory=set)
+    pause_s: float = 0.0
+    started: int = 0
+    running: int = 0
+    most_running: int = 0
+    scored: int = 0
+    temperatures: set[float] = field(default_factory=set)
+    evaluations: set[bool] = field(default_factory=set)
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+STATE = State()
+
+
+def fill(sample: Sample, text: str = "ok") -> Sample:
+    sample.tokens = [*(sample.prompt_tokens if sample.prompt_tokens is not None else [1]), 65, 66]
+    sample.response, sample.response_length = text, 2
+    sample.rollout_log_probs = [-1.0, -1.0]
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+async def generate(args: Any, sample: Sample, params: dict[str, Any], evaluation: bool = False) -> Sample:
+    STATE.started += 1
+    STATE.running += 1
+    STATE.most_running = max(STATE.most_running, STATE.running)
+    STATE.temperatures.add(params["temperature"])
+    STATE.evaluations.add(evaluation)
+    try:
+        sample.metadata["half"] = True  # a hook may write on what it was handed; a prompt handed back is clean
+        await asyncio.sleep(3600 if sample.prompt in STATE.slow else STATE.pause_s)
+    finally:
+        STATE.running -= 1
+    return fill(sample)
+
+
+async def rewards_itself(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    sample.reward = 0.125
+    return fill(sample)
+
+
+async def makes_new_samples(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    return fill(copy.deepcopy(sample), "new")
+
+
+async def two_for_one(args: Any, sample: Sample, params: dict[str, Any]) -> list[Sample]:
+    return [fill(copy.deepcopy(sample)), fill(copy.deepcopy(sample))]
+
+
+def synchronous(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    return fill(sample)
+
+
+async def label_parity(args: Any, sample: Sample, **kwargs: Any) -> float:
+    return float(int(sample.label) % 2)
+
+
+async def several(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
+    return {"x": 1.0, "y": 2.0}
+
+
+async def raises_at_p2(args: Any, sample: Sample, **kwargs: Any) -> float:
+    return 1 / 0 if sample.prompt == "p2" else 1.0
+
+
+async def group_rank(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    STATE.scored += 1
+    return [float(i) for i in range(len(samples))]
+
+
+def only_odd(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    return DynamicFilterOutput(samples[0].reward == 1.0, "even")
+
+
+def bare_bool(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
+    return samples[0].reward == 1.0

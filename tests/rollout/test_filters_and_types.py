@@ -1,0 +1,61 @@
+"""Filters, and the forms in which rollout functions may return their samples."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.filters import check_reward_nonzero_std
+from fusionrl.rollout.types import RolloutFnTrainOutput, as_eval_output, as_train_output, flatten
+
+
+def group(*rewards: Any, number: int | None = 0) -> list[Sample]:
+    return [Sample(reward=reward, group_index=number) for reward in rewards]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keep", "reason"),
+    [
+        ((0.0, 1.0), True, None),
+        ((1.0, 1.0), False, "all_1.0"),
+        ((0.0, 0.0), False, "all_0.0"),
+        ((None, 1.0, 0.0), True, None),  # a sample that failed has no reward
+        ((None, None), False, "unscored"),
+    ],
+)
+def test_groups_without_a_signal_are_dropped(rewards: tuple[Any, ...], keep: bool, reason: str | None) -> None:
+    verdict = check_reward_nonzero_std(argparse.Namespace(reward_key=None), group(*rewards))
+    assert (verdict.keep, verdict.reason) == (keep, reason)
+
+
+def test_forms_of_a_rollout() -> None:
+    first, second = group(1, 2), group(3, 4, number=1)
+    nested = as_train_output([first, second])
+    assert nested.samples == [first, second] and nested.metrics == {}
+    assert as_train_output(RolloutFnTrainOutput([first], {"a": 1})).metrics == {"a": 1}
+    assert as_train_output(argparse.Namespace(samples=[first], metrics=None)).samples == [first]
+    # Flat: siblings are told by their group; without one, each is its own.
+    assert [len(g) for g in as_train_output([*first, *second]).samples] == [2, 2]
+    assert [len(g) for g in as_train_output(group(1, 2, number=None)).samples] == [1, 1]
+    # A generate function that returns several samples leaves a list within its group.
+    assert [len(g) for g in as_train_output([[first, [second[0]]], second]).samples] == [3, 2]
+    assert flatten([first, second]) == [*first, *second]
+
+
+@pytest.mark.parametrize(
+    ("output", "part"), [(None, "NoneType"), ({"x": 1}, "dict"), ([{"tokens": []}], "a dict where a Sample"), ([[1]], "an? int")]
+)
+def test_what_is_no_rollout(output: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=f"--rollout-function-path: it returned .*{part}"):
+        as_train_output(output)
+
+
+def test_forms_of_an_evaluation() -> None:
+    data = {"set": {"rewards": [1.0]}}
+    assert as_eval_output(data).data == data
+    assert as_eval_output(argparse.Namespace(data=data, metrics={"a": 1})).metrics == {"a": 1}
+    with pytest.raises(ValueError, match="--eval-function-path: it returned list"):
+        as_eval_output([])

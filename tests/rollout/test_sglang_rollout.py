@@ -1,0 +1,252 @@
+"""The default rollout's loop, with a generate function that needs no engine: counts, filters, order, limits, abort."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.buffer.data_source import RolloutDataSource
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import load_function
+from fusionrl.data.sample import Sample
+from fusionrl.engines.client import Generation
+from fusionrl.rewards.dispatch import RewardError
+from fusionrl.rollout.sglang_rollout import generate, generate_rollout, sampling_params
+from fusionrl.rollout.types import RolloutAborted
+
+HOOKS = Path(__file__).with_name("rollout_hooks.py")
+
+
+@pytest.fixture
+def state() -> Any:
+    """The hooks' own notes, empty at the start of each test."""
+    notes = load_function(f"{HOOKS}:generate").__globals__["STATE"]
+    notes.reset()
+    return notes
+
+
+@pytest.fixture
+def start(tiny_model: Path, write_rows: Callable[..., Path], state: Any) -> Callable[..., tuple[Any, RolloutDataSource]]:
+    """start(flag=value, …) -> (args, data source) over 20 prompts `p0` … `p19`."""
+    data = write_rows([{"input": f"p{i}", "label": str(i)} for i in range(20)])
+
+    def make(**changes: Any) -> tuple[Any, RolloutDataSource]:
+        values = {
+            "hf_checkpoint": str(tiny_model),
+            "prompt_data": str(data),
+            "label_key": "label",
+            "custom_rm_path": f"{HOOKS}:label_parity",
+            "custom_generate_function_path": f"{HOOKS}:generate",
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 4,
+        }
+        config = Config.from_flat(values | changes)
+        args = config.to_args(
+            abort_event=threading.Event(),
+            engine_urls=[],
+            router_url="http://127.0.0.1:9",
+            api_key=None,
+            vocab_size=512,
+        )
+        return args, RolloutDataSource(args)
+
+    return make
+
+
+def prompts(groups: list[list[Sample]]) -> list[Any]:
+    return [group[0].prompt for group in groups]
+
+
+def test_exactly_the_batch_comes_back(start: Any, state: Any) -> None:
+    args, source = start()
+    output = generate_rollout(args, 0, source)
+    assert prompts(output.samples) == ["p0", "p1", "p2", "p3"]
+    assert all(len(group) == 2 for group in output.samples)
+    assert [s.index for group in output.samples for s in group] == list(range(8))
+    assert all(s.reward == int(s.label) % 2 for group in output.samples for s in group)
+    assert state.started == 8 and output.metrics == {} and source.returned == []
+    assert prompts(generate_rollout(args, 1, source).samples) == ["p4", "p5", "p6", "p7"]
+
+
+def test_dropped_groups_are_counted_and_replaced(start: Any, state: Any) -> None:
+    args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:only_odd")
+    output = generate_rollout(args, 0, source)
+    assert len(output.samples) == 4 and all(int(group[0].label) % 2 == 1 for group in output.samples)
+    returned = sum(len(group) for group in source.returned)
+    even = output.metrics["rollout/dropped_even"]
+    assert even >= 4
+    # Every prompt that was taken is in the batch, counted as dropped, or handed back.
+    surplus = output.metrics.get("rollout/dropped_surplus", 0)
+    assert source.offset == 4 + even + surplus + returned / 2
+
+
+def test_a_filter_may_return_a_bare_bool(start: Any) -> None:
+    args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:bare_bool")
+    assert generate_rollout(args, 0, source).metrics["rollout/dropped_filtered"] >= 1
+
+
+def test_what_was_begun_and_not_needed_is_served_first_next_time(start: Any, state: Any) -> None:
+    args, source = start(over_sampling_batch_size=10)
+    state.slow = {f"p{i}" for i in range(0, 6)}  # the first six prompts hang; the others are quick
+    output = generate_rollout(args, 0, source)
+    assert prompts(output.samples) == ["p6", "p7", "p8", "p9"]
+    assert prompts(source.returned) == [f"p{i}" for i in range(6)]
+    blank = source.returned[0][0]
+    assert blank.response_length == 0 and len(blank.tokens) == 0 and blank.reward is None
+    assert blank.status == Sample.Status.PENDING and "half" not in blank.metadata
+    state.slow = set()
+    args, _ = start()
+    assert prompts(generate_rollout(args, 1, source).samples) == ["p0", "p1", "p2", "p3"]
+    assert prompts(source.returned) == ["p4", "p5"]
+
+
+def test_abort_ends_the_rollout_within_a_second_and_loses_no_prompt(start: Any, state: Any) -> None:
+    args, source = start()
+    state.slow = {"p1", "p2"}  # p0 and p3 finish, then nothing goes on
+    timer = threading.Timer(0.3, args.abort_event.set)
+    timer.start()
+    begin = time.perf_counter()
+    with pytest.raises(RolloutAborted):
+        generate_rollout(args, 0, source)
+    assert time.perf_counter() - begin < 0.3 + 1.0
+    assert sorted(prompts(source.returned)) == ["p0", "p1", "p2", "p3"]
+    assert all(s.response_length == 0 and s.reward is None for group in source.returned for s in group)
+
+
+def test_no_more_requests_at_a_time_than_allowed(start: Any, state: Any) -> None:
+    args, source = start(sglang_server_concurrency=3)
+    state.pause_s = 0.01
+    generate_rollout(args, 0, source)
+    assert state.most_running == 3
+    state.reset()
+    state.pause_s = 0.01
+    args, source = start(sglang_server_concurrency=2)
+    args.engine_urls = ["http://127.0.0.1:9"] * 2  # the bound is that of each engine
+    generate_rollout(args, 0, source)
+    assert state.most_running == 4
+
+
+def test_a_reward_that_raises_ends_the_rollout(start: Any) -> None:
+    args, source = start(custom_rm_path=f"{HOOKS}:raises_at_p2")
+    with pytest.raises(RewardError, match=r"raises_at_p2: ZeroDivisionError: .* at sample [45]"):
+        generate_rollout(args, 0, source)
+
+
+def test_a_generate_function_that_rewards_itself_is_not_scored_again(start: Any) -> None:
+    args, source = start(custom_generate_function_path=f"{HOOKS}:rewards_itself", custom_rm_path=f"{HOOKS}:raises_at_p2")
+    output = generate_rollout(args, 0, source)
+    assert {s.reward for group in output.samples for s in group} == {0.125}
+
+
+def test_generate_functions_of_other_kinds(start: Any, state: Any) -> None:
+    """New samples instead of the one that was handed over, several for one, or no coroutine."""
+    for name in ("makes_new_samples", "synchronous"):
+        args, source = start(custom_generate_function_path=f"{HOOKS}:{name}")
+        output = generate_rollout(args, 0, source)
+        assert len(output.samples) == 4 and all(s.reward is not None for group in output.samples for s in group)
+    args, source = start(custom_generate_function_path=f"{HOOKS}:two_for_one")
+    assert [len(group) for group in generate_rollout(args, 0, source).samples] == [4] * 4
+
+
+def test_a_group_is_scored_in_one_call(start: Any, state: Any) -> None:
+    args, source = start(group_rm=True, custom_rm_path=f"{HOOKS}:group_rank")
+    output = generate_rollout(args, 0, source)
+    assert [[s.reward for s in group] for group in output.samples] == [[0.0, 1.0]] * 4 and state.scored == 4
+
+
+def test_a_sample_names_its_own_functions(start: Any) -> None:
+    args, source = start()
+    source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"
+    output = generate_rollout(args, 0, source)
+    assert output.samples[0][0].reward == 0.125 and output.samples[1][0].reward == 1.0
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+def test_evaluation(start: Any, write_rows: Callable[..., Path], state: Any) -> None:
+    small = write_rows([{"input": f"e{i}", "label": str(i)} for i in range(3)], "small.jsonl")
+    flags = {"eval_prompt_data": ["a", str(small), "b", str(small)], "n_samples_per_eval_prompt": 2}
+    args, source = start(**flags, eval_temperature=0.0, apply_chat_template_kwargs={"nested": {"x": [1]}})
+    output = generate_rollout(args, 0, source, evaluation=True)
+    assert output.data["a"]["rewards"] == [0, 0, 1, 1, 0, 0] and output.data["a"]["truncated"] == [False] * 6
+    assert [s.group_index for s in output.data["b"]["samples"]] == [0, 0, 1, 1, 2, 2]
+    assert state.temperatures == {0.0} and state.evaluations == {True}
+    assert source.offset == 0, "an evaluation takes no training prompts"
+
+
+def test_evaluation_reports_the_samples_that_the_function_made(start: Any, write_rows: Callable[..., Path]) -> None:
+    small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
+    args, source = start(eval_prompt_data=["a", str(small)], custom_generate_function_path=f"{HOOKS}:makes_new_samples")
+    found = generate_rollout(args, 0, source, evaluation=True).data["a"]
+    assert found["rewards"] == [1.0] and found["samples"][0].response == "new"
+
+
+def test_evaluation_of_a_reward_with_several_parts(start: Any, write_rows: Callable[..., Path]) -> None:
+    small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
+    flags = {"eval_prompt_data": ["a", str(small)], "custom_rm_path": f"{HOOKS}:several"}
+    args, source = start(**flags, reward_key="x", eval_reward_key="y")
+    assert generate_rollout(args, 0, source, evaluation=True).data["a"]["rewards"] == [2.0]
+    args, source = start(**flags)
+    with pytest.raises(ValueError, match=r"\['x', 'y'\]; choose one with --eval-reward-key"):
+        generate_rollout(args, 0, source, evaluation=True)
+
+
+# ------------------------------------------------------------------------------------------------ one request
+class Client:
+    """Answers as an engine would, and notes what it was asked."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.changes = changes
+
+    async def generate(self, payload: dict[str, Any]) -> Generation:
+        self.asked.append(payload)
+        values: dict[str, Any] = dict(
+            tokens=np.array([7, 8, 9], np.int32),
+            log_probs=np.array([-1, -2, -3], np.float32),
+            text="xyz",
+            finish_reason="stop",
+            weight_versions=[(3, 2), (4, 1)],
+            prompt_tokens=2,
+            cached_tokens=0,
+            meta_info={},
+        )
+        return Generation(**(values | self.changes))
+
+
+def test_tokens_in_tokens_out(start: Any, tokenizer: Any) -> None:
+    args, source = start(rollout_stop=["#"], rollout_temperature=0.7)
+    args.generate_client = client = Client()
+    sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
+    assert client.asked[0]["input_ids"] == tokenizer.encode("p0") and client.asked[0]["return_logprob"]
+    asked = client.asked[0]["sampling_params"]
+    assert (asked["temperature"], asked["stop"], asked["max_new_tokens"]) == (0.7, ["#"], 4)
+    assert list(sample.tokens) == [*tokenizer.encode("p0"), 7, 8, 9]
+    assert list(sample.weight_versions) == [3, 3, 4] and list(sample.rollout_log_probs) == [-1, -2, -3]  # type: ignore[arg-type]
+    assert sample.status == Sample.Status.COMPLETED and sample.response == "xyz"
+
+
+def test_an_engine_that_loaded_the_checkpoint_itself_is_version_0(start: Any) -> None:
+    args, source = start()
+    args.generate_client = Client(weight_versions=[("default", 3)])
+    sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
+    assert list(sample.weight_versions) == [0, 0, 0]  # type: ignore[arg-type]
+
+
+def test_the_context_limit_shortens_or_spares_the_request(start: Any) -> None:
+    args, source = start(rollout_max_context_len=4)
+    args.generate_client = client = Client()
+    asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
+    assert client.asked[0]["sampling_params"]["max_new_tokens"] == 2
+    args, source = start(rollout_max_context_len=2)
+    args.generate_client = client = Client()
+    sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
+    assert client.asked == [] and sample.status == Sample.Status.TRUNCATED and sample.response_length == 0
+    sample.validate()

@@ -1,0 +1,94 @@
+"""Generated arithmetic: disjoint splits, right labels, and rows that their own verifier scores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.data.sample import Sample
+from plugins.rewards.reasoning_gym_reward import reward
+
+pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym: scripts/setup-env.sh examples")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools/make_reasoning_data.py"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reasoning")
+    done = run(
+        "--out", str(out), "--train-size", "120", "--eval-size", "30", "--max-terms", "3", "--min-digits", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_prompts_are_disjoint_and_labels_are_right(data: Path) -> None:
+    train, held_out = rows(data / "train.jsonl"), rows(data / "eval.jsonl")
+    assert (len(train), len(held_out)) == (120, 30)
+    assert len({row["prompt"] for row in train + held_out}) == 150
+    for row in train + held_out:
+        expression = row["metadata"]["entry"]["expression"]
+        assert expression in row["prompt"]
+        total, sign = 0, 1
+        for part in expression.split():
+            if part in "+-":
+                sign = 1 if part == "+" else -1
+            else:
+                total += sign * int(part)
+        assert int(row["label"]) == total
+
+
+def test_the_verifier_scores_the_last_number(data: Path) -> None:
+    row = rows(data / "eval.jsonl")[0]
+
+    def score(response: str) -> float:
+        sample = Sample(prompt=row["prompt"], response=response, metadata=row["metadata"])
+        return asyncio.run(reward(None, sample))
+
+    assert score(f"First 3, so the sum is {row['label']}.") == 1.0
+    assert score(f"{row['label']}, no: {int(row['label']) + 1}") < 1.0
+    assert score("I do not know") == 0.0
+
+
+def test_the_reward_names_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="source_dataset, entry"):
+        asyncio.run(reward(None, Sample(response="4")))
+    sample = Sample(response="4", metadata={"source_dataset": "no_such_set", "entry": {"answer": "4"}})
+    with pytest.raises(ValueError, match="no_such_set"):
+        asyncio.run(reward(None, sample))
+
+
+def test_too_few_different_sums_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path), "--max-digits", "1", "--min-digits", "1", "--train-size", "1000")
+    assert done.returncode != 0
+    assert "--max-digits" in done.stderr
+    assert not (tmp_path / "train.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--min-terms", "4"), "--max-terms 2"),
+        (("--template", "hello"), "{expression}"),
+        (("--eval-size", "0"), "eval"),
+    ],
+)
+def test_bad_flags_are_named(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    done = run("--out", str(tmp_path), *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
