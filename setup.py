@@ -18,7 +18,7 @@ def long_description() -> str:
 setup(
     name="fusionrl",
     version="0.1.0",
-    description="Reinforcement learning for LLMs: Megatron-core trains, SGLang generates, Ray holds them together",
+    description="RL for LLMs: Megatron-core trains, SGLang generates, Ray holds them together",
     long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -84,9 +84,7 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
         raise CommandLineError(errors)
     cores = len(os.sched_getaffinity(0))
     try:
-        plan = make_plan(
-            config, checked.shape, device=device, num_prompts=checked.num_prompts, num_cores=cores
-        )
+        plan = make_plan(config, checked.shape, device=device, num_prompts=checked.num_prompts, num_cores=cores)
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
     return config, plan

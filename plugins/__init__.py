@@ -1,1 +1,1 @@
-"""What a user might write: hooks that the flags of fusionrl take by path. Nothing in fusionrl imports this."""
+"""What a user might write: hooks that fusionrl's flags take by path. Nothing in fusionrl imports this."""

@@ -7,8 +7,8 @@ Nothing is downloaded.
     python tools/make_quickstart.py --out DIR [--seed N]
 
 writes DIR/model (a Hugging Face folder) and DIR/{sft,train,eval}.jsonl. The 8,100 sums of two two-digit
-numbers are split once by the seed: `eval` holds 512 of them, `sft` and `train` hold the others, so an accuracy
-on `eval` is always one on sums that no training has shown.
+numbers are split once by the seed: `eval` holds 512 of them, `sft` and `train` hold the others, so an
+accuracy on `eval` is always one on sums that no training has shown.
 """
 
 from __future__ import annotations
@@ -94,13 +94,12 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        # transformers starts the padding token's embedding at zero, where the gradient of an RMS norm is a thousand
-        # times a usual one. A policy that samples that token once would spend a whole clipped step on it.
+        # transformers starts the padding token's embedding at zero, where the gradient of an RMS norm is a
+        # thousand times a usual one. A policy that samples that token once would spend a whole clipped step
+        # on it.
         with torch.no_grad():
             model.model.embed_tokens.weight[tokenizer.pad_token_id].normal_(std=config.initializer_range)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model.float()
 
 

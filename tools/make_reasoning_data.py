@@ -1,10 +1,10 @@
-"""Write generated arithmetic (reasoning-gym's `chain_sum`) as prompts with answers, for training and evaluation.
+"""Write generated arithmetic (reasoning-gym's `chain_sum`) as prompts with answers, split in two.
 
     scripts/setup-env.sh examples
     python tools/make_reasoning_data.py --out DIR
 
-writes DIR/train.jsonl and DIR/eval.jsonl, rows {"prompt", "label", "metadata"}. No expression occurs twice, so no
-evaluation prompt is ever trained on. `metadata` carries what reasoning-gym's own verifier needs; see
+writes DIR/train.jsonl and DIR/eval.jsonl, rows {"prompt", "label", "metadata"}. No expression occurs twice, so
+no evaluation prompt is ever trained on. `metadata` carries what reasoning-gym's own verifier needs; see
 plugins/rewards/reasoning_gym_reward.py.
 """
 
@@ -94,8 +94,7 @@ def main() -> None:
     """Command line."""
     args = parse_args()
     config = {
-        name: getattr(args, name)
-        for name in ("min_terms", "max_terms", "min_digits", "max_digits", "allow_negation")
+        name: getattr(args, name) for name in ("min_terms", "max_terms", "min_digits", "max_digits", "allow_negation")
     }
     rows = generate_rows(args.train_size + args.eval_size, args.seed, args.template, config)
     random.Random(args.seed).shuffle(rows)

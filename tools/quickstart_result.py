@@ -17,9 +17,7 @@ def summarize(folder: Path) -> dict[str, float]:
 
     def accuracy(run: str) -> float:
         return next(
-            row["eval/held-out/accuracy"]
-            for row in read_metrics(folder / run)
-            if "eval/held-out/accuracy" in row
+            row["eval/held-out/accuracy"] for row in read_metrics(folder / run) if "eval/held-out/accuracy" in row
         )
 
     steps = [row for row in read_metrics(folder / "grpo") if "train/logprob_diff_mean" in row]
@@ -39,12 +37,10 @@ def main() -> None:
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     result = summarize(folder)
-    print(
-        f"held-out accuracy   {result['accuracy_after_sft']:.3f} after SFT -> {result['accuracy_after_grpo']:.3f} after GRPO"
-    )
-    print(
-        f"engine vs trainer   mean |log-prob difference| at most {result['largest_mean_logprob_difference']:.1e} at any step"
-    )
+    before, after = result["accuracy_after_sft"], result["accuracy_after_grpo"]
+    mismatch = result["largest_mean_logprob_difference"]
+    print(f"held-out accuracy   {before:.3f} after SFT -> {after:.3f} after GRPO")
+    print(f"engine vs trainer   mean |log-prob difference| at most {mismatch:.1e} at any step")
     print(f"curves              {folder / 'grpo' / 'curves.png'}")
     print(json.dumps(result))
 

@@ -29,14 +29,10 @@ def group_normalize(rewards: np.ndarray, group_index: np.ndarray, divide_by_std:
     rewards = np.asarray(rewards, dtype=np.float64)
     group_index = np.asarray(group_index)
     if rewards.ndim != 1 or rewards.shape != group_index.shape:
-        raise ValueError(
-            f"rewards {rewards.shape} and group_index {group_index.shape} must be two equal 1-d shapes"
-        )
+        raise ValueError(f"rewards {rewards.shape} and group_index {group_index.shape} must be two equal 1-d shapes")
     if not np.isfinite(rewards).all():
         bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise ValueError(
-            f"reward {rewards[bad]} of sample {bad} is not finite; a reward function must return a number"
-        )
+        raise ValueError(f"reward {rewards[bad]} of sample {bad} is not finite; a reward function must return a number")
     _, group, counts = np.unique(group_index, return_inverse=True, return_counts=True)
     centered = rewards - (np.bincount(group, weights=rewards) / np.maximum(counts, 1))[group]
     # The mean of equal floats need not be equal to them; divided by 1e-6 the rounding would become a signal.

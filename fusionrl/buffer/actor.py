@@ -285,8 +285,8 @@ class BufferActor:
             raw, rewards = self._post_process(args, samples)
             if len(raw) != len(samples) or len(rewards) != len(samples):
                 raise ValueError(
-                    f"--custom-reward-post-process-path {self.config.reward.custom_reward_post_process_path}: it returned"
-                    f" {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples"
+                    f"--custom-reward-post-process-path {self.config.reward.custom_reward_post_process_path}:"
+                    f" it returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples"
                 )
             return [float(r) for r in raw], [float(r) for r in rewards]
         failed = (Status.FAILED, Status.ABORTED)
@@ -319,7 +319,10 @@ class BufferActor:
                         "response": sample.response,
                     }
                     if sample.messages is not None:
-                        row["messages"] = [*sample.messages, {"role": "assistant", "content": sample.response}]
+                        row["messages"] = [
+                            *sample.messages,
+                            {"role": "assistant", "content": sample.response},
+                        ]
                     row.update(reward=reward, label=sample.label, metadata=sample.metadata)
                     out.write(json_line(row))
                     count += 1
@@ -358,14 +361,20 @@ class BufferActor:
         self._set_phase(f"evaluation {rollout_id}")
         start = time.perf_counter()
         try:
-            output = await asyncio.to_thread(self._eval_function, self._args(), rollout_id, self._source, evaluation=True)
+            output = await asyncio.to_thread(
+                self._eval_function, self._args(), rollout_id, self._source, evaluation=True
+            )
         finally:
             self._set_phase("idle")
         result = as_eval_output(output)
         for name, found in result.data.items():
             rows = [sample.to_dict() for sample in found.get("samples", [])]
             self._writer.write(rollout_id, self.attempt, rows, kind=f"eval-{name}")
-        return {**eval_metrics(result.data), **result.metrics, "perf/time_eval_s": time.perf_counter() - start}
+        return {
+            **eval_metrics(result.data),
+            **result.metrics,
+            "perf/time_eval_s": time.perf_counter() - start,
+        }
 
 
 def _number_group(group: list[Sample], position: int) -> None:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 # A CPU has no device that Ray counts: nodes carry this logical one instead, so that placement is the same code.
@@ -44,6 +49,7 @@ def start_ray(device: str, num_devices: int, *, address: str | None, dashboard: 
         return False
     resources: dict[str, Any] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
     ray.init(
+        address="local",  # without it Ray joins whatever cluster this machine happens to run
         include_dashboard=dashboard,
         _node_ip_address=LOOPBACK,
         object_store_memory=_object_store_bytes(),
@@ -90,9 +96,7 @@ def place_devices(device: str, num_devices: int, timeout_s: float) -> tuple[Plac
     resource = "GPU" if device == "cuda" else CPU_DEVICE_RESOURCE
     total = int(ray.cluster_resources().get(resource, 0))
     if total < num_devices:
-        hint = (
-            f"; start its nodes with --resources='{{\"{CPU_DEVICE_RESOURCE}\": N}}'" if device == "cpu" else ""
-        )
+        hint = f"; start its nodes with --resources='{{\"{CPU_DEVICE_RESOURCE}\": N}}'" if device == "cpu" else ""
         raise ValueError(f"the plan needs {num_devices} devices ({resource}), the Ray cluster has {total}{hint}")
     group = placement_group([{resource: 1}] * num_devices, strategy="PACK")
     if not group.wait(timeout_s):
@@ -106,9 +110,7 @@ def place_devices(device: str, num_devices: int, timeout_s: float) -> tuple[Plac
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     ids = _probe_gpus(group, num_devices) if device == "cuda" else list(range(num_devices))
     order = sorted(range(num_devices), key=lambda i: (addresses[nodes[i]], nodes[i], ids[i]))
-    return group, [
-        Bundle(position, i, nodes[i], addresses[nodes[i]], ids[i]) for position, i in enumerate(order)
-    ]
+    return group, [Bundle(position, i, nodes[i], addresses[nodes[i]], ids[i]) for position, i in enumerate(order)]
 
 
 def _probe_gpus(group: PlacementGroup, num_devices: int) -> list[int]:
@@ -120,7 +122,9 @@ def _probe_gpus(group: PlacementGroup, num_devices: int) -> list[int]:
     return ray.get([gpu_id.options(scheduling_strategy=strategy).remote() for strategy in strategies])
 
 
-def actor_on(cls: type, bundle: Bundle | None, group: PlacementGroup | None, *, env: dict[str, str], **options: Any) -> Any:
+def actor_on(
+    cls: type, bundle: Bundle | None, group: PlacementGroup | None, *, env: dict[str, str], **options: Any
+) -> Any:
     """A Ray actor class that runs on `bundle` (or on this node). It asks for no CPUs and no GPUs of its own.
 
     Devices are chosen by the plan, so Ray is told to leave CUDA_VISIBLE_DEVICES alone.

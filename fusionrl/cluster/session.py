@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, start_ray
 from fusionrl.cluster.workers import BufferWorker, EngineWorker, TrainerWorker
 from fusionrl.config.config import Config
@@ -185,7 +185,10 @@ class Session:
         if engine_refs:
             host = LOOPBACK if self.alone else ray.util.get_node_ip_address()
             self.router = Router(
-                host, str(self.run_dir / "logs"), api_key=self.api_key, router_args=self.config.passthrough.router
+                host,
+                str(self.run_dir / "logs"),
+                api_key=self.api_key,
+                router_args=self.config.passthrough.router,
             )
             router_url = self.router.start()
             self.urls = _gather(engine_refs, self.check_stop)
@@ -353,4 +356,3 @@ def root_cause(error: BaseException) -> BaseException:
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
         return cause
     return error
-

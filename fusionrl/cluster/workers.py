@@ -40,7 +40,6 @@ class EngineWorker(EngineActor):
         """Raise RuntimeError with the end of the server's log when its process is dead; asks the server nothing."""
         self._living("generation")
 
-
     def weight_checksums(self) -> list[dict[str, str]] | None:
         """Engine rank → tensor name → hash, as the server reports them; None where its version cannot."""
         try:
@@ -55,9 +54,7 @@ class EngineWorker(EngineActor):
 class BufferWorker(BufferActor):
     """The Buffer's actor process."""
 
-    def __init__(
-        self, config: Config, plan: Plan, run_dir: str, attempt: int, endpoints: Any, log: str
-    ) -> None:
+    def __init__(self, config: Config, plan: Plan, run_dir: str, attempt: int, endpoints: Any, log: str) -> None:
         _log_to(log, "buffer", config.run.log_level)
         super().__init__(config, plan, run_dir, attempt, endpoints)
 
@@ -79,7 +76,7 @@ class TrainerWorker:
 
         assert plan.layout is not None
         self._plan, self._config, self._host, self._rank = plan, config, host, rank
-        self._trainer = TrainerActor(config, plan.layout, rank, run_dir)
+        self._trainer = TrainerActor(config, plan.layout, rank, run_dir, device_id)
         self._sender: Any = None
 
     def node_address(self) -> tuple[str, int]:
@@ -137,7 +134,6 @@ class TrainerWorker:
         dtype = torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16
         tensors = ((name, tensor.detach().to(dtype)) for name, tensor in self._export())
         return engine_checksums(tensors, self._plan.shape, tp_size)
-
 
     def train(self, rollout_id: int, shard: Any) -> dict[str, float]:
         """The optimizer steps of one rollout."""

@@ -22,7 +22,8 @@ class RunGroup(Group):
     """Run: what is done, and where its files go"""
 
     mode: Literal["rl", "sft", "reject-sampling", "eval"] = Field(
-        "rl", description="What the run does: rl, sft, reject-sampling or eval. Each toggles engines and trainers."
+        "rl",
+        description="What the run does: rl, sft, reject-sampling or eval. Each toggles engines and trainers.",
     )
     pipeline: Literal["on-policy", "stream", "async", "async-partial"] = Field(
         "on-policy", description="How generation and training overlap."
@@ -30,7 +31,8 @@ class RunGroup(Group):
     name: str = Field("run", description="Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
     run_dir: str | None = Field(None, description="Folder of the run. Default: runs/<name>-<time>.")
     resume: bool = Field(
-        False, description="Go on in --run-dir from its last checkpoint (from the start where there is none yet)."
+        False,
+        description="Go on in --run-dir from its last checkpoint (from the start where there is none yet).",
     )
     seed: int = Field(1234, description="Seed of initialisation, data order and trainers.", ge=0)
     num_rollout: int | None = Field(None, description="Number of rollout steps to run.", ge=0)
@@ -65,7 +67,9 @@ class ClusterGroup(Group):
         1, description="Trainer ranks a node; devices are GPUs, or processes on a CPU.", ge=1
     )
     rollout_num_gpus: int | None = Field(
-        None, description="Devices of the engines in all. Default: the trainers' when colocated, else 1.", ge=1
+        None,
+        description="Devices of the engines in all. Default: the trainers' when colocated, else 1.",
+        ge=1,
     )
     rollout_num_gpus_per_engine: int = Field(1, description="Devices of one engine (its tensor parallel size).", ge=1)
     num_gpus_per_node: int = Field(8, description="Devices a node has, at most, when a placement is planned.", ge=1)
@@ -86,10 +90,12 @@ class ModelGroup(Group):
     """Model and precision"""
 
     hf_checkpoint: str | None = Field(
-        None, description="Hugging Face folder: the model's shape, its tokenizer and the weights the run starts with."
+        None,
+        description="Hugging Face folder: the model's shape, its tokenizer and the weights the run starts with.",
     )
     ref_load: str | None = Field(
-        None, description="Hugging Face folder of the reference model of the KL terms. Default: --hf-checkpoint."
+        None,
+        description="Hugging Face folder of the reference model of the KL terms. Default: --hf-checkpoint.",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."
@@ -98,7 +104,8 @@ class ModelGroup(Group):
         "auto", description="Precision of the engines; auto is the trainers'."
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="Layer implementation; auto is Transformer Engine's where it is installed, on GPUs."
+        "auto",
+        description="Layer implementation; auto is Transformer Engine's where it is installed, on GPUs.",
     )
     tensor_model_parallel_size: int = Field(1, description="Tensor parallel size of the trainers.", ge=1)
     pipeline_model_parallel_size: int = Field(1, description="Pipeline parallel size of the trainers.", ge=1)
@@ -127,7 +134,8 @@ class DataGroup(Group):
         None, description="Prompts of more tokens are left out, and counted.", ge=1
     )
     data_source_path: str = Field(
-        "fusionrl.buffer.data_source.RolloutDataSource", description="Class of the data source, by import path."
+        "fusionrl.buffer.data_source.RolloutDataSource",
+        description="Class of the data source, by import path.",
     )
 
 
@@ -144,11 +152,11 @@ class RolloutGroup(Group):
     rollout_batch_size: int | None = Field(None, description="Prompts of one rollout step.", ge=1)
     n_samples_per_prompt: int = Field(1, description="Samples generated for each prompt.", ge=1)
     over_sampling_batch_size: int | None = Field(
-        None, description="Prompts submitted at a time while a filter drops groups. Default: --rollout-batch-size.", ge=1
+        None,
+        description="Prompts submitted at a time while a filter drops groups. Default: --rollout-batch-size.",
+        ge=1,
     )
-    dynamic_sampling_filter_path: str | None = Field(
-        None, description="Function that keeps or drops a finished group."
-    )
+    dynamic_sampling_filter_path: str | None = Field(None, description="Function that keeps or drops a finished group.")
     rollout_temperature: float = Field(1.0, description="Sampling temperature.", gt=0)
     rollout_top_p: float = Field(1.0, description="Nucleus sampling mass.", gt=0, le=1)
     rollout_top_k: int = Field(-1, description="Number of likeliest tokens sampled from; -1 is all.", ge=-1)
@@ -159,9 +167,7 @@ class RolloutGroup(Group):
     rollout_stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a response.")
     rollout_ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token (benchmarks).")
     rollout_skip_special_tokens: bool = Field(True, description="Leave special tokens out of the response's text.")
-    sglang_server_concurrency: int = Field(
-        512, description="Requests in flight for each engine, at most.", ge=1
-    )
+    sglang_server_concurrency: int = Field(512, description="Requests in flight for each engine, at most.", ge=1)
     engine_start_timeout_s: float = Field(
         300.0, description="Time limit for an engine to become healthy, seconds.", gt=0
     )
@@ -225,9 +231,7 @@ class TrainGroup(Group):
     adam_beta2: float = Field(0.98, description="Adam's beta 2.", ge=0, lt=1)
     adam_eps: float = Field(1e-8, description="Adam's epsilon.", gt=0)
     clip_grad: float = Field(1.0, description="Largest norm of the gradient; 0 is no clipping.", ge=0)
-    log_probs_chunk_size: int = Field(
-        1024, description="Tokens whose logits stand in memory at a time.", ge=1
-    )
+    log_probs_chunk_size: int = Field(1024, description="Tokens whose logits stand in memory at a time.", ge=1)
 
 
 class EvalGroup(Group):
@@ -265,7 +269,9 @@ class WeightsGroup(Group):
         "first", description="Which pushes are verified by checksums and by log-probs."
     )
     verify_tolerance: float | None = Field(
-        None, description="Mean |log-prob difference| a verified push may show. Default: 1e-4 in fp32, else 0.1.", gt=0
+        None,
+        description="Mean |log-prob difference| a verified push may show. Default: 1e-4 in fp32, else 0.1.",
+        gt=0,
     )
     update_weight_timeout_s: float = Field(600.0, description="Time limit of one weight push, seconds.", gt=0)
 
@@ -278,7 +284,8 @@ class CheckpointGroup(Group):
     )
     no_save: bool = Field(False, description="Write no checkpoints at all.")
     save_hf: str | None = Field(
-        None, description="Save the weights as a Hugging Face folder here at the end ({rollout_id} is filled in)."
+        None,
+        description="Save the weights as a Hugging Face folder here at the end ({rollout_id} is filled in).",
     )
 
 
@@ -288,9 +295,7 @@ class RejectSamplingGroup(Group):
     reject_sampling_output: str | None = Field(
         None, description="File of the accepted samples. Default: accepted.jsonl in the run folder."
     )
-    reject_sampling_threshold: float = Field(
-        1.0, description="Samples with at least this reward are accepted."
-    )
+    reject_sampling_threshold: float = Field(1.0, description="Samples with at least this reward are accepted.")
     reject_sampling_per_prompt: int = Field(
         1, description="Accepted samples kept for one prompt, the best first.", ge=1
     )

@@ -16,8 +16,16 @@ from typing import Any
 
 # Per flag: the call as fusionrl makes it (positional count, keywords), and how the signature reads for people.
 SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
-    "rollout_function_path": (3, ("evaluation",), "generate_rollout(args, rollout_id, data_source, evaluation=False)"),
-    "eval_function_path": (3, ("evaluation",), "generate_rollout(args, rollout_id, data_source, evaluation=False)"),
+    "rollout_function_path": (
+        3,
+        ("evaluation",),
+        "generate_rollout(args, rollout_id, data_source, evaluation=False)",
+    ),
+    "eval_function_path": (
+        3,
+        ("evaluation",),
+        "generate_rollout(args, rollout_id, data_source, evaluation=False)",
+    ),
     "custom_generate_function_path": (3, (), "async generate(args, sample, sampling_params)"),
     "custom_rm_path": (2, (), "async rm(args, sample, **kw)"),
     "dynamic_sampling_filter_path": (2, (), "filter(args, samples, **kw)"),

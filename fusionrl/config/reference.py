@@ -13,8 +13,8 @@ _HEAD = """# Flags
 
 Made by `fusionrl flags`; a test holds it against the code. Beside these, flags of the parts pass through under their
 own names: `--sglang-*` (SGLang's ServerArgs), `--router-*` (sglang_router), and the fields of Megatron-core's
-TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. A field that several of Megatron's classes share is set
-in all of them. What fusionrl sets itself is refused with the flag to use instead.
+TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. A field that several of Megatron's classes share
+is set in all of them. What fusionrl sets itself is refused with the flag to use instead.
 """
 
 

@@ -101,7 +101,9 @@ def router_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_with(parser: argparse.ArgumentParser, option: str, values: list[str], owned: dict[str, str]) -> dict[str, Any]:
+def parse_with(
+    parser: argparse.ArgumentParser, option: str, values: list[str], owned: dict[str, str]
+) -> dict[str, Any]:
     """The fields that `option values…` sets by upstream's own parser.
 
     Raises:
@@ -136,7 +138,11 @@ def megatron_fields() -> dict[str, dict[str, Any]]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
-    classes = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
+    classes = {
+        "transformer": TransformerConfig,
+        "optimizer": OptimizerConfig,
+        "ddp": DistributedDataParallelConfig,
+    }
     return {kind: {f.name: _hint(cls, f) for f in dataclasses.fields(cls)} for kind, cls in classes.items()}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import SIGNATURES, check_hook
 from fusionrl.config.model_shape import ModelShape, read_model_shape
@@ -60,15 +61,17 @@ def _check_model(config: Config) -> ModelShape | None:
     if folder is None:
         raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
     shape = read_model_shape(folder)
+    check_weight_files(folder)
     names = {path.name for path in Path(folder).iterdir()}
-    if not any(name.endswith(".safetensors") for name in names):
-        raise ValueError(f"--hf-checkpoint {folder}: it has no .safetensors file")
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
         raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
     if config.model.ref_load is not None:
         reference = read_model_shape(config.model.ref_load, "--ref-load")
         if reference != shape:
-            raise ValueError(f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint {folder}")
+            raise ValueError(
+                f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint {folder}"
+            )
+        check_weight_files(config.model.ref_load, "--ref-load")
     return shape
 
 
@@ -122,7 +125,8 @@ def _check_parallel(config: Config, shape: ModelShape | None, errors: list[str])
     size = config.cluster.rollout_num_gpus_per_engine
     if shape and shape.num_attention_heads % size:
         errors.append(
-            f"--rollout-num-gpus-per-engine {size} does not divide the model's {shape.num_attention_heads} attention heads"
+            f"--rollout-num-gpus-per-engine {size} does not divide the model's"
+            f" {shape.num_attention_heads} attention heads"
         )
     if size > config.cluster.num_gpus_per_node:
         errors.append(f"--rollout-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
@@ -130,12 +134,11 @@ def _check_parallel(config: Config, shape: ModelShape | None, errors: list[str])
 
 def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) -> None:
     rollout, reward = config.rollout, config.reward
-    if config.run.mode in ("rl", "reject-sampling") and (rollout.rollout_top_p != 1.0 or rollout.rollout_top_k != -1):
-        if config.run.mode == "rl":
-            errors.append(
-                "--rollout-top-p / --rollout-top-k: the engine's log-probs are those of the full distribution, so training"
-                " on truncated samples would be biased; leave them at 1.0 and -1 (evaluation has its own flags)"
-            )
+    if config.run.mode == "rl" and (rollout.rollout_top_p != 1.0 or rollout.rollout_top_k != -1):
+        errors.append(
+            "--rollout-top-p / --rollout-top-k: the engine's log-probs are those of the full distribution, so"
+            " training on truncated samples would be biased; leave them at 1.0 and -1 (evaluation has its own flags)"
+        )
     limit = rollout.rollout_max_context_len
     if shape and limit and limit > shape.max_position_embeddings:
         errors.append(

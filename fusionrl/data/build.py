@@ -49,15 +49,15 @@ def build_shards(
         masks = [response_mask(samples[i]) for i in chosen]
         num_tokens = int(sum(mask.sum() for mask in masks))
         num_samples = int(sum(mask.any() for mask in masks))
-        ranks = split_over_ranks(lengths, plan.dp_size)
-        packed = [
-            pack_micro_batches(lengths[np.array(members, np.int64)], max_tokens, micro_batch_size) for members in ranks
-        ]
+        units = _siblings(samples, chosen, plan.dp_size)
+        dealt = split_over_ranks(np.array([lengths[unit].sum() for unit in units]), plan.dp_size)
+        packed = [_pack([units[u] for u in mine], lengths, max_tokens, micro_batch_size) for mine in dealt]
         count = max(len(bins) for bins in packed)
-        for rank, members in enumerate(ranks):
-            offset = len(per_rank[rank])
+        for rank, mine in enumerate(dealt):
+            members = [position for u in mine for position in units[u]]
+            local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
             bins = equalise(packed[rank], count)
-            steps[rank].append(TrainStep([[offset + i for i in b] for b in bins], num_tokens, num_samples))
+            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, num_samples))
             per_rank[rank] += [chosen[i] for i in members]
     present = [name for name in OPTIONAL if all(_has(sample, name) for sample in samples)]
     return [
@@ -71,6 +71,36 @@ def build_shards(
         )
         for members, s in zip(per_rank, steps, strict=True)
     ]
+
+
+def _siblings(samples: Sequence[Sample], chosen: range, dp_size: int) -> list[list[int]]:
+    """Positions in `chosen`, group by group where whole groups can be dealt out evenly, else one by one.
+
+    Siblings share their prompt, and a trainer computes the prompt of a micro-batch's siblings once.
+    """
+    groups: list[list[int]] = []
+    for position, i in enumerate(chosen):
+        group = samples[i].group_index
+        if groups and group is not None and group == samples[chosen[groups[-1][-1]]].group_index:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    alike = len({len(group) for group in groups}) == 1
+    return groups if alike and len(groups) % dp_size == 0 else [[position] for position in range(len(chosen))]
+
+
+def _pack(
+    units: list[list[int]], lengths: np.ndarray, max_tokens: int, micro_batch_size: int | None
+) -> list[list[int]]:
+    """Micro-batches of positions; a unit that fits into one stays together."""
+    items: list[list[int]] = []
+    for unit in units:
+        fits = lengths[unit].sum() <= max_tokens and (micro_batch_size is None or len(unit) <= micro_batch_size)
+        items += [unit] if fits else [[position] for position in unit]
+    tokens = np.array([lengths[item].sum() for item in items])
+    counts = np.array([len(item) for item in items])
+    bins = pack_micro_batches(tokens, max_tokens, micro_batch_size, counts)
+    return [sorted(position for i in members for position in items[i]) for members in bins]
 
 
 def _has(sample: Sample, name: str) -> bool:

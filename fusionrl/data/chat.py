@@ -15,7 +15,11 @@ from fusionrl.data.sample import Sample, Status
 
 
 def conversation_to_sample(
-    messages: list[dict[str, Any]], tokenizer: Any, *, template_kwargs: dict[str, Any] | None = None, tools: Any = None
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    template_kwargs: dict[str, Any] | None = None,
+    tools: Any = None,
 ) -> Sample:
     """Tokenize a conversation; the response begins at the first assistant turn, its mask is 1 on assistants' tokens.
 

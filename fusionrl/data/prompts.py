@@ -80,8 +80,7 @@ def _read_parquet(path: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]
         table = pyarrow.parquet.read_table(path)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise ValueError(f"{flag} {path}: not a readable parquet file ({error})") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield number, row
+    yield from enumerate(table.to_pylist(), start=1)
 
 
 def check_file(
@@ -170,7 +169,9 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
     return PromptDataset(samples, 0)
 
 
-def load_prompts(path: str | Path, tokenizer: Any, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
+def load_prompts(
+    path: str | Path, tokenizer: Any, columns: PromptColumns, flag: str = "--prompt-data"
+) -> PromptDataset:
     """Read, render and tokenize every prompt of a file.
 
     Raises:
@@ -222,5 +223,9 @@ def render_prompt(prompt: str | list[dict[str, Any]], tokenizer: Any, columns: P
         raise ValueError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True, **(columns.chat_template_kwargs or {})
+        messages,
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=True,
+        **(columns.chat_template_kwargs or {}),
     )

@@ -99,9 +99,7 @@ class GenerateClient:
                     answer = await response.read()
                 if response.status < 400:
                     return answer
-                error: RuntimeError = EndpointError(
-                    self._url, response.status, answer.decode(errors="replace")
-                )
+                error: RuntimeError = EndpointError(self._url, response.status, answer.decode(errors="replace"))
                 if response.status < 500:
                     raise error
             except aiohttp.ClientError as cause:
@@ -146,8 +144,7 @@ def parse_generation(answer: dict[str, Any]) -> Generation:
         ids = [entry[1] for entry in entries]
     if entries and [entry[1] for entry in entries] != ids:
         raise RuntimeError(
-            f"request {meta.get('id')}: the engine returned {len(ids)} tokens "
-            f"and {len(entries)} log-probs of others"
+            f"request {meta.get('id')}: the engine returned {len(ids)} tokens and {len(entries)} log-probs of others"
         )
     return Generation(
         tokens=np.array(ids, dtype=np.int32),
@@ -176,9 +173,7 @@ def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | st
             found.append((_as_version(span["version"]), end - covered))
             covered = end
     if covered != num_tokens:
-        raise RuntimeError(
-            f"request {meta.get('id')}: weight_versions {spans} do not cover {num_tokens} tokens"
-        )
+        raise RuntimeError(f"request {meta.get('id')}: weight_versions {spans} do not cover {num_tokens} tokens")
     return found
 
 

@@ -59,9 +59,7 @@ class EngineActor:
         # characters.
         self._scratch = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
         env = server_environment(self.spec)
-        env.setdefault(
-            "TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        )
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
         env["TMPDIR"] = self._scratch.name
         self.url = base_url(self.spec.host, port)
         return ChildProcess(
@@ -167,9 +165,7 @@ class EngineActor:
         `serialized` has one base64 string for each tensor-parallel rank of this engine.
         """
         if len(serialized) != self.spec.tp_size:
-            raise ValueError(
-                f"{len(serialized)} payloads for tp_size={self.spec.tp_size}: one a rank is needed"
-            )
+            raise ValueError(f"{len(serialized)} payloads for tp_size={self.spec.tp_size}: one a rank is needed")
         payload = {
             "serialized_named_tensors": serialized,
             "load_format": load_format,
@@ -263,9 +259,7 @@ class EngineActor:
             raise self._server.died(f"{what} of engine {self.spec.index} at {self.url}")
         return self._server
 
-    def _post(
-        self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = _CONTROL_TIMEOUT_S
-    ) -> Any:
+    def _post(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
         return self._call("POST", path, payload or {}, timeout_s=timeout_s)
 
     def _call(

@@ -115,7 +115,7 @@ def main() -> None:
         child = subprocess.Popen(
             sys.argv[2:],
             stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - no threads here
+            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         ).pid
         starter.sendall(f"{child}\n".encode())
     except OSError as error:

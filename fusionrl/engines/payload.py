@@ -31,9 +31,7 @@ _strategy_lock = threading.Lock()
 def by_value(named: NamedTensors) -> str:
     """Base64 pickle that holds the tensors' bytes. Views are cloned, as a pickle takes a view's whole
     storage."""
-    owned = [
-        (name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)) for name, tensor in named
-    ]
+    owned = [(name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)) for name, tensor in named]
     return pybase64.b64encode(pickle.dumps(owned, protocol=pickle.HIGHEST_PROTOCOL)).decode()
 
 

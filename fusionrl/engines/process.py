@@ -138,14 +138,11 @@ class ChildProcess:
         """The error to raise when the child is found dead while `what` was expected of it."""
         tail = self.log_tail()
         return ChildExited(
-            f"{what}: the process ended ({self.exit_status()}). "
-            f"Its log is {self.log_path}; the end of it:\n{tail}",
+            f"{what}: the process ended ({self.exit_status()}). Its log is {self.log_path}; the end of it:\n{tail}",
             tail,
         )
 
-    def wait_until(
-        self, predicate: Callable[[], bool], timeout_s: float, what: str, *, poll_s: float = 0.05
-    ) -> None:
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float, what: str, *, poll_s: float = 0.05) -> None:
         """Call `predicate` until it is true.
 
         Raises `ChildExited` (a RuntimeError) as soon as the child has ended and RuntimeError after

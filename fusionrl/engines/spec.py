@@ -173,12 +173,7 @@ def _skip_other_models(env: dict[str, str], model_path: str) -> None:
     """
     config = Path(model_path, "config.json")
     package = importlib.util.find_spec("sglang")
-    if (
-        "SGLANG_DISABLED_MODEL_ARCHS" in env
-        or not config.is_file()
-        or package is None
-        or package.origin is None
-    ):
+    if "SGLANG_DISABLED_MODEL_ARCHS" in env or not config.is_file() or package is None or package.origin is None:
         return
     architectures = json.loads(config.read_text()).get("architectures") or []
     files = sorted(Path(package.origin).parent.glob("srt/models/*.py"))

@@ -124,6 +124,6 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._write(self.format(record))
-        except Exception:  # noqa: BLE001
+        except Exception:
             # As every handler of logging: a line that cannot be shown must not stop the program.
             self.handleError(record)

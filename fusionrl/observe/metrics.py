@@ -59,9 +59,7 @@ class MetricsSink:
         if taken:
             raise ValueError(f"metric names {sorted(taken)} are reserved; use e.g. 'train/step'")
         scalars = {key: to_scalar(key, value) for key, value in values.items()}
-        nonfinite = [
-            key for key, value in scalars.items() if isinstance(value, float) and not math.isfinite(value)
-        ]
+        nonfinite = [key for key, value in scalars.items() if isinstance(value, float) and not math.isfinite(value)]
         line: dict[str, Any] = {
             "step": int(step),
             "attempt": self.attempt,

@@ -76,9 +76,7 @@ class State:
 
 def glyphs_for(encoding: str | None) -> Glyphs:
     """`UNICODE` if `encoding` can write all of it, else `ASCII`."""
-    text = (
-        f"{UNICODE.sparks}{UNICODE.rule}{UNICODE.bar_full}{UNICODE.bar_empty}{UNICODE.stack}{UNICODE.spinner}"
-    )
+    text = f"{UNICODE.sparks}{UNICODE.rule}{UNICODE.bar_full}{UNICODE.bar_empty}{UNICODE.stack}{UNICODE.spinner}"
     try:
         (text + UNICODE.separator + UNICODE.ellipsis).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -73,9 +73,7 @@ class Progress:
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
         if self._live and refresh_s > 0:
-            self._ticker = threading.Thread(
-                target=self._tick, args=(refresh_s,), name="progress", daemon=True
-            )
+            self._ticker = threading.Thread(target=self._tick, args=(refresh_s,), name="progress", daemon=True)
             self._ticker.start()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:

@@ -44,9 +44,7 @@ class RolloutWriter:
         self.folder = Path(run_dir) / "rollouts"
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(
-        self, rollout_id: int, attempt: int, rows: Iterable[Mapping[str, Any]], kind: str = "train"
-    ) -> Path:
+    def write(self, rollout_id: int, attempt: int, rows: Iterable[Mapping[str, Any]], kind: str = "train") -> Path:
         """Write the samples of one rollout and return the file's path.
 
         Arrays and tensors become lists, NaN and infinities null, objects JSON does not know their `repr`. The
@@ -58,9 +56,7 @@ class RolloutWriter:
             raise ValueError(f"rollout kind {kind!r} is no file name; use letters, digits, '_', '-'")
         path = self.folder / f"{kind}_{rollout_id:06d}.a{attempt}.jsonl"
         if path.exists():
-            raise FileExistsError(
-                f"{path} exists; rollouts are never overwritten, a resume raises the attempt"
-            )
+            raise FileExistsError(f"{path} exists; rollouts are never overwritten, a resume raises the attempt")
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("w", encoding="utf-8") as file:
@@ -89,9 +85,7 @@ def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
     return list({(file.rollout_id, file.kind): file for file in found}.values())
 
 
-def read_rollouts(
-    run_dir: Path, kind: str | None = None, all_attempts: bool = False
-) -> Iterator[dict[str, Any]]:
+def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, Any]]:
     """The samples of a run, lazily, with "rollout_id", "kind", "attempt" where they have none."""
     for file in list_rollouts(run_dir, kind, all_attempts):
         for row in file.rows():

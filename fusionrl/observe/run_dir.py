@@ -91,9 +91,7 @@ class RunDir:
 def _has_content(path: Path) -> bool:
     """Whether anything was written; a start that failed leaves empty sub folders, which are no run."""
     for entry in path.iterdir():
-        if entry.name == LOCK_FILE or (
-            entry.name in SUB_FOLDERS and entry.is_dir() and not any(entry.iterdir())
-        ):
+        if entry.name == LOCK_FILE or (entry.name in SUB_FOLDERS and entry.is_dir() and not any(entry.iterdir())):
             continue
         return True
     return False
@@ -101,9 +99,7 @@ def _has_content(path: Path) -> bool:
 
 def _last_version(folder: Path, stem: str, suffix: str) -> Path | None:
     pattern = re.compile(rf"{stem}(?:\.a(\d+))?\.{suffix}")
-    versions = [
-        (int(match[1] or 1), entry) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name))
-    ]
+    versions = [(int(match[1] or 1), entry) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name))]
     return max(versions)[1] if versions else None
 
 

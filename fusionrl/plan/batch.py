@@ -47,12 +47,12 @@ def plan_batches(
     product = (
         f"--rollout-batch-size {rollout_batch_size} x --n-samples-per-prompt {n_samples_per_prompt} = {total} samples"
     )
-    if global_batch_size is not None and num_steps_per_rollout is not None:
-        if global_batch_size * num_steps_per_rollout != total:
-            raise ValueError(
-                f"{product}, but --global-batch-size {global_batch_size} x --num-steps-per-rollout "
-                f"{num_steps_per_rollout} = {global_batch_size * num_steps_per_rollout}; leave one of the two out"
-            )
+    given = (global_batch_size or 0) * (num_steps_per_rollout or 0)
+    if given and given != total:
+        raise ValueError(
+            f"{product}, but --global-batch-size {global_batch_size} x --num-steps-per-rollout "
+            f"{num_steps_per_rollout} = {given}; leave one of the two out"
+        )
     if global_batch_size is None:
         steps = num_steps_per_rollout or 1
         if total % steps:
@@ -62,16 +62,15 @@ def plan_batches(
         near = [d for d in range(1, total + 1) if total % d == 0]
         best = min(near, key=lambda d: abs(d - (global_batch_size or 0)))
         raise ValueError(
-            f"{product} do not divide into steps of --global-batch-size {global_batch_size}; the nearest that does is {best}"
+            f"{product} do not divide into steps of --global-batch-size {global_batch_size};"
+            f" the nearest that does is {best}"
         )
     if global_batch_size < dp_size:
         raise ValueError(
             f"--global-batch-size {global_batch_size} is smaller than the {dp_size} data-parallel ranks: some would"
             " have nothing to train; raise it or use fewer ranks"
         )
-    return BatchPlan(
-        rollout_batch_size, n_samples_per_prompt, total // global_batch_size, global_batch_size, dp_size
-    )
+    return BatchPlan(rollout_batch_size, n_samples_per_prompt, total // global_batch_size, global_batch_size, dp_size)
 
 
 def split_over_ranks(lengths: np.ndarray, dp_size: int) -> list[list[int]]:
@@ -95,22 +94,28 @@ def split_over_ranks(lengths: np.ndarray, dp_size: int) -> list[list[int]]:
     return [sorted(r) for r in ranks]
 
 
-def pack_micro_batches(lengths: np.ndarray, max_tokens: int, max_samples: int | None) -> list[list[int]]:
+def pack_micro_batches(
+    lengths: np.ndarray, max_tokens: int, max_samples: int | None, counts: np.ndarray | None = None
+) -> list[list[int]]:
     """First-fit, longest first: micro-batches of at most `max_tokens` tokens (and `max_samples` samples).
 
-    A sample longer than `max_tokens` gets a micro-batch of its own.
+    lengths  [n] tokens of each item; counts  [n] samples of each item (1 each, unless items are whole groups).
+    An item longer than `max_tokens` gets a micro-batch of its own. Returns the items of each micro-batch.
     """
-    bins: list[tuple[list[int], int]] = []
-    for sample in np.argsort(-lengths, kind="stable"):
-        size = int(lengths[sample])
-        for position, (members, used) in enumerate(bins):
-            if used + size <= max_tokens and (max_samples is None or len(members) < max_samples):
-                members.append(int(sample))
-                bins[position] = (members, used + size)
+    sizes = np.ones(len(lengths), np.int64) if counts is None else counts
+    bins: list[list[int]] = []
+    used: list[tuple[int, int]] = []  # tokens and samples of each bin
+    for item in np.argsort(-lengths, kind="stable"):
+        tokens, samples = int(lengths[item]), int(sizes[item])
+        for position, (bin_tokens, bin_samples) in enumerate(used):
+            if bin_tokens + tokens <= max_tokens and (max_samples is None or bin_samples + samples <= max_samples):
+                bins[position].append(int(item))
+                used[position] = (bin_tokens + tokens, bin_samples + samples)
                 break
         else:
-            bins.append(([int(sample)], size))
-    return [sorted(members) for members, _ in bins]
+            bins.append([int(item)])
+            used.append((tokens, samples))
+    return [sorted(members) for members in bins]
 
 
 def equalise(micro_batches: list[list[int]], count: int) -> list[list[int]]:

@@ -191,7 +191,8 @@ def render_plan(plan: Plan, config: Config) -> str:
         f"mode       {config.run.mode}, pipeline {config.run.pipeline}, {plan.num_rollout} rollout steps",
         f"model      {shape.model_type}, {shape.num_parameters / 1e6:.2f} M parameters, {shape.num_layers} layers x "
         f"{shape.hidden_size}, {shape.num_attention_heads} heads, vocabulary {shape.vocab_size}",
-        f"device     {plan.device}, trainers {plan.precision}, engines {plan.rollout_dtype}, collectives {plan.backend}",
+        f"device     {plan.device}, trainers {plan.precision}, engines {plan.rollout_dtype}, "
+        f"collectives {plan.backend}",
         f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}",
     ]
     if plan.layout:
@@ -204,13 +205,12 @@ def render_plan(plan: Plan, config: Config) -> str:
         places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
         lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}")
     if plan.transport:
-        lines.append(f"weights    {shape.num_parameters * (4 if plan.precision == 'fp32' else 2) / 1e6:.1f} MB by {plan.transport}")
+        width = 4 if plan.rollout_dtype == "fp32" else 2
+        lines.append(f"weights    {shape.num_parameters * width / 1e6:.1f} MB by {plan.transport}")
     if plan.batch:
         lines.append(f"batches    {plan.batch.describe()}")
     if plan.memory:
-        m = plan.memory
-        lines.append(
-            f"memory     {m.total / 2**30:.2f} GiB a trainer rank, estimated: weights {m.weights / 2**30:.2f}, gradients "
-            f"{m.gradients / 2**30:.2f}, optimizer {m.optimizer / 2**30:.2f}, activations {m.activations / 2**30:.2f}"
-        )
+        parts = ("weights", "gradients", "optimizer", "activations")
+        told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
+        lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
     return "\n".join(lines) + "\n"

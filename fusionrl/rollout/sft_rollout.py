@@ -1,4 +1,4 @@
-"""Rollout of `--mode sft`: conversations from the prompt data, tokenized with their loss masks; nothing is generated."""
+"""Rollout of `--mode sft`: conversations of the prompt data, tokenized with their loss masks; nothing is generated."""
 
 from __future__ import annotations
 

@@ -37,10 +37,14 @@ class TrainerActor:
         layout: parallel sizes; its dp is the number of shards of a rollout.
         rank: global rank, 0 … layout.world_size - 1.
         run_dir: the run's folder.
+        device_id: GPU of this rank on its node, as the placement says; without one, ranks go round the node's GPUs.
     """
 
-    def __init__(self, config: Config, layout: TrainerLayout, rank: int, run_dir: str) -> None:
+    def __init__(
+        self, config: Config, layout: TrainerLayout, rank: int, run_dir: str, device_id: int | None = None
+    ) -> None:
         self.config, self.layout, self.rank, self.run_dir = config, layout, rank, run_dir
+        self._device_id = device_id
         self.trained: Trained
         self.device = torch.device("cpu")
         self._reference: ReferenceWeights | None = None
@@ -69,11 +73,9 @@ class TrainerActor:
         """
         config = self.config
         if config.model.hf_checkpoint is None:
-            raise ValueError(
-                "--hf-checkpoint is not given; the trainer reads the model's shape and weights from it"
-            )
+            raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
         self.shape = read_model_shape(config.model.hf_checkpoint)
-        self.device = settings.resolve_device(config, self.rank)
+        self.device = settings.resolve_device(config, self.rank if self._device_id is None else self._device_id)
         local_ranks = min(self.layout.world_size, config.cluster.actor_num_gpus_per_node)
         torch.set_num_threads(settings.resolve_num_threads(config, local_ranks))
         self._join(master_addr, master_port)
@@ -120,9 +122,7 @@ class TrainerActor:
             create_gloo_process_groups=False,
         )
         coordinates = layout.coordinates(self.rank)
-        assert parallel_state.get_data_parallel_rank() == coordinates.dp, (
-            "TrainerLayout disagrees with Megatron"
-        )
+        assert parallel_state.get_data_parallel_rank() == coordinates.dp, "TrainerLayout disagrees with Megatron"
         seed = self.config.run.seed + 100 * coordinates.pp
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -137,9 +137,7 @@ class TrainerActor:
         folder = model.ref_load or model.hf_checkpoint
         assert folder is not None
         if read_model_shape(folder, flag) != self.shape:
-            raise ValueError(
-                f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's"
-            )
+            raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
         self._reference = ReferenceWeights(folder, self.trained.chunks, self.shape, flag)
 
     def train(self, rollout_id: int, shard: TrainShard | list[Any]) -> dict[str, float]:
@@ -323,9 +321,7 @@ class TrainerActor:
                     optimizer.update(_bytes(param))
                     for name, value in sorted(inner.optimizer.state[param].items()):
                         optimizer.update(name.encode())
-                        optimizer.update(
-                            _bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode()
-                        )
+                        optimizer.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
         state = rng_state()
         rng = hashlib.sha256(repr((state["python"], state["numpy"])).encode())
         for value in (

@@ -35,9 +35,7 @@ class FusedAdam(torch.optim.Optimizer):
         **unused: Any,
     ) -> None:
         if not (bias_correction and adam_w_mode):
-            raise ValueError(
-                "Adam without bias correction, or with weight decay in the gradient, is not supported"
-            )
+            raise ValueError("Adam without bias correction, or with weight decay in the gradient, is not supported")
         super().__init__(
             params,
             {

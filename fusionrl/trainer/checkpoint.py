@@ -64,14 +64,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _sharded_state(
-    trained: Trained, layout: TrainerLayout, rank: int, loading: bool, with_rng: bool
-) -> dict[str, Any]:
+def _sharded_state(trained: Trained, layout: TrainerLayout, rank: int, loading: bool, with_rng: bool) -> dict[str, Any]:
     metadata = _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     models = {
-        "model" if len(trained.chunks) == 1 else f"model{index}": unwrap(chunk).sharded_state_dict(
-            metadata=metadata
-        )
+        "model" if len(trained.chunks) == 1 else f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(trained.chunks)
     }
     state: dict[str, Any] = dict(models)
@@ -136,15 +132,11 @@ def read_description(path: str) -> dict[str, Any]:
     try:
         description = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"checkpoint {path}: it cannot be read ({error}); give the folder of a checkpoint"
-        ) from error
+        raise ValueError(f"checkpoint {path}: it cannot be read ({error}); give the folder of a checkpoint") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is not valid JSON ({error})") from error
     if description.get("format") != FORMAT:
-        raise ValueError(
-            f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}"
-        )
+        raise ValueError(f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}")
     return description
 
 

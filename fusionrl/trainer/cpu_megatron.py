@@ -1,5 +1,4 @@
-"""The CPU layer of Megatron-core 0.16.1: what makes its unmodified package run on torch's CPU build with
-gloo.
+"""The CPU layer of Megatron-core 0.16.1: its unmodified package runs on torch's CPU build with gloo.
 
     cpu_megatron.install()        # before the first import of megatron.core
     import megatron.core
@@ -109,9 +108,7 @@ def install() -> bool:
         return False
     if _state["installed"]:
         return True
-    assert "megatron.core" not in sys.modules, (
-        "cpu_megatron.install() must run before megatron.core is imported"
-    )
+    assert "megatron.core" not in sys.modules, "cpu_megatron.install() must run before megatron.core is imported"
     _install_jit()
     _install_cuda_functions()
     _install_factories()
@@ -134,9 +131,7 @@ def patch() -> None:
 
     tp_random._get_cuda_rng_state, tp_random._set_cuda_rng_state = get_rng_state, set_rng_state
     # The tracker warns when the CPU's RNG state changed inside its fork(); here that is the state it forks.
-    logging.getLogger(tp_random.__name__).addFilter(
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
+    logging.getLogger(tp_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     original = tp_random.CheckpointWithoutOutput.__init__
 
     @functools.wraps(original)

@@ -208,9 +208,7 @@ class SDPACoreAttention(MegatronModule):
                 padded = x.new_zeros(bucket.count * bucket.length, *x.shape[1:])
                 x = padded.index_copy(0, bucket.cells, x)
             batch.append(x.view(bucket.count, bucket.length, *x.shape[1:]).transpose(1, 2))
-        out = self._attend(batch[0], batch[1], batch[2], mask=None).transpose(
-            1, 2
-        )  # [count, length, heads, d]
+        out = self._attend(batch[0], batch[1], batch[2], mask=None).transpose(1, 2)  # [count, length, heads, d]
         out = out.reshape(bucket.count * bucket.length, *out.shape[2:])
         return out if bucket.outputs is None else out.index_select(0, bucket.outputs)
 
@@ -225,9 +223,7 @@ class SDPACoreAttention(MegatronModule):
         causal = mask is None
         if dropout > 0 and not self.config.sequence_parallel:
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                return F.scaled_dot_product_attention(
-                    query, key, value, mask, dropout, causal, scale=self.scale
-                )
+                return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
@@ -254,9 +250,7 @@ class SDPACoreAttention(MegatronModule):
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Spec of this rank's decoder layers, dense."""
-    spec: ModuleSpec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
+    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     attention = layer.self_attention.submodules

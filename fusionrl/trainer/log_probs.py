@@ -76,9 +76,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight: Tensor | None = None
         for start in starts:
             part = slice(start, start + ctx.chunk_size)
-            logits = (
-                kept if kept is not None else _logits(hidden[part], weight, ctx.temperature, ctx.num_valid)
-            )
+            logits = kept if kept is not None else _logits(hidden[part], weight, ctx.temperature, ctx.num_valid)
             scores = logits - lse[part, None]
             grad_log = grad_log_probs[part, None]
             if ctx.entropy_grad:
@@ -97,9 +95,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     grad_weight = grad.t() @ hidden[part]
                 else:
                     # bf16 sums over many chunks would lose the small ones.
-                    grad_weight = (
-                        torch.zeros_like(weight, dtype=torch.float32) if grad_weight is None else grad_weight
-                    )
+                    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if grad_weight is None else grad_weight
                     grad_weight.addmm_(grad.t().float(), hidden[part].float())
         if need_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
@@ -142,6 +138,4 @@ def chunked_log_probs(
     Returns:
         (log_probs [N], entropies [N]) in nats, fp32, equal on all ranks of `group`.
     """
-    return _ChunkedLogProbs.apply(
-        hidden, weight, targets, vocab_size, temperature, chunk_size, entropy_grad, group
-    )
+    return _ChunkedLogProbs.apply(hidden, weight, targets, vocab_size, temperature, chunk_size, entropy_grad, group)

@@ -133,9 +133,7 @@ def _policy_terms(
     if options.entropy_coef > 0:
         loss = loss + entropy_bonus(entropy, options.entropy_coef)
     if options.kl_coef is not None:
-        assert batch.ref_log_probs is not None or not batch.samples, (
-            "the reference's forward pass comes first"
-        )
+        assert batch.ref_log_probs is not None or not batch.samples, "the reference's forward pass comes first"
         reference = batch.ref_log_probs if batch.ref_log_probs is not None else log_probs.detach()
         kl = KL_ESTIMATORS[options.kl_type](log_probs, reference)
         values["kl_loss"] = (batch.weights * kl).sum()

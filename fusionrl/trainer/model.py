@@ -49,9 +49,7 @@ class PolicyModel(GPTModel):
         # A table of one entry a packed token: Megatron applies it as it stands, not by offset in a sequence.
         return (parts[0], parts[1].index_select(0, positions), *parts[2:])
 
-    def _postprocess(
-        self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any
-    ) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=None, **kwargs)
         if self.share_embeddings_and_output_weights:
@@ -62,9 +60,7 @@ class PolicyModel(GPTModel):
         # Every rank's gradient of the hidden states comes from its own part of the vocabulary: both branches
         # sum the parts in backward.
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=group
-            )
+            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         log_probs, entropy = chunked_log_probs(
@@ -109,9 +105,7 @@ def build_model(
             f"--tensor-model-parallel-size {layout.tp} does not divide the model's "
             f"{shape.num_attention_heads} attention heads"
         )
-    if shape.num_layers % layout.pp and not any(
-        "num_layers_in" in name for name in config.passthrough.transformer
-    ):
+    if shape.num_layers % layout.pp and not any("num_layers_in" in name for name in config.passthrough.transformer):
         raise ValueError(
             f"--pipeline-model-parallel-size {layout.pp} does not divide the model's {shape.num_layers} "
             "layers; change it, or give --num-layers-in-first-pipeline-stage"
@@ -189,9 +183,7 @@ def build_training(
     transformer.finalize_model_grads_func = finalize
     transformer.grad_scale_func = optimizer.scale_loss
     if ddp_config.overlap_grad_reduce:
-        transformer.no_sync_func = (
-            [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-        )
+        transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
         if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
             sync = [chunk.start_param_sync for chunk in chunks]
             transformer.param_sync_func = sync if len(chunks) > 1 else sync[0]

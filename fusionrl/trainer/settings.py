@@ -25,9 +25,7 @@ def resolve_device(config: Config, rank: int) -> torch.device:
     if wanted == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
     if wanted == "cpu" and has_cuda:
-        raise ValueError(
-            "--device cpu: a CUDA device is visible; hide it (CUDA_VISIBLE_DEVICES=) or use --device auto"
-        )
+        raise ValueError("--device cpu: a CUDA device is visible; hide it (CUDA_VISIBLE_DEVICES=) or use --device auto")
     if not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
@@ -94,8 +92,7 @@ def lr_decay_steps(config: Config) -> int:
         return max(steps or 1, train.lr_warmup_iters + 1)
     if steps is None:
         raise ValueError(
-            f"--lr-decay-style {train.lr_decay_style}: the length of the run is not known; "
-            "give --lr-decay-iters"
+            f"--lr-decay-style {train.lr_decay_style}: the length of the run is not known; give --lr-decay-iters"
         )
     if steps <= train.lr_warmup_iters:
         raise ValueError(

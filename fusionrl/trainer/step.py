@@ -29,13 +29,9 @@ LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 def _run(trained: Trained, batches: list[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
     """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list."""
 
-    def forward(
-        iterator: Iterator[MicroBatch], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
-        output = model(
-            batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout
-        )
+        output = model(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
         return output, partial(loss, batch)
 
     chunks = trained.chunks

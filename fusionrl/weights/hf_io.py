@@ -70,8 +70,7 @@ class HFReader:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ValueError(
-                    f"{self.flag} {self.folder / file}: not a complete safetensors file ({error}); "
-                    "fetch it again"
+                    f"{self.flag} {self.folder / file}: not a complete safetensors file ({error}); fetch it again"
                 ) from error
         return self._open[file]
 
@@ -88,9 +87,7 @@ class HFReader:
         try:
             tensor = self._handle(file).get_tensor(name)
         except SafetensorError as error:
-            raise ValueError(
-                f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})"
-            ) from error
+            raise ValueError(f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})") from error
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(
                 f"{self.flag} {self.folder / file}: tensor {name} has shape {tuple(tensor.shape)}; "
@@ -140,9 +137,7 @@ def read_local_weights(
         rule = families.rule_of(name, shape, rules)
         full = families.join(rule, [reader.get(hf, shapes[hf]) for hf in rule.hf], shape)
         part = families.split(rule, full, rank, size)
-        assert part.shape == param.shape, (
-            f"{name}: {tuple(part.shape)} for a parameter of {tuple(param.shape)}"
-        )
+        assert part.shape == param.shape, f"{name}: {tuple(part.shape)} for a parameter of {tuple(param.shape)}"
         yield param, part
 
 
@@ -228,9 +223,7 @@ def save_hf(
             pass
         return
     if path.exists():
-        raise ValueError(
-            f"--save-hf {path}: it exists already; give another folder, or {{rollout_id}} in its name"
-        )
+        raise ValueError(f"--save-hf {path}: it exists already; give another folder, or {{rollout_id}} in its name")
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -53,7 +53,8 @@ def push_weights(
         ray.get([handle.begin_weight_update.remote() for handle in handles], timeout=timeout_s)
         try:
             sent = _get_all(
-                [t.push_weights.remote(list(targets), list(feeds), version, transport) for t in trainers], timeout_s
+                [t.push_weights.remote(list(targets), list(feeds), version, transport) for t in trainers],
+                timeout_s,
             )
         finally:
             _release(handles, "end_weight_update")

@@ -58,7 +58,9 @@ class WeightSender:
         self._group_targets: tuple[int, ...] = ()
         self._segments: dict[int, SharedTensors] = {}
 
-    def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> dict[str, Any]:
+    def send(
+        self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str
+    ) -> dict[str, Any]:
         """Send every tensor once to every engine. Returns bytes and number of buckets.
 
         Raises:

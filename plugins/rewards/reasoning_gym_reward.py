@@ -17,7 +17,7 @@ from plugins.rewards.last_number import last_number
 
 @cache
 def verifier(source_dataset: str) -> Callable[..., float]:
-    """The data set's `score_answer`; raises `ValueError` naming the data set where reasoning-gym has none such."""
+    """The data set's `score_answer`; raises `ValueError` where reasoning-gym has none of that name."""
     # Imported here: it takes seconds, and a run that uses another reward should not need the package.
     try:
         from reasoning_gym.factory import DATASETS, get_score_answer_fn

@@ -60,9 +60,7 @@ def test_kl_estimators(name, formula):
     policy, reference = draws(2, 1.5, 1.5)
     got = KL_ESTIMATORS[name](policy, reference)
     for i in range(len(policy)):
-        assert float(got[i]) == pytest.approx(
-            formula(float(policy[i]), float(reference[i])), rel=1e-12, abs=1e-12
-        )
+        assert float(got[i]) == pytest.approx(formula(float(policy[i]), float(reference[i])), rel=1e-12, abs=1e-12)
     if name == "low_var_kl":
         assert (got == 10.0).any(), "the bound must be met in this draw"
 
@@ -78,6 +76,4 @@ def test_unbiased_kl_estimators_have_the_kl_as_their_mean(name):
 def test_sft_loss_and_entropy_bonus():
     (log_probs,) = draws(4, 1.0)
     assert sft_loss(log_probs).tolist() == [-value for value in log_probs.tolist()]
-    assert entropy_bonus(log_probs, 0.3).tolist() == pytest.approx(
-        [-0.3 * value for value in log_probs.tolist()]
-    )
+    assert entropy_bonus(log_probs, 0.3).tolist() == pytest.approx([-0.3 * value for value in log_probs.tolist()])

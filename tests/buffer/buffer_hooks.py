@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutAborted, RolloutFnTrainOutput
@@ -22,7 +22,7 @@ def fill(group: list[Sample]) -> list[Sample]:
 
 
 def bare_lists(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """As written for slime: synchronous, lists instead of arrays, a list of groups, rewards left to the caller."""
+    """As written for slime: synchronous, lists for arrays, a list of groups, rewards left to the caller."""
     CALLS.append(rollout_id)
     if evaluation:
         return {"set": {"rewards": [1.0, 0.0], "samples": fill([Sample(index=0), Sample(index=1)])}}
@@ -40,7 +40,9 @@ def without_numbers(args: Any, rollout_id: int, data_source: Any, evaluation: bo
 def one_group_short(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     CALLS.append(rollout_id)
     groups = data_source.get_samples(1)
-    return RolloutFnTrainOutput([fill(group) for group in groups], {"rollout/dropped_mine": 1, "rollout/calls": len(CALLS)})
+    return RolloutFnTrainOutput(
+        [fill(group) for group in groups], {"rollout/dropped_mine": 1, "rollout/calls": len(CALLS)}
+    )
 
 
 def too_many(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -53,7 +55,7 @@ def nothing(args: Any, rollout_id: int, data_source: Any, evaluation: bool = Fal
 
 
 def sleeps(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Blocks its thread as a function does that knows nothing of event loops; looks for an abort now and then."""
+    """Blocks its thread, as a function that knows nothing of event loops; looks for an abort now and then."""
     groups = data_source.get_samples(args.rollout_batch_size)
     for _ in range(500):
         time.sleep(0.01)
@@ -107,7 +109,7 @@ def loses_one(args: Any, samples: list[Sample]) -> tuple[list[float], list[float
 class OwnSource:
     """A data source of a user's: keeps its state itself, by slime's `save` and `load`."""
 
-    saved: dict[int, int] = {}
+    saved: ClassVar[dict[int, int]] = {}
 
     def __init__(self, args: Any) -> None:
         self.position = 0

@@ -1,4 +1,4 @@
-"""The Buffer: its control loop stays awake, hooks are applied once, nothing is lost or doubled over a resume."""
+"""The Buffer: its control loop stays awake, hooks are applied once, a resume loses and doubles nothing."""
 
 from __future__ import annotations
 
@@ -78,14 +78,16 @@ def sample_indices(shards: list[Any]) -> list[int]:
 def test_a_rollout_becomes_one_shard_a_rank(buffer: MakeBuffer, notes: Any) -> None:
     made = buffer()
     rollout = run(made.generate(0))
-    assert len(rollout.shards) == 2 and sample_indices(rollout.shards) == list(range(8))
+    assert len(rollout.shards) == 2
+    assert sample_indices(rollout.shards) == list(range(8))
     for shard in rollout.shards:
         # Rewards 0 and 1 in each group: advantages of equal size and opposite sign.
         assert set(shard.fields["raw_rewards"].tolist()) <= {0.0, 1.0}
         assert np.allclose(shard.fields["rewards"], (2 * shard.fields["raw_rewards"] - 1) / np.sqrt(2), atol=1e-4)
         assert shard.fields["rollout_log_probs"].tolist() == [-1.0, -2.0] * 4
     assert sorted(notes["SCORED"]) == list(range(8)), "each sample is scored once"
-    assert rollout.metrics["rollout/raw_reward"] == 0.5 and rollout.metrics["perf/time_generate_s"] > 0
+    assert rollout.metrics["rollout/raw_reward"] == 0.5
+    assert rollout.metrics["perf/time_generate_s"] > 0
     assert run(made.metrics()) == rollout.metrics
     written = list_rollouts(made.run_dir)
     assert [(file.rollout_id, file.kind, file.attempt) for file in written] == [(0, "train", 1)]
@@ -100,10 +102,19 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
         await asyncio.sleep(0.1)
         seconds = []
         status: dict[str, Any] = {}
-        for ask in (made.status, made.metrics, made.cursor, lambda: made.save(str(tmp_path / "s.json"), -1), made.abort):
-            start = time.perf_counter()
-            found = await ask()
-            seconds.append(time.perf_counter() - start)
+        for ask in (
+            made.status,
+            made.metrics,
+            made.cursor,
+            lambda: made.save(str(tmp_path / "s.json"), -1),
+            made.abort,
+        ):
+            tries = []
+            for _ in range(3):  # a busy machine may hold one up
+                start = time.perf_counter()
+                found = await ask()
+                tries.append(time.perf_counter() - start)
+            seconds.append(min(tries))
             status = found if ask == made.status else status
         done, _ = await asyncio.wait([task], timeout=2.0)
         assert done, "the abort did not end the rollout"
@@ -112,7 +123,9 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
     seconds, error, status = run(scene())
     assert max(seconds) < 0.1, seconds
     assert isinstance(error, RolloutAborted)
-    assert status["phase"] == "rollout 0" and 0 < status["seconds"] < 5 and status["offset"] == 4
+    assert status["phase"] == "rollout 0"
+    assert 0 < status["seconds"] < 5
+    assert status["offset"] == 4
     assert run(made.status())["phase"] == "idle"
     # Its prompts came back, and the next rollout begins with them.
     assert [group[0].prompt for group in made._source.returned] == ["p0", "p1", "p2", "p3"]
@@ -120,7 +133,8 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
 
 def test_groups_that_are_missing_are_asked_for_again(buffer: MakeBuffer, notes: Any) -> None:
     rollout = run(buffer(rollout_function_path=f"{HOOKS}:one_group_short").generate(0))
-    assert sample_indices(rollout.shards) == list(range(8)) and notes["CALLS"] == [0] * 4
+    assert sample_indices(rollout.shards) == list(range(8))
+    assert notes["CALLS"] == [0] * 4
     assert sorted(notes["SCORED"]) == list(range(8))
     assert rollout.metrics["rollout/dropped_mine"] == 4, "counts of several calls add up"
     assert rollout.metrics["rollout/calls"] == 4, "other metrics are those of the last call"
@@ -138,11 +152,15 @@ def test_a_filter_is_applied_to_groups_that_were_scored_here(buffer: MakeBuffer,
 
 def test_groups_beyond_the_batch_are_counted(buffer: MakeBuffer) -> None:
     rollout = run(buffer(rollout_function_path=f"{HOOKS}:too_many").generate(0))
-    assert sample_indices(rollout.shards) == list(range(8)) and rollout.metrics["rollout/dropped_surplus"] == 2
+    assert sample_indices(rollout.shards) == list(range(8))
+    assert rollout.metrics["rollout/dropped_surplus"] == 2
 
 
 def test_a_function_that_never_gives_enough_is_named(buffer: MakeBuffer, notes: Any) -> None:
-    with pytest.raises(ValueError, match="--rollout-function-path .*:nothing: 10 calls gave 0 groups .* --rollout-batch-size is 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"--rollout-function-path .*:nothing: 10 calls gave 0 groups .* --rollout-batch-size is 4",
+    ):
         run(buffer(rollout_function_path=f"{HOOKS}:nothing").generate(0))
 
 
@@ -185,13 +203,13 @@ def test_raw_rewards_and_post_processing(buffer: MakeBuffer) -> None:
     made = buffer(run="b", custom_reward_post_process_path=f"{HOOKS}:halve")
     shard = run(made.generate(0)).shards[0]
     assert np.array_equal(shard.fields["rewards"], shard.fields["raw_rewards"] / 2)
-    with pytest.raises(ValueError, match="--custom-reward-post-process-path .* 8 raw and 7 rewards for 8 samples"):
+    with pytest.raises(ValueError, match=r"--custom-reward-post-process-path .* 8 raw and 7 rewards for 8 samples"):
         run(buffer(run="c", custom_reward_post_process_path=f"{HOOKS}:loses_one").generate(0))
 
 
 # ------------------------------------------------------------------------------------------------ resume
 def test_save_is_a_snapshot_of_the_rollout_that_was_asked_for(buffer: MakeBuffer, tmp_path: Path) -> None:
-    """While rollout 1 is being trained on, a function may have run ahead: the cursor saved is still that of 1."""
+    """While rollout 1 is trained on, a function may have run ahead: the cursor saved is still that of 1."""
     made = buffer(rollout_shuffle=True)
     rollouts = [run(made.generate(i)) for i in range(3)]
     run(made.save(str(tmp_path / "one.json"), 1))
@@ -238,12 +256,13 @@ def test_saved_rollouts_can_be_trained_on_again(buffer: MakeBuffer, tmp_path: Pa
         for want, found in zip(rollout.shards, again.shards, strict=True):
             assert set(found.fields) == set(want.fields)
             assert all(np.array_equal(found.fields[name], want.fields[name]) for name in want.fields)
-            assert found.steps == want.steps and found.metadata == want.metadata
+            assert found.steps == want.steps
+            assert found.metadata == want.metadata
     with pytest.raises(ValueError, match=r"--load-debug-rollout-data: there is no .*2\.jsonl"):
         run(replay.generate(2))
 
 
-# ------------------------------------------------------------------------------------------------ reject sampling
+# ---------------------------------------------------------------------------------------- reject sampling
 def reject_sampling(buffer: MakeBuffer, **changes: Any) -> BufferActor:
     return buffer(mode="reject-sampling", no_trainer=True, **changes)
 
@@ -256,12 +275,21 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def test_accepted_samples_are_what_sft_reads(buffer: MakeBuffer, tokenizer: Any, chat: bool) -> None:
     made = reject_sampling(buffer, apply_chat_template=chat)
     rollout = run(made.generate(0))
-    assert rollout.num_accepted == 4 and rollout.shards == [] and rollout.metrics["rollout/accepted"] == 4.0
+    assert rollout.num_accepted == 4
+    assert rollout.shards == []
+    assert rollout.metrics["rollout/accepted"] == 4.0
     path = made.run_dir / "accepted.jsonl"
     assert [row["response"] for row in rows_of(path)] == [f"answer {i}" for i in (1, 3, 5, 7)]
     flags = {"input_key": "messages"} if chat else {"input_key": "prompt", "label_key": "response"}
     sft = buffer(
-        **{"run": "sft", "mode": "sft", "prompt_data": str(path), "custom_rm_path": None, "label_key": None, **flags},
+        **{
+            "run": "sft",
+            "mode": "sft",
+            "prompt_data": str(path),
+            "custom_rm_path": None,
+            "label_key": None,
+            **flags,
+        },
         rollout_function_path="fusionrl.rollout.sglang_rollout.generate_rollout",
     )
     shards = run(sft.generate(0)).shards
@@ -308,5 +336,6 @@ def test_evaluation_goes_to_the_users_rollout_function(buffer: MakeBuffer, notes
     made = buffer()
     found = run(made.evaluate(5))
     assert notes["CALLS"] == [5]
-    assert found["eval/set/reward"] == 0.5 and found["eval/set/response_len"] == 2.0
+    assert found["eval/set/reward"] == 0.5
+    assert found["eval/set/response_len"] == 2.0
     assert [(file.kind, file.rollout_id) for file in list_rollouts(made.run_dir)] == [("eval-set", 5)]

@@ -76,7 +76,8 @@ def test_a_saved_state_is_a_snapshot(source: Any) -> None:
     made.add_samples(made.get_samples(1))
     state = made.state_dict()
     made.get_samples(1)[0][0].metadata["changed"] = True
-    assert state["returned"][0][0]["metadata"] == {} and state["offset"] == 1
+    assert state["returned"][0][0]["metadata"] == {}
+    assert state["offset"] == 1
 
 
 def test_another_file_is_refused(source: Any) -> None:

@@ -13,15 +13,21 @@ def test_of_a_rollout() -> None:
     statuses = ["completed", "truncated", "failed", "aborted"]
     samples = [Sample(response_length=n, status=Sample.Status(s)) for n, s in zip((2, 4, 0, 2), statuses, strict=True)]
     found = rollout_metrics(samples, [1.0, 0.0, 0.5, 0.5], np.array([0, 0, 1, 1]))
-    assert found["rollout/raw_reward"] == 0.5 and found["rollout/accuracy"] == 0.25
-    assert found["rollout/response_len/mean"] == 2.0 and found["rollout/response_len/max"] == 4.0
-    assert found["rollout/truncated_ratio"] == 0.25 and found["rollout/failed"] == 2.0
-    assert found["rollout/zero_std_groups"] == 0.5 and found["rollout/num_tokens"] == 8.0
+    assert found["rollout/raw_reward"] == 0.5
+    assert found["rollout/accuracy"] == 0.25
+    assert found["rollout/response_len/mean"] == 2.0
+    assert found["rollout/response_len/max"] == 4.0
+    assert found["rollout/truncated_ratio"] == 0.25
+    assert found["rollout/failed"] == 2.0
+    assert found["rollout/zero_std_groups"] == 0.5
+    assert found["rollout/num_tokens"] == 8.0
 
 
 def test_of_an_evaluation() -> None:
     found = eval_metrics({"a": {"rewards": [1.0, 0.0], "truncated": [True, False]}, "b": {"rewards": [0.5]}})
-    assert found["eval/a/reward"] == 0.5 and found["eval/a/truncated_ratio"] == 0.5
-    assert found["eval/b/accuracy"] == 0.0 and found["eval/b/num_samples"] == 1.0
+    assert found["eval/a/reward"] == 0.5
+    assert found["eval/a/truncated_ratio"] == 0.5
+    assert found["eval/b/accuracy"] == 0.0
+    assert found["eval/b/num_samples"] == 1.0
     with pytest.raises(ValueError, match="'c' has no samples"):
         eval_metrics({"c": {"rewards": []}})

@@ -8,7 +8,7 @@ import pytest
 
 from fusionrl.config.hooks import SIGNATURES, check_hook, load_function
 
-GOOD = '''
+GOOD = """
 CALLS = []
 NOT_A_FUNCTION = 3
 async def rm(args, sample, **kwargs): return 1.0
@@ -16,7 +16,7 @@ async def too_few(args): return 1.0
 def rollout(args, rollout_id, data_source): return []
 class Source:
     def __init__(self, args): pass
-'''
+"""
 
 
 @pytest.fixture
@@ -56,16 +56,22 @@ def test_what_is_wrong_is_said_with_flag_path_and_signature(module: str, path: s
     path = path.format(module=module)
     message = check_hook("custom_rm_path", path)
     assert message is not None
-    assert "--custom-rm-path" in message and path in message and part in message
+    assert "--custom-rm-path" in message
+    assert path in message
+    assert part in message
     assert SIGNATURES["custom_rm_path"][2] in message
 
 
-@pytest.mark.parametrize("error", ["raise ValueError('my fault')", "raise KeyError('my fault')", "import no_such_thing", "def ("])
+@pytest.mark.parametrize(
+    "error", ["raise ValueError('my fault')", "raise KeyError('my fault')", "import no_such_thing", "def ("]
+)
 def test_a_file_that_fails_while_it_is_imported(tmp_path: Path, error: str) -> None:
     path = tmp_path / "broken.py"
     path.write_text(error)
     message = check_hook("custom_rm_path", f"{path}:rm")
-    assert message is not None and str(path) in message and "cannot be imported" in message
+    assert message is not None
+    assert str(path) in message
+    assert "cannot be imported" in message
     assert error.startswith("raise") is ("my fault" in message)
     path.write_text("def rm(args, sample): return 0.0")  # mended in the same process, it loads
     assert check_hook("custom_rm_path", f"{path}:rm") is None
@@ -73,5 +79,6 @@ def test_a_file_that_fails_while_it_is_imported(tmp_path: Path, error: str) -> N
 
 def test_keywords_of_the_call_are_checked(module: str) -> None:
     message = check_hook("rollout_function_path", f"{module}:rollout")
-    assert message is not None and "evaluation" in message
+    assert message is not None
+    assert "evaluation" in message
     assert check_hook("data_source_path", f"{module}:Source") is None

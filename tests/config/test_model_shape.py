@@ -43,7 +43,8 @@ def test_number_of_parameters_is_that_of_transformers(tmp_path: Path, family: st
         model = AutoModelForCausalLM.from_config(config)
     shape = read_model_shape(tmp_path)
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
-    assert shape.max_position_embeddings == 64 and shape.num_query_groups == 3
+    assert shape.max_position_embeddings == 64
+    assert shape.num_query_groups == 3
 
 
 def test_both_ways_of_writing_rope() -> None:
@@ -51,7 +52,9 @@ def test_both_ways_of_writing_rope() -> None:
     old = shape_from_hf_config(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
     new = shape_from_hf_config(LLAMA | {"rope_parameters": {"rope_theta": 5e5, **scaling}})
     assert old.rope_theta == new.rope_theta == 5e5
-    assert old.rope_scaling and new.rope_scaling and old.rope_scaling["factor"] == new.rope_scaling["factor"] == 8.0
+    assert old.rope_scaling
+    assert new.rope_scaling
+    assert old.rope_scaling["factor"] == new.rope_scaling["factor"] == 8.0
     plain = shape_from_hf_config(LLAMA | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}})
     assert plain.rope_scaling is None
 
@@ -77,19 +80,24 @@ def test_what_cannot_be_trained_is_named(change: dict[str, Any], part: str) -> N
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("missing", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize(
+    "missing", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
+)
 def test_a_size_that_is_missing(missing: str) -> None:
     with pytest.raises(ValueError, match=f"lacks '{missing}'"):
         shape_from_hf_config({name: value for name, value in LLAMA.items() if name != missing})
 
 
-@pytest.mark.parametrize(("text", "part"), [("{", "not valid JSON"), ("[]", "no JSON object"), (None, "no config.json")])
+@pytest.mark.parametrize(
+    ("text", "part"), [("{", "not valid JSON"), ("[]", "no JSON object"), (None, "no config.json")]
+)
 def test_files_that_are_no_config(tmp_path: Path, text: str | None, part: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=part) as caught:
         read_model_shape(tmp_path, "--ref-load")
-    assert "--ref-load" in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "--ref-load" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_no_folder(tmp_path: Path) -> None:

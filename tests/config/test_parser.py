@@ -1,4 +1,4 @@
-"""The command line: what it turns into, and that every mistake on it is listed at once with flag, value and cure."""
+"""The command line: what it turns into; every mistake on it is listed at once with flag, value and cure."""
 
 from __future__ import annotations
 
@@ -19,23 +19,48 @@ def errors_of(*argv: str) -> list[str]:
 def test_values_take_the_types_of_their_fields() -> None:
     config = parse_args(
         [
-            *("--mode", "sft", "--lr=2e-5", "--rollout-batch-size", "8", "--colocate", "--no-calculate-per-token-loss"),
+            *(
+                "--mode",
+                "sft",
+                "--lr=2e-5",
+                "--rollout-batch-size",
+                "8",
+                "--colocate",
+                "--no-calculate-per-token-loss",
+            ),
             *("--rollout-stop", "a", "b c", "--rollout-stop-token-ids", "1", "2", "--rollout-top-k", "-1"),
-            *("--apply-chat-template-kwargs", '{"enable_thinking": false}', "--resume=false", "--dry-run=True"),
+            *(
+                "--apply-chat-template-kwargs",
+                '{"enable_thinking": false}',
+                "--resume=false",
+                "--dry-run=True",
+            ),
         ]
     )
-    assert config.run.mode == "sft" and config.train.lr == 2e-5 and config.rollout.rollout_batch_size == 8
-    assert config.cluster.colocate and not config.algorithm.calculate_per_token_loss
-    assert config.rollout.rollout_stop == ["a", "b c"] and config.rollout.rollout_stop_token_ids == [1, 2]
+    assert config.run.mode == "sft"
+    assert config.train.lr == 2e-5
+    assert config.rollout.rollout_batch_size == 8
+    assert config.cluster.colocate
+    assert not config.algorithm.calculate_per_token_loss
+    assert config.rollout.rollout_stop == ["a", "b c"]
+    assert config.rollout.rollout_stop_token_ids == [1, 2]
     assert config.rollout.rollout_top_k == -1
     assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
-    assert config.run.dry_run and not config.run.resume
+    assert config.run.dry_run
+    assert not config.run.resume
 
 
 def test_every_mistake_is_listed_at_once() -> None:
     found = errors_of(
         *("--mode", "grpo", "--rollout-batch-size", "0", "--lr", "-1e-3", "--num-epoch", "--colocate=3"),
-        *("--rollout-temperature", "nan", "--apply-chat-template-kwargs", "{x", "--n-samples-per-prompt", "2.5"),
+        *(
+            "--rollout-temperature",
+            "nan",
+            "--apply-chat-template-kwargs",
+            "{x",
+            "--n-samples-per-prompt",
+            "2.5",
+        ),
         *("--use-tis", "--max-staleness", "2", "--rollout-stop-token-ids", "1", "two", "--name", "a/b"),
     )
     wanted = {
@@ -59,8 +84,10 @@ def test_every_mistake_is_listed_at_once() -> None:
 
 def test_what_fits_is_kept_beside_what_does_not() -> None:
     config, errors = read_args(["--lr", "x", "--num-rollout", "3", "--rollout-stop-token-ids", "1", "b"])
-    assert len(errors) == 2 and config.run.num_rollout == 3
-    assert config.train.lr == Config().train.lr and config.rollout.rollout_stop_token_ids == []
+    assert len(errors) == 2
+    assert config.run.num_rollout == 3
+    assert config.train.lr == Config().train.lr
+    assert config.rollout.rollout_stop_token_ids == []
 
 
 @pytest.mark.parametrize("flag", sorted(COMING))
@@ -83,7 +110,8 @@ def test_config_is_frozen_and_hooks_get_a_copy() -> None:
     args.apply_chat_template_kwargs["a"].append(2)
     assert args.extra == 1
     again = config.to_args()
-    assert again.rollout_stop == ["x"] and again.apply_chat_template_kwargs == {"a": [1]}
+    assert again.rollout_stop == ["x"]
+    assert again.apply_chat_template_kwargs == {"a": [1]}
 
 
 def test_from_flat_refuses_unknown_names() -> None:
@@ -94,4 +122,5 @@ def test_from_flat_refuses_unknown_names() -> None:
 def test_field_names_are_unique_over_all_groups() -> None:
     """Hooks get one flat namespace: a second field of one name would hide the first."""
     names = [field for model in GROUPS.values() for field in model.model_fields]
-    assert len(names) == len(set(names)) and flag_of("a_b") == "--a-b"
+    assert len(names) == len(set(names))
+    assert flag_of("a_b") == "--a-b"

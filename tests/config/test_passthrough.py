@@ -1,4 +1,4 @@
-"""Flags of SGLang, its router and Megatron-core: typed by upstream's own declarations, in a process of their own."""
+"""Flags of SGLang, its router and Megatron-core, typed by upstream's own declarations; in another process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ Ask = Callable[..., tuple[dict[str, Any], list[str]]]
 def ask() -> Iterator[Ask]:
     """ask(*argv) -> (what passes through, errors)."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", _WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
-    assert process.stdin and process.stdout
+    assert process.stdin
+    assert process.stdout
 
     def send(*argv: str) -> tuple[dict[str, Any], list[str]]:
-        assert process.stdin and process.stdout
+        assert process.stdin
+        assert process.stdout
         process.stdin.write(json.dumps(argv) + "\n")
         process.stdin.flush()
         found, errors = json.loads(process.stdout.readline())
@@ -58,17 +64,24 @@ def ask() -> Iterator[Ask]:
         (["--no-masked-softmax-fusion"], {"transformer": {"masked_softmax_fusion": False}}),
         (["--masked-softmax-fusion=false"], {"transformer": {"masked_softmax_fusion": False}}),
         (["--window-size", "1", "2"], {"transformer": {"window_size": [1, 2]}}),
-        (["--recompute-modules", "core_attn", "mlp"], {"transformer": {"recompute_modules": ["core_attn", "mlp"]}}),
+        (
+            ["--recompute-modules", "core_attn", "mlp"],
+            {"transformer": {"recompute_modules": ["core_attn", "mlp"]}},
+        ),
         # A field whose own name begins with "no_" is no negation.
         (["--no-rope-freq", "4"], {"transformer": {"no_rope_freq": 4}}),
         (["--grad-reduce-in-fp32"], {"ddp": {"grad_reduce_in_fp32": True}}),
         # Two of Megatron's classes have this field: one flag sets both.
-        (["--overlap-param-gather"], {"optimizer": {"overlap_param_gather": True}, "ddp": {"overlap_param_gather": True}}),
+        (
+            ["--overlap-param-gather"],
+            {"optimizer": {"overlap_param_gather": True}, "ddp": {"overlap_param_gather": True}},
+        ),
     ],
 )
 def test_typed_by_upstream(ask: Ask, argv: list[str], wanted: dict[str, Any]) -> None:
     found, errors = ask(*argv)
-    assert errors == [] and found == wanted
+    assert errors == []
+    assert found == wanted
 
 
 @pytest.mark.parametrize(
@@ -96,16 +109,34 @@ def test_typed_by_upstream(ask: Ask, argv: list[str], wanted: dict[str, Any]) ->
 )
 def test_refused_with_flag_value_and_cure(ask: Ask, argv: list[str], parts: list[str]) -> None:
     found, errors = ask(*argv)
-    assert found == {} and len(errors) == 1
+    assert found == {}
+    assert len(errors) == 1
     assert errors[0].startswith(argv[0])
     assert all(part in errors[0] for part in parts), errors
 
 
 def test_mistakes_in_all_of_them_come_together(ask: Ask) -> None:
     found, errors = ask(
-        *("--sglang-foo", "1", "--sglang-mem-fraction-static", "0.5", "--lr", "x", "--router-foo", "--num-moe-experts", "z"),
+        *(
+            "--sglang-foo",
+            "1",
+            "--sglang-mem-fraction-static",
+            "0.5",
+            "--lr",
+            "x",
+            "--router-foo",
+            "--num-moe-experts",
+            "z",
+        ),
         *("--qwertyuiop", "--rollout-batch-size", "0"),
     )
     assert found == {"sglang": {"mem_fraction_static": 0.5}}
     starts = [error.split(":")[0] for error in errors]
-    assert starts == ["--sglang-foo 1", "--router-foo", "--num-moe-experts z", "--qwertyuiop", "--rollout-batch-size 0", "--lr x"]
+    assert starts == [
+        "--sglang-foo 1",
+        "--router-foo",
+        "--num-moe-experts z",
+        "--qwertyuiop",
+        "--rollout-batch-size 0",
+        "--lr x",
+    ]

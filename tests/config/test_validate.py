@@ -51,8 +51,10 @@ def one(found: list[str], *parts: str) -> None:
 
 def test_a_good_configuration(base: dict[str, Any]) -> None:
     checked, errors = validate(Config.from_flat(base))
-    assert errors == [] and checked.num_prompts == 2
-    assert checked.shape is not None and checked.shape.num_layers == 2
+    assert errors == []
+    assert checked.num_prompts == 2
+    assert checked.shape is not None
+    assert checked.shape.num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -81,16 +83,28 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"group_rm": True}, ["--group-rm needs --custom-rm-path"]),
         ({"kl_loss_coef": 0.1}, ["--kl-loss-coef 0.1", "--use-kl-loss"]),
         ({"resume": True}, ["--resume", "--run-dir"]),
-        ({"save_debug_rollout_data": "x/{rollout_id}_{rank}.jsonl"}, ["--save-debug-rollout-data", "only field"]),
+        (
+            {"save_debug_rollout_data": "x/{rollout_id}_{rank}.jsonl"},
+            ["--save-debug-rollout-data", "only field"],
+        ),
         ({"save_debug_rollout_data": "x/all.jsonl"}, ["overwrite", "{rollout_id}"]),
         ({"save_hf": "out/{step}"}, ["--save-hf out/{step}", "{rollout_id}"]),
         (
-            {"n_samples_per_prompt": 1, "dynamic_sampling_filter_path": "fusionrl.rollout.filters.check_reward_nonzero_std"},
+            {
+                "n_samples_per_prompt": 1,
+                "dynamic_sampling_filter_path": "fusionrl.rollout.filters.check_reward_nonzero_std",
+            },
             ["--n-samples-per-prompt 1", "at least 2"],
         ),
         ({"custom_rm_path": "no_module.rm", "rm_type": None}, ["--custom-rm-path", "no_module"]),
-        ({"custom_generate_function_path": "nowhere.py:f"}, ["--custom-generate-function-path", "there is no file"]),
-        ({"rollout_function_path": "json.dumps"}, ["--rollout-function-path json.dumps", "does not fit", "generate_rollout("]),
+        (
+            {"custom_generate_function_path": "nowhere.py:f"},
+            ["--custom-generate-function-path", "there is no file"],
+        ),
+        (
+            {"rollout_function_path": "json.dumps"},
+            ["--rollout-function-path json.dumps", "does not fit", "generate_rollout("],
+        ),
     ],
 )
 def test_one_mistake_gives_one_message(errors: Errors, changes: dict[str, Any], parts: list[str]) -> None:
@@ -119,9 +133,15 @@ def test_all_of_them_are_listed_at_once(errors: Errors, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("without", "part"),
-    [("model.safetensors", "no .safetensors file"), ("tokenizer.json", "no tokenizer"), ("config.json", "no config.json")],
+    [
+        ("model.safetensors", "no .safetensors file"),
+        ("tokenizer.json", "no tokenizer"),
+        ("config.json", "no config.json"),
+    ],
 )
-def test_a_checkpoint_with_a_file_missing(errors: Errors, tiny_model: Path, tmp_path: Path, without: str, part: str) -> None:
+def test_a_checkpoint_with_a_file_missing(
+    errors: Errors, tiny_model: Path, tmp_path: Path, without: str, part: str
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns(without))
     one(errors(hf_checkpoint=str(folder)), "--hf-checkpoint", str(folder), part)
@@ -166,7 +186,8 @@ def test_every_bad_line_is_named(errors: Errors, write_rows: Callable[..., Path]
     }
     assert len(found) == len(wanted), found
     for message, (line, part) in zip(found, wanted.items(), strict=True):
-        assert message.startswith(f"--prompt-data {data}: line {line}: ") and part in message
+        assert message.startswith(f"--prompt-data {data}: line {line}: ")
+        assert part in message
 
 
 def test_a_thousand_bad_lines_do_not_fill_the_screen(errors: Errors, write_rows: Callable[..., Path]) -> None:
@@ -205,7 +226,9 @@ MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content"
         ({"input": "text", "label": 4}, "label", "must be the response as text"),
     ],
 )
-def test_rows_that_sft_cannot_train_on(errors: Errors, write_rows: Callable[..., Path], row: Any, label_key: Any, part: str) -> None:
+def test_rows_that_sft_cannot_train_on(
+    errors: Errors, write_rows: Callable[..., Path], row: Any, label_key: Any, part: str
+) -> None:
     good: dict[str, Any] = {"input": MESSAGES, "label": "x"}
     data = write_rows([good, row], "sft.jsonl")
     one(errors(mode="sft", prompt_data=str(data), label_key=label_key), "line 2", part)
@@ -220,7 +243,12 @@ def test_a_tokenizer_without_a_chat_template(
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    one(errors(hf_checkpoint=str(folder), apply_chat_template=True), "--apply-chat-template", str(folder), "chat template")
+    one(
+        errors(hf_checkpoint=str(folder), apply_chat_template=True),
+        "--apply-chat-template",
+        str(folder),
+        "chat template",
+    )
     data = write_rows([{"input": MESSAGES}], "sft.jsonl")
     one(errors(hf_checkpoint=str(folder), mode="sft", prompt_data=str(data), label_key=None), "chat template")
     assert errors(apply_chat_template=True) == []
@@ -228,6 +256,10 @@ def test_a_tokenizer_without_a_chat_template(
 
 def test_replayed_rollouts_must_be_there(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
     template = str(tmp_path / "saved_{rollout_id}.jsonl")
-    one(errors(debug_train_only=True, load_debug_rollout_data=template), "--load-debug-rollout-data", "saved_0.jsonl")
+    one(
+        errors(debug_train_only=True, load_debug_rollout_data=template),
+        "--load-debug-rollout-data",
+        "saved_0.jsonl",
+    )
     write_rows([{}], "saved_0.jsonl")
     assert errors(debug_train_only=True, load_debug_rollout_data=template) == []

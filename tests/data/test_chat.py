@@ -1,4 +1,4 @@
-"""Loss masks of conversations: what the assistant says and its end marker, whatever the template looks like."""
+"""Loss masks of conversations: what the assistant says and its end marker, whatever the template is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ STRIPS_HISTORY = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Opens every answer with a thought that the conversation's own answers do not have.
-OPENS_A_THOUGHT = CHAT_TEMPLATE.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+OPENS_A_THOUGHT = CHAT_TEMPLATE.replace(
+    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+)
 
 
 def tokenizer_with(template: str) -> Any:
@@ -54,10 +56,14 @@ def masked_runs(sample: Any, tokenizer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "end"), [(CHAT_TEMPLATE, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (PLAIN, "\n\n")], ids=["chatml", "llama3", "plain"]
+    ("template", "end"),
+    [(CHAT_TEMPLATE, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (PLAIN, "\n\n")],
+    ids=["chatml", "llama3", "plain"],
 )
 @pytest.mark.parametrize(
-    "contents", [("S", "U", "A one"), ("S", "U1", "A1", "U2 é", "A2 ü\nmore", "U3", "A3")], ids=["single", "multi"]
+    "contents",
+    [("S", "U", "A one"), ("S", "U1", "A1", "U2 é", "A2 ü\nmore", "U3", "A3")],
+    ids=["single", "multi"],
 )
 def test_exactly_the_assistants_words_are_trained(template: str, end: str, contents: tuple[str, ...]) -> None:
     tokenizer = tokenizer_with(template)
@@ -65,9 +71,11 @@ def test_exactly_the_assistants_words_are_trained(template: str, end: str, conte
     sample = conversation_to_sample(messages, tokenizer)
     assert masked_runs(sample, tokenizer) == [text + end for text in contents[2::2]]
     # The response begins with the first assistant turn, and the text is that of the template.
-    assert sample.loss_mask is not None and sample.loss_mask[0] == 1
+    assert sample.loss_mask is not None
+    assert sample.loss_mask[0] == 1
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert whole.startswith(tokenizer.decode(sample.tokens)) and whole.strip() == tokenizer.decode(sample.tokens).strip()
+    assert whole.startswith(tokenizer.decode(sample.tokens))
+    assert whole.strip() == tokenizer.decode(sample.tokens).strip()
     # At inference the engine sees these very ids as the prompt.
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert tokenizer.encode(prompt, add_special_tokens=False) == list(sample.tokens[: sample.prompt_length])
@@ -94,8 +102,12 @@ def test_one_turn_of_a_history_stripping_template_is_fine() -> None:
 
 
 def test_template_arguments_reach_the_template() -> None:
-    tokenizer = tokenizer_with("{% if loud %}!{% endif %}{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHAT_TEMPLATE)
-    sample = conversation_to_sample(turns("S", "U", "A"), tokenizer, template_kwargs={"loud": True}, tools=[{"name": "T"}])
+    tokenizer = tokenizer_with(
+        "{% if loud %}!{% endif %}{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHAT_TEMPLATE
+    )
+    sample = conversation_to_sample(
+        turns("S", "U", "A"), tokenizer, template_kwargs={"loud": True}, tools=[{"name": "T"}]
+    )
     assert tokenizer.decode(sample.tokens).startswith("!T<|im_start|>system")
 
 

@@ -17,25 +17,30 @@ from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompt
 def test_texts_messages_labels_and_metadata(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
     rows = [
         {"q": "1+1=", "a": "2", "metadata": {"level": 1}},
-        {"q": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], "a": 4, "tools": [{"name": "calc"}]},
+        {
+            "q": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}],
+            "a": 4,
+            "tools": [{"name": "calc"}],
+        },
     ]
     columns = PromptColumns("q", "a", tool_key="tools", apply_chat_template=True)
     loaded = load_prompts(write_rows(rows), tokenizer, columns)
     first, second = loaded.samples
     assert first.prompt == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-    assert second.prompt == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert first.prompt_tokens is not None and tokenizer.decode(first.prompt_tokens) == first.prompt
+    assert second.prompt == ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n")
+    assert first.prompt_tokens is not None
+    assert tokenizer.decode(first.prompt_tokens) == first.prompt
     assert tokenizer.convert_tokens_to_ids("<|im_start|>") == first.prompt_tokens[0]
-    assert first.metadata == {"level": 1} and second.metadata == {"tools": [{"name": "calc"}]}
+    assert first.metadata == {"level": 1}
+    assert second.metadata == {"tools": [{"name": "calc"}]}
     assert (first.label, second.label) == ("2", 4)
     assert first.messages == [{"role": "user", "content": "1+1="}]
 
 
 def test_without_a_template_the_text_stands_as_it_is(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
     loaded = load_prompts(write_rows([{"q": " 1+1="}]), tokenizer, PromptColumns("q"))
-    assert loaded.samples[0].prompt == " 1+1=" and loaded.samples[0].messages is None
+    assert loaded.samples[0].prompt == " 1+1="
+    assert loaded.samples[0].messages is None
     with pytest.raises(ValueError, match="add --apply-chat-template"):
         load_prompts(write_rows([{"q": [{"role": "user", "content": "x"}]}]), tokenizer, PromptColumns("q"))
     with pytest.raises(ValueError, match="no chat template"):
@@ -45,7 +50,8 @@ def test_without_a_template_the_text_stands_as_it_is(tokenizer: Any, write_rows:
 def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
     data = write_rows([{"q": "x" * n} for n in (3, 4, 5, 6)])
     loaded = load_prompts(data, tokenizer, PromptColumns("q", max_prompt_len=4))
-    assert [s.prompt for s in loaded.samples] == ["xxx", "xxxx"] and loaded.num_too_long == 2
+    assert [s.prompt for s in loaded.samples] == ["xxx", "xxxx"]
+    assert loaded.num_too_long == 2
     with pytest.raises(ValueError, match=r"no prompt is left \(4 are over --rollout-max-prompt-len\)"):
         load_prompts(data, tokenizer, PromptColumns("q", max_prompt_len=2))
 
@@ -58,14 +64,15 @@ def test_a_bad_row_stops_the_reading_with_its_line(tokenizer: Any, write_rows: C
         load_conversations(data, PromptColumns("q"))
     with pytest.raises(ValueError, match="line 2: not valid JSON"):
         list(read_rows(write_rows([{"q": "x"}, "{'q': 1}"])))
-    with pytest.raises(ValueError, match="--eval-prompt-data .* no such file"):
+    with pytest.raises(ValueError, match=r"--eval-prompt-data .* no such file"):
         list(read_rows("nowhere.jsonl", "--eval-prompt-data"))
 
 
 def test_conversations_stay_messages(write_rows: Callable[..., Path]) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     loaded = load_conversations(write_rows([{"q": messages, "tools": [1]}]), PromptColumns("q", tool_key="tools"))
-    assert loaded.samples[0].prompt == messages and loaded.samples[0].metadata == {"tools": [1]}
+    assert loaded.samples[0].prompt == messages
+    assert loaded.samples[0].metadata == {"tools": [1]}
 
 
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,10 +93,10 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: 
 
 def test_parquet_rows(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
+    parquet = pytest.importorskip("pyarrow.parquet")
 
     rows = [{"q": "x", "m": [{"role": "user", "content": "y"}]}, {"q": "z", "m": []}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
     assert list(read_rows(tmp_path / "x.parquet")) == [(1, rows[0]), (2, rows[1])]
     (tmp_path / "y.parquet").write_text("no table")
     with pytest.raises(ValueError, match="not a readable parquet file"):

@@ -17,7 +17,11 @@ def appended() -> Sample:
     sample.append_response_tokens(tokens=[10, 11], log_probs=[-0.1, -0.2], versions=4, text="ab")
     sample.append_response_tokens(tokens=[20, 21, 22], trainable=False, versions=4, text="tool")
     sample.append_response_tokens(
-        tokens=np.array([12, 13]), log_probs=np.array([-0.3, -0.4]), versions=[4, 5], text="cd", finish_reason="length"
+        tokens=np.array([12, 13]),
+        log_probs=np.array([-0.3, -0.4]),
+        versions=[4, 5],
+        text="cd",
+        finish_reason="length",
     )
     return sample
 
@@ -25,15 +29,20 @@ def appended() -> Sample:
 def test_turns_are_appended_in_line() -> None:
     sample = appended()
     assert list(sample.tokens) == [1, 2, 3, 10, 11, 20, 21, 22, 12, 13]
-    assert sample.response_length == 7 and sample.prompt_length == 3 and sample.response == "abtoolcd"
-    assert sample.loss_mask is not None and list(sample.loss_mask) == [1, 1, 0, 0, 0, 1, 1]
+    assert sample.response_length == 7
+    assert sample.prompt_length == 3
+    assert sample.response == "abtoolcd"
+    assert sample.loss_mask is not None
+    assert list(sample.loss_mask) == [1, 1, 0, 0, 0, 1, 1]
     assert np.allclose(sample.rollout_log_probs, [-0.1, -0.2, 0, 0, 0, -0.3, -0.4])  # type: ignore[arg-type]
-    assert sample.weight_versions is not None and list(sample.weight_versions) == [4, 4, 4, 4, 4, 4, 5]
+    assert sample.weight_versions is not None
+    assert list(sample.weight_versions) == [4, 4, 4, 4, 4, 4, 5]
     assert sample.status == Sample.Status.TRUNCATED
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted"), (None, "pending")]
+    ("reason", "status"),
+    [("stop", "completed"), ("length", "truncated"), ("abort", "aborted"), (None, "pending")],
 )
 def test_the_finish_reason_gives_the_status(reason: str | None, status: str) -> None:
     sample = Sample(tokens=[1])
@@ -45,16 +54,17 @@ def test_plain_lists_of_a_slime_function_can_be_appended_to() -> None:
     sample = Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0], response="x")
     sample.append_response_tokens(tokens=[4], trainable=False)
     assert list(sample.tokens) == [1, 2, 3, 4]
-    assert sample.loss_mask is not None and list(sample.loss_mask) == [1, 1, 0]
+    assert sample.loss_mask is not None
+    assert list(sample.loss_mask) == [1, 1, 0]
     assert list(sample.rollout_log_probs) == [-1.0, -2.0, 0.0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        (dict(tokens=[1, 2], log_probs=[-1.0]), "2 response tokens, but 1 log-probs"),
-        (dict(tokens=[1, 2]), "need the log-probs"),
-        (dict(tokens=[1, 2], log_probs=[0.0, 0.0], versions=[1, 2, 3]), "shape"),
+        ({"tokens": [1, 2], "log_probs": [-1.0]}, "2 response tokens, but 1 log-probs"),
+        ({"tokens": [1, 2]}, "need the log-probs"),
+        ({"tokens": [1, 2], "log_probs": [0.0, 0.0], "versions": [1, 2, 3]}, "shape"),
     ],
 )
 def test_an_append_that_does_not_fit_changes_nothing(values: dict[str, Any], part: str) -> None:
@@ -85,21 +95,27 @@ def test_json_gives_back_the_same_sample() -> None:
     back = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
     for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "prompt_tokens"):
         want, found = getattr(sample, name), getattr(back, name)
-        assert found.dtype == want.dtype and np.array_equal(found, want), name
-    assert back.status is Sample.Status.TRUNCATED and back.prompt == sample.prompt
+        assert found.dtype == want.dtype, name
+        assert np.array_equal(found, want), name
+    assert back.status is Sample.Status.TRUNCATED
+    assert back.prompt == sample.prompt
     assert back.reward == {"accuracy": pytest.approx(0.1), "length": 3}
     assert back.metadata == {"scores": [0, 1, 2], "nested": {"a": [1, 2]}}
     assert back.turns_left == 2  # type: ignore[attr-defined]
     assert back.to_dict() == sample.to_dict()
     empty = Sample.from_dict(json.loads(json.dumps(Sample().to_dict())))
-    assert empty.loss_mask is None and empty.rollout_log_probs is None and empty.reward is None
+    assert empty.loss_mask is None
+    assert empty.rollout_log_probs is None
+    assert empty.reward is None
 
 
 def test_one_number_of_a_reward() -> None:
     def value(reward: Any, key: str | None = None) -> float:
         return Sample(index=9, reward=reward).get_reward_value(argparse.Namespace(reward_key=key))
 
-    assert value(0.5) == 0.5 and value(True) == 1.0 and value(np.float32(2)) == 2.0
+    assert value(0.5) == 0.5
+    assert value(True) == 1.0
+    assert value(np.float32(2)) == 2.0
     assert value({"a": 1, "b": 2}, "b") == 2.0
     for reward, key, part in [
         ({"a": 1, "b": 2}, None, r"sample 9: .*keys \['a', 'b'\]; choose one with --reward-key"),

@@ -27,7 +27,15 @@ def test_a_reward_that_raises(rl_flags: list[str], tmp_path: Path) -> None:
 
 def test_an_engine_that_does_not_come_up(rl_flags: list[str], tmp_path: Path) -> None:
     """The end of the server's log is in the message."""
-    flags = [*rl_flags, "--num-rollout", "1", "--sglang-context-length", "9999999", "--run-dir", str(tmp_path / "run")]
+    flags = [
+        *rl_flags,
+        "--num-rollout",
+        "1",
+        "--sglang-context-length",
+        "9999999",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     launched = run(flags, tmp_path, code=1)
     last = _last_lines(launched.output(), 40)
     assert "engine-0.log" in last and "context" in last.lower()
@@ -39,7 +47,15 @@ def test_a_truncated_checkpoint(task: Path, rl_flags: list[str], tmp_path: Path)
     shutil.copytree(task / "model", broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    flags = [*rl_flags, "--hf-checkpoint", str(broken), "--num-rollout", "1", "--run-dir", str(tmp_path / "run")]
+    flags = [
+        *rl_flags,
+        "--hf-checkpoint",
+        str(broken),
+        "--num-rollout",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     launched = run(flags, tmp_path, code=2)
     assert "model.safetensors" in _last_lines(launched.output())
 

@@ -15,7 +15,16 @@ pytestmark = pytest.mark.e2e
 
 
 def _flags(rl_flags: list[str], folder: Path, num_rollout: int) -> list[str]:
-    return [*rl_flags, "--num-rollout", str(num_rollout), "--save-interval", "1", "--run-dir", str(folder), "--resume"]
+    return [
+        *rl_flags,
+        "--num-rollout",
+        str(num_rollout),
+        "--save-interval",
+        "1",
+        "--run-dir",
+        str(folder),
+        "--resume",
+    ]
 
 
 def _saved(folder: Path) -> int:

@@ -52,7 +52,9 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
             assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"]
             assert 0 <= sample["reward"] <= 1
     assert "step 3/3" in launched.output()
-    api_key_shown = [path.name for path in (folder / "logs").iterdir() if "api_key='" in path.read_text(errors="replace")]
+    api_key_shown = [
+        path.name for path in (folder / "logs").iterdir() if "api_key='" in path.read_text(errors="replace")
+    ]
     assert not api_key_shown
 
 

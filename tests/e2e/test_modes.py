@@ -14,10 +14,36 @@ pytestmark = pytest.mark.e2e
 
 def test_sft_eval_and_reject_sampling(task: Path, tmp_path: Path) -> None:
     """sft lowers the loss and saves a folder; eval scores it; reject-sampling writes what sft reads again."""
-    sft = ["--mode", "sft", "--device", "cpu", "--rollout-batch-size", "64", "--lr", "1e-3", "--input-key", "messages"]
+    sft = [
+        "--mode",
+        "sft",
+        "--device",
+        "cpu",
+        "--rollout-batch-size",
+        "64",
+        "--lr",
+        "1e-3",
+        "--input-key",
+        "messages",
+    ]
     run(
-        [*sft, "--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "sft.jsonl"), "--num-rollout", "40"]
-        + ["--actor-num-gpus-per-node", "2", "--rollout-shuffle", "--run-dir", str(tmp_path / "sft"), "--no-save"]
+        [
+            *sft,
+            "--hf-checkpoint",
+            str(task / "model"),
+            "--prompt-data",
+            str(task / "sft.jsonl"),
+            "--num-rollout",
+            "40",
+        ]
+        + [
+            "--actor-num-gpus-per-node",
+            "2",
+            "--rollout-shuffle",
+            "--run-dir",
+            str(tmp_path / "sft"),
+            "--no-save",
+        ]
         + ["--save-hf", str(tmp_path / "model")],
         tmp_path,
     )
@@ -28,7 +54,16 @@ def test_sft_eval_and_reject_sampling(task: Path, tmp_path: Path) -> None:
     common = ["--device", "cpu", "--hf-checkpoint", str(tmp_path / "model"), "--input-key", "prompt"]
     common += ["--label-key", "label", "--apply-chat-template", "--rollout-max-response-len", "6"]
     run(
-        [*common, "--mode", "eval", "--eval-prompt-data", "held-out", str(task / "eval.jsonl"), "--rm-type", "exact"]
+        [
+            *common,
+            "--mode",
+            "eval",
+            "--eval-prompt-data",
+            "held-out",
+            str(task / "eval.jsonl"),
+            "--rm-type",
+            "exact",
+        ]
         + ["--eval-temperature", "0", "--run-dir", str(tmp_path / "eval")],
         tmp_path,
     )
@@ -48,7 +83,15 @@ def test_sft_eval_and_reject_sampling(task: Path, tmp_path: Path) -> None:
     assert rows and all(row["reward"] >= 0.3 for row in rows)
     assert len({json.dumps(row["messages"][:-1]) for row in rows}) == len(rows), "one accepted sample a prompt"
     run(
-        [*sft, "--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(accepted), "--num-rollout", "1"]
+        [
+            *sft,
+            "--hf-checkpoint",
+            str(tmp_path / "model"),
+            "--prompt-data",
+            str(accepted),
+            "--num-rollout",
+            "1",
+        ]
         + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--no-save"],
         tmp_path,
     )

@@ -21,7 +21,16 @@ def test_two_nodes(transport: str, rl_flags: list[str], tmp_path: Path) -> None:
         for _ in range(2):
             cluster.add_node(num_cpus=1, resources={"fusionrl_device": 1}, include_dashboard=False)
         run(
-            [*rl_flags, "--ray-address", cluster.address, "--num-rollout", "1", "--no-save", "--device", "cpu"]
+            [
+                *rl_flags,
+                "--ray-address",
+                cluster.address,
+                "--num-rollout",
+                "1",
+                "--no-save",
+                "--device",
+                "cpu",
+            ]
             + ["--run-dir", str(tmp_path / "run"), "--verify-weights", "always"]
             + ["--update-weight-transport", transport],
             tmp_path,

@@ -74,9 +74,7 @@ class Stack:
 
     def assert_serves(self, which: int, version: int | str) -> None:
         generation = self.generate()
-        np.testing.assert_allclose(
-            generation.log_probs, self.log_probs(which, PROMPT, generation.tokens), atol=1e-4
-        )
+        np.testing.assert_allclose(generation.log_probs, self.log_probs(which, PROMPT, generation.tokens), atol=1e-4)
         assert generation.weight_versions == [(version, 12)]
         assert self.engine.weight_version() == str(version)
 
@@ -229,9 +227,7 @@ def test_weights_by_shared_memory_in_one_segment(stack: Stack) -> None:
         assert len(payload) < 16_000 < shared.flat.numel()
         assert len(_segments() - before) == 1
         stack.engine.begin_weight_update()
-        stack.engine.update_weights_from_tensor(
-            [payload], load_format=None, version=version, flush_cache=True
-        )
+        stack.engine.update_weights_from_tensor([payload], load_format=None, version=version, flush_cache=True)
         stack.engine.end_weight_update()
         stack.assert_serves(which, int(version))
     del shared
@@ -245,9 +241,7 @@ def _segments() -> set[str]:
 
 
 @pytest.mark.parametrize("load_format", ["flattened_bucket", None])
-def test_weights_by_gloo_broadcast(
-    stack: Stack, load_format: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_by_gloo_broadcast(stack: Stack, load_format: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     which, version = (1, "5") if load_format else (0, "6")
     name = f"update-{version}"
@@ -319,7 +313,7 @@ def test_a_killed_server_is_reported(stack: Stack) -> None:
     assert children
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    with pytest.raises(RuntimeError, match="killed by SIGKILL(.|\n)*engine-0.log"):
+    with pytest.raises(RuntimeError, match="killed by SIGKILL(.|\n)*engine-0.log"):  # noqa: PT012, raised in a while
         while time.monotonic() < deadline:
             stack.engine.check_health()
     assert not any(Path(f"/proc/{child}").exists() for child in children)

@@ -166,9 +166,7 @@ def test_a_reserved_port_is_refused_to_others_and_free_for_the_server() -> None:
 def test_a_stolen_port_leads_to_a_start_on_another(tmp_path: Path) -> None:
     thieves: list[socket.socket] = []
     tried: list[int] = []
-    server = (
-        "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
-    )
+    server = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
 
     def start(ports: list[int]) -> ChildProcess:
         tried.extend(ports)

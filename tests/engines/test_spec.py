@@ -29,9 +29,7 @@ def make_spec(**changes: Any) -> EngineSpec:
 
 def _options(command: list[str]) -> dict[str, str]:
     return {
-        flag: command[i + 1] if i + 1 < len(command) else ""
-        for i, flag in enumerate(command)
-        if flag.startswith("--")
+        flag: command[i + 1] if i + 1 < len(command) else "" for i, flag in enumerate(command) if flag.startswith("--")
     }
 
 

@@ -47,9 +47,7 @@ def test_a_line_is_on_disk_when_log_returns_and_holds_numpy_and_torch_scalars(tm
 
 def test_nonfinite_values_are_null_and_named(tmp_path: Path) -> None:
     with MetricsSink(tmp_path, 1) as sink:
-        sink.log(
-            1, {"train/loss": float("nan"), "train/grad_norm": torch.tensor(float("inf")), "perf/x": 1.0}
-        )
+        sink.log(1, {"train/loss": float("nan"), "train/grad_norm": torch.tensor(float("inf")), "perf/x": 1.0})
     (line,) = _raw(tmp_path)
     assert line["train/loss"] is None and line["train/grad_norm"] is None and line["perf/x"] == 1.0
     assert line["nonfinite"] == ["train/loss", "train/grad_norm"]
@@ -111,9 +109,7 @@ def test_killed_while_logging_leaves_every_finished_line(tmp_path: Path) -> None
         "    sink.log(step, {'train/loss': step}); print(step, flush=True)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True
-    )
+    run = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     for _ in range(50):
         last = int(run.stdout.readline())

@@ -22,9 +22,7 @@ def _holder(path: Path) -> subprocess.Popen[str]:
         "run = RunDir(sys.argv[1]); run.write_config({'lr': 1}); print('held', flush=True); time.sleep(60)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(path)], env=env, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process

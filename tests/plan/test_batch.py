@@ -1,4 +1,4 @@
-"""Batch arithmetic and packing: nothing lost, nothing doubled, the same number of micro-batches on every rank."""
+"""Batch arithmetic and packing: nothing lost, nothing doubled, as many micro-batches on every rank."""
 
 from __future__ import annotations
 
@@ -86,12 +86,16 @@ def test_shards_lose_and_double_nothing(case: tuple[BatchPlan, list[Sample], int
     plan, samples, max_tokens, micro_batch_size = case
     values = [float(s.index or 0) for s in samples]
     shards = build_shards(
-        samples, values, [-v for v in values], plan, rollout_id=3, max_tokens=max_tokens, micro_batch_size=micro_batch_size
+        samples,
+        values,
+        [-v for v in values],
+        plan,
+        rollout_id=3,
+        max_tokens=max_tokens,
+        micro_batch_size=micro_batch_size,
     )
     assert len(shards) == plan.dp_size
-    trained = [
-        np.asarray(s.loss_mask) * (s.status != Sample.Status.FAILED and not s.remove_sample) for s in samples
-    ]
+    trained = [np.asarray(s.loss_mask) * (s.status != Sample.Status.FAILED and not s.remove_sample) for s in samples]
     for step in range(plan.num_steps):
         whole = range(step * plan.global_batch_size, (step + 1) * plan.global_batch_size)
         seen: list[int] = []
@@ -119,7 +123,15 @@ def test_shards_lose_and_double_nothing(case: tuple[BatchPlan, list[Sample], int
 def test_fewer_samples_on_a_rank_than_micro_batches_on_another() -> None:
     """5 samples on 2 ranks, one a micro-batch: 3 and 2; the second rank runs an empty one."""
     samples = [Sample(index=i, tokens=[1, 2, 3], response_length=1) for i in range(5)]
-    shards = build_shards(samples, [0.0] * 5, [0.0] * 5, BatchPlan(5, 1, 1, 5, 2), rollout_id=0, max_tokens=99, micro_batch_size=1)
+    shards = build_shards(
+        samples,
+        [0.0] * 5,
+        [0.0] * 5,
+        BatchPlan(5, 1, 1, 5, 2),
+        rollout_id=0,
+        max_tokens=99,
+        micro_batch_size=1,
+    )
     assert sorted(len(b) for b in shards[0].steps[0].micro_batches) == [1, 1, 1]
     assert sorted(len(b) for b in shards[1].steps[0].micro_batches) == [0, 1, 1]
 
@@ -128,7 +140,9 @@ def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
     """Ranks that disagreed about the old policy's log-probs would compute different losses."""
 
     def build(**lacking: object) -> list[set[str]]:
-        samples = [Sample(index=i, tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0]) for i in range(4)]
+        samples = [
+            Sample(index=i, tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0]) for i in range(4)
+        ]
         samples[0].rollout_log_probs = None
         vars(samples[0]).update(lacking)
         plan = BatchPlan(4, 1, 1, 4, 2)
@@ -142,7 +156,15 @@ def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
 
 def test_a_rollout_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="has 1 samples, the plan wants 2"):
-        build_shards([Sample()], [0.0], [0.0], BatchPlan(2, 1, 1, 2, 1), rollout_id=0, max_tokens=9, micro_batch_size=None)
+        build_shards(
+            [Sample()],
+            [0.0],
+            [0.0],
+            BatchPlan(2, 1, 1, 2, 1),
+            rollout_id=0,
+            max_tokens=9,
+            micro_batch_size=None,
+        )
     bad = Sample(index=7, tokens=[1, 2], response_length=1, loss_mask=[1, 1])
     with pytest.raises(ValueError, match="sample 7: loss_mask has 2 values for 1 response tokens"):
         build_shards([bad], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), rollout_id=0, max_tokens=9, micro_batch_size=None)
@@ -154,6 +176,11 @@ def test_a_rollout_of_another_size_is_refused() -> None:
 )
 def test_either_size_gives_the_other(batch: int | None, steps: int | None, wanted: tuple[int, int]) -> None:
     plan = plan_batches(
-        rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=batch, num_steps_per_rollout=steps, dp_size=2
+        rollout_batch_size=8,
+        n_samples_per_prompt=4,
+        global_batch_size=batch,
+        num_steps_per_rollout=steps,
+        dp_size=2,
     )
-    assert (plan.num_steps, plan.global_batch_size) == wanted and plan.num_samples == 32
+    assert (plan.num_steps, plan.global_batch_size) == wanted
+    assert plan.num_samples == 32

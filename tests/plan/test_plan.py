@@ -36,17 +36,26 @@ def plan(device: Any = "cpu", num_prompts: int = 100, num_cores: int = 8, **valu
 
 def test_apart() -> None:
     made = plan(actor_num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
-    assert made.trainer_bundles == (0, 1) and made.engine_bundles == ((2, 3), (4, 5))
-    assert made.num_bundles == 6 and made.num_engines == 2 and not made.is_colocated
-    assert made.transport == "broadcast" and made.backend == "gloo" and made.precision == "fp32"
+    assert made.trainer_bundles == (0, 1)
+    assert made.engine_bundles == ((2, 3), (4, 5))
+    assert made.num_bundles == 6
+    assert made.num_engines == 2
+    assert not made.is_colocated
+    assert made.transport == "broadcast"
+    assert made.backend == "gloo"
+    assert made.precision == "fp32"
 
 
 def test_colocated() -> None:
     made = plan("cuda", actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2, colocate=True)
-    assert made.trainer_bundles == (0, 1, 2, 3) and made.engine_bundles == ((0, 1), (2, 3))
-    assert made.num_bundles == 4 and made.is_colocated
-    assert made.transport == "ipc" and made.backend == "nccl"
-    assert made.precision == "bf16" and made.rollout_dtype == "bf16"
+    assert made.trainer_bundles == (0, 1, 2, 3)
+    assert made.engine_bundles == ((0, 1), (2, 3))
+    assert made.num_bundles == 4
+    assert made.is_colocated
+    assert made.transport == "ipc"
+    assert made.backend == "nccl"
+    assert made.precision == "bf16"
+    assert made.rollout_dtype == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,8 @@ def test_cores_are_shared_out_over_the_ranks_of_a_node() -> None:
 
 def test_sft_trains_each_conversation_once() -> None:
     made = plan(mode="sft", n_samples_per_prompt=4)
-    assert made.batch is not None and made.batch.num_samples == 8
+    assert made.batch is not None
+    assert made.batch.num_samples == 8
 
 
 def test_all_sizes_that_do_not_fit_are_found_at_once() -> None:
@@ -114,12 +124,14 @@ def test_all_sizes_that_do_not_fit_are_found_at_once() -> None:
 
 
 def test_memory_of_a_rank() -> None:
-    """fp32: 4 bytes of weights, 4 of gradients, 8 of Adam; the optimizer alone is divided over data parallelism."""
+    """fp32: 4 bytes of weights, 4 of gradients, 8 of Adam; data parallelism divides the optimizer alone."""
     one = estimate_trainer_memory(SHAPE, TrainerLayout(1), "fp32", 1000)
     count = SHAPE.num_parameters
     assert (one.weights, one.gradients, one.optimizer) == (4 * count, 4 * count, 8 * count)
     four = estimate_trainer_memory(SHAPE, TrainerLayout(4), "fp32", 1000)
-    assert four.weights == one.weights and four.optimizer == 2 * count and four.activations == one.activations
+    assert four.weights == one.weights
+    assert four.optimizer == 2 * count
+    assert four.activations == one.activations
     mixed = estimate_trainer_memory(SHAPE, TrainerLayout(1), "bf16", 1000)
     assert (mixed.weights, mixed.gradients, mixed.optimizer) == (2 * count, 4 * count, 12 * count)
     assert mixed.activations * 2 == one.activations

@@ -14,7 +14,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm
 
-HOOKS = '''
+HOOKS = """
 import asyncio
 async def length(args, sample, **kwargs): return len(sample.response)
 def synchronous(args, sample, **kwargs): return 7
@@ -28,7 +28,7 @@ async def nan(args, sample, **kwargs): return float("nan")
 async def text(args, sample, **kwargs): return "good"
 async def ranks(args, samples, **kwargs): return [float(i) for i, _ in enumerate(samples)]
 async def too_few(args, samples, **kwargs): return [1.0]
-'''
+"""
 
 
 @pytest.fixture
@@ -39,7 +39,13 @@ def hooks(tmp_path: Path) -> str:
 
 
 def flags(path: str | None = None, rm_type: str | None = None, **more: Any) -> argparse.Namespace:
-    values = {"custom_rm_path": path, "rm_type": rm_type, "group_rm": False, "reward_timeout_s": 5.0, "reward_key": None}
+    values = {
+        "custom_rm_path": path,
+        "rm_type": rm_type,
+        "group_rm": False,
+        "reward_timeout_s": 5.0,
+        "reward_key": None,
+    }
     return argparse.Namespace(**(values | more))
 
 
@@ -72,11 +78,13 @@ def test_a_reward_that_fails_names_function_and_sample(hooks: str, name: str, pa
     with pytest.raises(RewardError) as caught:
         score(flags(f"{hooks}:{name}"), Sample(index=17))
     message = str(caught.value)
-    assert f"--custom-rm-path {hooks}:{name}" in message and "sample 17" in message and part in message
+    assert f"--custom-rm-path {hooks}:{name}" in message
+    assert "sample 17" in message
+    assert part in message
 
 
 def test_a_grader_that_chokes_names_itself(hooks: str) -> None:
-    with pytest.raises(RewardError, match="--rm-type last_number: .*label 'four' is no number at sample 3"):
+    with pytest.raises(RewardError, match=r"--rm-type last_number: .*label 'four' is no number at sample 3"):
         score(flags(rm_type="last_number"), Sample(index=3, response="4", label="four"))
 
 
@@ -99,4 +107,6 @@ def test_numpy_rewards_become_plain_floats(tmp_path: Path) -> None:
     path = tmp_path / "numpy_reward.py"
     path.write_text("import numpy\nasync def rm(args, sample, **kw): return numpy.float32(0.5)\n")
     reward = score(flags(f"{path}:rm"), Sample())
-    assert reward == 0.5 and type(reward) is float and not isinstance(reward, np.floating)
+    assert reward == 0.5
+    assert type(reward) is float
+    assert not isinstance(reward, np.floating)

@@ -34,7 +34,8 @@ def test_groups_without_a_signal_are_dropped(rewards: tuple[Any, ...], keep: boo
 def test_forms_of_a_rollout() -> None:
     first, second = group(1, 2), group(3, 4, number=1)
     nested = as_train_output([first, second])
-    assert nested.samples == [first, second] and nested.metrics == {}
+    assert nested.samples == [first, second]
+    assert nested.metrics == {}
     assert as_train_output(RolloutFnTrainOutput([first], {"a": 1})).metrics == {"a": 1}
     assert as_train_output(argparse.Namespace(samples=[first], metrics=None)).samples == [first]
     # Flat: siblings are told by their group; without one, each is its own.
@@ -46,7 +47,8 @@ def test_forms_of_a_rollout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "part"), [(None, "NoneType"), ({"x": 1}, "dict"), ([{"tokens": []}], "a dict where a Sample"), ([[1]], "an? int")]
+    ("output", "part"),
+    [(None, "NoneType"), ({"x": 1}, "dict"), ([{"tokens": []}], "a dict where a Sample"), ([[1]], "an? int")],
 )
 def test_what_is_no_rollout(output: Any, part: str) -> None:
     with pytest.raises(ValueError, match=f"--rollout-function-path: it returned .*{part}"):

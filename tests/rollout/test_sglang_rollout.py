@@ -1,4 +1,4 @@
-"""The default rollout's loop, with a generate function that needs no engine: counts, filters, order, limits, abort."""
+"""The default rollout's loop, with a generate function that needs no engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def state() -> Any:
 
 
 @pytest.fixture
-def start(tiny_model: Path, write_rows: Callable[..., Path], state: Any) -> Callable[..., tuple[Any, RolloutDataSource]]:
+def start(
+    tiny_model: Path, write_rows: Callable[..., Path], state: Any
+) -> Callable[..., tuple[Any, RolloutDataSource]]:
     """start(flag=value, …) -> (args, data source) over 20 prompts `p0` … `p19`."""
     data = write_rows([{"input": f"p{i}", "label": str(i)} for i in range(20)])
 
@@ -72,14 +74,17 @@ def test_exactly_the_batch_comes_back(start: Any, state: Any) -> None:
     assert all(len(group) == 2 for group in output.samples)
     assert [s.index for group in output.samples for s in group] == list(range(8))
     assert all(s.reward == int(s.label) % 2 for group in output.samples for s in group)
-    assert state.started == 8 and output.metrics == {} and source.returned == []
+    assert state.started == 8
+    assert output.metrics == {}
+    assert source.returned == []
     assert prompts(generate_rollout(args, 1, source).samples) == ["p4", "p5", "p6", "p7"]
 
 
 def test_dropped_groups_are_counted_and_replaced(start: Any, state: Any) -> None:
     args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:only_odd")
     output = generate_rollout(args, 0, source)
-    assert len(output.samples) == 4 and all(int(group[0].label) % 2 == 1 for group in output.samples)
+    assert len(output.samples) == 4
+    assert all(int(group[0].label) % 2 == 1 for group in output.samples)
     returned = sum(len(group) for group in source.returned)
     even = output.metrics["rollout/dropped_even"]
     assert even >= 4
@@ -100,8 +105,11 @@ def test_what_was_begun_and_not_needed_is_served_first_next_time(start: Any, sta
     assert prompts(output.samples) == ["p6", "p7", "p8", "p9"]
     assert prompts(source.returned) == [f"p{i}" for i in range(6)]
     blank = source.returned[0][0]
-    assert blank.response_length == 0 and len(blank.tokens) == 0 and blank.reward is None
-    assert blank.status == Sample.Status.PENDING and "half" not in blank.metadata
+    assert blank.response_length == 0
+    assert len(blank.tokens) == 0
+    assert blank.reward is None
+    assert blank.status == Sample.Status.PENDING
+    assert "half" not in blank.metadata
     state.slow = set()
     args, _ = start()
     assert prompts(generate_rollout(args, 1, source).samples) == ["p0", "p1", "p2", "p3"]
@@ -141,7 +149,9 @@ def test_a_reward_that_raises_ends_the_rollout(start: Any) -> None:
 
 
 def test_a_generate_function_that_rewards_itself_is_not_scored_again(start: Any) -> None:
-    args, source = start(custom_generate_function_path=f"{HOOKS}:rewards_itself", custom_rm_path=f"{HOOKS}:raises_at_p2")
+    args, source = start(
+        custom_generate_function_path=f"{HOOKS}:rewards_itself", custom_rm_path=f"{HOOKS}:raises_at_p2"
+    )
     output = generate_rollout(args, 0, source)
     assert {s.reward for group in output.samples for s in group} == {0.125}
 
@@ -151,7 +161,8 @@ def test_generate_functions_of_other_kinds(start: Any, state: Any) -> None:
     for name in ("makes_new_samples", "synchronous"):
         args, source = start(custom_generate_function_path=f"{HOOKS}:{name}")
         output = generate_rollout(args, 0, source)
-        assert len(output.samples) == 4 and all(s.reward is not None for group in output.samples for s in group)
+        assert len(output.samples) == 4
+        assert all(s.reward is not None for group in output.samples for s in group)
     args, source = start(custom_generate_function_path=f"{HOOKS}:two_for_one")
     assert [len(group) for group in generate_rollout(args, 0, source).samples] == [4] * 4
 
@@ -159,14 +170,16 @@ def test_generate_functions_of_other_kinds(start: Any, state: Any) -> None:
 def test_a_group_is_scored_in_one_call(start: Any, state: Any) -> None:
     args, source = start(group_rm=True, custom_rm_path=f"{HOOKS}:group_rank")
     output = generate_rollout(args, 0, source)
-    assert [[s.reward for s in group] for group in output.samples] == [[0.0, 1.0]] * 4 and state.scored == 4
+    assert [[s.reward for s in group] for group in output.samples] == [[0.0, 1.0]] * 4
+    assert state.scored == 4
 
 
 def test_a_sample_names_its_own_functions(start: Any) -> None:
     args, source = start()
     source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"
     output = generate_rollout(args, 0, source)
-    assert output.samples[0][0].reward == 0.125 and output.samples[1][0].reward == 1.0
+    assert output.samples[0][0].reward == 0.125
+    assert output.samples[1][0].reward == 1.0
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -175,9 +188,11 @@ def test_evaluation(start: Any, write_rows: Callable[..., Path], state: Any) -> 
     flags = {"eval_prompt_data": ["a", str(small), "b", str(small)], "n_samples_per_eval_prompt": 2}
     args, source = start(**flags, eval_temperature=0.0, apply_chat_template_kwargs={"nested": {"x": [1]}})
     output = generate_rollout(args, 0, source, evaluation=True)
-    assert output.data["a"]["rewards"] == [0, 0, 1, 1, 0, 0] and output.data["a"]["truncated"] == [False] * 6
+    assert output.data["a"]["rewards"] == [0, 0, 1, 1, 0, 0]
+    assert output.data["a"]["truncated"] == [False] * 6
     assert [s.group_index for s in output.data["b"]["samples"]] == [0, 0, 1, 1, 2, 2]
-    assert state.temperatures == {0.0} and state.evaluations == {True}
+    assert state.temperatures == {0.0}
+    assert state.evaluations == {True}
     assert source.offset == 0, "an evaluation takes no training prompts"
 
 
@@ -185,7 +200,8 @@ def test_evaluation_reports_the_samples_that_the_function_made(start: Any, write
     small = write_rows([{"input": "e", "label": "1"}], "small.jsonl")
     args, source = start(eval_prompt_data=["a", str(small)], custom_generate_function_path=f"{HOOKS}:makes_new_samples")
     found = generate_rollout(args, 0, source, evaluation=True).data["a"]
-    assert found["rewards"] == [1.0] and found["samples"][0].response == "new"
+    assert found["rewards"] == [1.0]
+    assert found["samples"][0].response == "new"
 
 
 def test_evaluation_of_a_reward_with_several_parts(start: Any, write_rows: Callable[..., Path]) -> None:
@@ -208,16 +224,16 @@ class Client:
 
     async def generate(self, payload: dict[str, Any]) -> Generation:
         self.asked.append(payload)
-        values: dict[str, Any] = dict(
-            tokens=np.array([7, 8, 9], np.int32),
-            log_probs=np.array([-1, -2, -3], np.float32),
-            text="xyz",
-            finish_reason="stop",
-            weight_versions=[(3, 2), (4, 1)],
-            prompt_tokens=2,
-            cached_tokens=0,
-            meta_info={},
-        )
+        values: dict[str, Any] = {
+            "tokens": np.array([7, 8, 9], np.int32),
+            "log_probs": np.array([-1, -2, -3], np.float32),
+            "text": "xyz",
+            "finish_reason": "stop",
+            "weight_versions": [(3, 2), (4, 1)],
+            "prompt_tokens": 2,
+            "cached_tokens": 0,
+            "meta_info": {},
+        }
         return Generation(**(values | self.changes))
 
 
@@ -225,12 +241,15 @@ def test_tokens_in_tokens_out(start: Any, tokenizer: Any) -> None:
     args, source = start(rollout_stop=["#"], rollout_temperature=0.7)
     args.generate_client = client = Client()
     sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
-    assert client.asked[0]["input_ids"] == tokenizer.encode("p0") and client.asked[0]["return_logprob"]
+    assert client.asked[0]["input_ids"] == tokenizer.encode("p0")
+    assert client.asked[0]["return_logprob"]
     asked = client.asked[0]["sampling_params"]
     assert (asked["temperature"], asked["stop"], asked["max_new_tokens"]) == (0.7, ["#"], 4)
     assert list(sample.tokens) == [*tokenizer.encode("p0"), 7, 8, 9]
-    assert list(sample.weight_versions) == [3, 3, 4] and list(sample.rollout_log_probs) == [-1, -2, -3]  # type: ignore[arg-type]
-    assert sample.status == Sample.Status.COMPLETED and sample.response == "xyz"
+    assert list(sample.weight_versions) == [3, 3, 4]
+    assert list(sample.rollout_log_probs) == [-1, -2, -3]
+    assert sample.status == Sample.Status.COMPLETED
+    assert sample.response == "xyz"
 
 
 def test_an_engine_that_loaded_the_checkpoint_itself_is_version_0(start: Any) -> None:
@@ -248,5 +267,7 @@ def test_the_context_limit_shortens_or_spares_the_request(start: Any) -> None:
     args, source = start(rollout_max_context_len=2)
     args.generate_client = client = Client()
     sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
-    assert client.asked == [] and sample.status == Sample.Status.TRUNCATED and sample.response_length == 0
+    assert client.asked == []
+    assert sample.status == Sample.Status.TRUNCATED
+    assert sample.response_length == 0
     sample.validate()

@@ -83,9 +83,7 @@ def test_model_loads_knows_its_end_token_and_starts_near_a_uniform_guess(quickst
     assert probabilities.max() < 0.5
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(
-    quickstart: Path, tmp_path: Path
-) -> None:
+def test_the_seed_alone_decides_every_byte(quickstart: Path, tmp_path: Path) -> None:
     again = make(tmp_path / "again", 0)
     other = make(tmp_path / "other", 1)
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl", "eval.jsonl"):

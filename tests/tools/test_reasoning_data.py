@@ -30,9 +30,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("reasoning")
-    done = run(
-        "--out", str(out), "--train-size", "120", "--eval-size", "30", "--max-terms", "3", "--min-digits", "1"
-    )
+    done = run("--out", str(out), "--train-size", "120", "--eval-size", "30", "--max-terms", "3", "--min-digits", "1")
     assert done.returncode == 0, done.stderr
     return out
 

@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "scripts/setup-env.sh"), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +49,7 @@ def test_pip_failure_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert not list((tmp_path / "venv").glob(".stamp*"))
 
 
-@pytest.mark.skipif(
-    not (ROOT / ".venv/.stamp-base").exists(), reason="this checkout's tests run in another .venv"
-)
+@pytest.mark.skipif(not (ROOT / ".venv/.stamp-base").exists(), reason="this checkout's tests run in another .venv")
 def test_a_second_call_does_nothing() -> None:
     before = {path: path.stat().st_mtime_ns for path in (ROOT / ".venv").glob(".stamp*")}
     start = time.perf_counter()

@@ -60,9 +60,7 @@ def response_log_probs(model: Any, samples: Samples, i: int, temperature: float 
     """(log-probs [response], entropies [response]) of sample i, one unpacked forward pass."""
     tokens = torch.tensor(samples.tokens[i], dtype=torch.long)
     total, response = int(samples.total[i]), int(samples.response[i])
-    log_probs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)[
-        total - response - 1 : total - 1
-    ]
+    log_probs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)[total - response - 1 : total - 1]
     chosen = log_probs.gather(-1, tokens[total - response :, None])[:, 0]
     return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
@@ -103,9 +101,7 @@ def loss(
 
 
 def hf_gradients(model: Any) -> dict[str, np.ndarray]:
-    return {
-        name: param.grad.numpy().copy() for name, param in model.named_parameters() if param.grad is not None
-    }
+    return {name: param.grad.numpy().copy() for name, param in model.named_parameters() if param.grad is not None}
 
 
 def clone(model: Any) -> Any:

@@ -15,9 +15,7 @@ from tests.trainer import hf_models
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 
-@pytest.mark.parametrize(
-    "layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str
-)
+@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str)
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
     folder, model = hf(family, tied, vocab_size=121)

@@ -168,7 +168,5 @@ def test_a_response_without_a_prompt_is_refused(workers, hf):
     samples.response[1] = samples.total[1]
     samples.mask[1] = np.ones(samples.total[1], np.float32)
     samples.log_probs[1] = np.zeros(samples.total[1], np.float32)
-    with pytest.raises(
-        trainer_worker.Failed, match=r"sample 1 has .* give the sample at least one prompt token"
-    ):
+    with pytest.raises(trainer_worker.Failed, match=r"sample 1 has .* give the sample at least one prompt token"):
         workers.train(samples.shards())

@@ -41,9 +41,7 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
 
     packed = workers.run(trainer_worker.logits, shard, everyone)[0]
     with torch.no_grad():
-        plain = [
-            model(torch.tensor(t[:-1], dtype=torch.long)[None]).logits[0].numpy() for t in samples.tokens
-        ]
+        plain = [model(torch.tensor(t[:-1], dtype=torch.long)[None]).logits[0].numpy() for t in samples.tokens]
     assert np.abs(packed - np.concatenate(plain)).max() <= 1e-5
 
     scores = workers.call("score", shard)[0]
@@ -194,17 +192,13 @@ def test_several_steps_a_rollout(workers, hf, use_rollout_log_probs):
     engine = hf_models.clone(model)
     with torch.no_grad():
         for param in engine.parameters():
-            param.add_(
-                0.02 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel()))
-            )
+            param.add_(0.02 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())))
         before = model if not use_rollout_log_probs else engine
         old = {i: hf_models.response_log_probs(before, samples, i)[0] for i in range(8)}
         own = {i: hf_models.response_log_probs(model, samples, i)[0] for i in range(8)}
         samples.log_probs = [hf_models.response_log_probs(engine, samples, i)[0].numpy() for i in range(8)]
     workers.start(
-        config_of(
-            folder, lr=2e-2, eps_clip=0.1, eps_clip_high=0.3, use_rollout_logprobs=use_rollout_log_probs
-        )
+        config_of(folder, lr=2e-2, eps_clip=0.1, eps_clip_high=0.3, use_rollout_logprobs=use_rollout_log_probs)
     )
     metrics = workers.train(samples.shards(steps=2))
     trained = hf_models.clone(model)
@@ -222,14 +216,10 @@ def test_several_steps_a_rollout(workers, hf, use_rollout_log_probs):
     assert_close(workers.run(trainer_worker.weights)[0], want, 1e-3)
     # Engine against trainer, under the weights of the rollout: all samples, or those of the first step.
     compared = range(4) if use_rollout_log_probs else range(8)
-    difference = np.concatenate(
-        [np.abs(own[i].numpy() - samples.log_probs[i])[samples.mask[i] > 0] for i in compared]
-    )
+    difference = np.concatenate([np.abs(own[i].numpy() - samples.log_probs[i])[samples.mask[i] > 0] for i in compared])
     if not use_rollout_log_probs:
         halves = [
-            np.concatenate(
-                [np.abs(own[i].numpy() - samples.log_probs[i])[samples.mask[i] > 0] for i in ids]
-            ).mean()
+            np.concatenate([np.abs(own[i].numpy() - samples.log_probs[i])[samples.mask[i] > 0] for i in ids]).mean()
             for ids in (range(4), range(4, 8))
         ]
         assert metrics["train/logprob_diff_mean"] == pytest.approx(sum(halves) / 2, rel=1e-3)

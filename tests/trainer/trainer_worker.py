@@ -89,9 +89,7 @@ class Workers:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             port = server.getsockname()[1]
-        return self._all(
-            [("start", (config, layout, rank, "127.0.0.1", port)) for rank in range(layout.world_size)]
-        )
+        return self._all([("start", (config, layout, rank, "127.0.0.1", port)) for rank in range(layout.world_size)])
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method with the same arguments on every rank."""
@@ -106,9 +104,7 @@ class Workers:
         """Run `function(actor, *args)` on every rank."""
         return self._all([("run", (function, *args))] * self.world_size)
 
-    def train(
-        self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0
-    ) -> dict:
+    def train(self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0) -> dict:
         """Train on one shard a data-parallel rank; rank 0's metrics."""
         layout = layout or TrainerLayout(1)
         return self.call_each(
@@ -231,9 +227,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.total)
 
-    def shard(
-        self, steps: Sequence[Sequence[Sequence[int]]], counts: Sequence[tuple[int, int]]
-    ) -> TrainShard:
+    def shard(self, steps: Sequence[Sequence[Sequence[int]]], counts: Sequence[tuple[int, int]]) -> TrainShard:
         """A shard of the samples in `steps`, a list of micro-batches each, with the steps' global counts."""
         ids = sorted({i for step in steps for micro in step for i in micro})
         local = {i: k for k, i in enumerate(ids)}
@@ -272,7 +266,5 @@ class Samples:
         shards = []
         for rank in range(dp):
             own = [ids[rank::dp] for ids in per_step]
-            shards.append(
-                self.shard([[ids[i : i + micro] for i in range(0, len(ids), micro)] for ids in own], counts)
-            )
+            shards.append(self.shard([[ids[i : i + micro] for i in range(0, len(ids), micro)] for ids in own], counts))
         return shards

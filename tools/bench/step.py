@@ -109,9 +109,7 @@ def trl_steps(options: argparse.Namespace, data: Path) -> list[float]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)

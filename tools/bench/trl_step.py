@@ -3,10 +3,11 @@
     bash scripts/setup-trl-env.sh
     .venv-trl/bin/python tools/bench/trl_step.py --model DIR --prompts FILE.jsonl
 
-Runs in an environment of its own, so it imports nothing of fusionrl. Generation is transformers' own, as TRL does it
-where no inference server is. Every completion has exactly --new-tokens tokens: the end token is ignored, so both sides of
-the comparison do equal work. The reward costs nothing and differs within a group, so that there is a gradient. Prints
-one JSON line; `seconds_per_step` holds every step, the first one (warm-up) included.
+Runs in an environment of its own, so it imports nothing of fusionrl. Generation is transformers' own, as TRL
+does it where no inference server is. Every completion has exactly --new-tokens tokens: the end token is
+ignored, so both sides of the comparison do equal work. The reward costs nothing and differs within a group, so
+that there is a gradient. Prints one JSON line; `seconds_per_step` holds every step, the first one (warm-up)
+included.
 """
 
 from __future__ import annotations
@@ -114,9 +115,7 @@ def main() -> None:
         )
         trainer.train()
     if set(lengths) != {args.new_tokens}:
-        raise SystemExit(
-            f"completions of {sorted(set(lengths))} tokens instead of {args.new_tokens} throughout"
-        )
+        raise SystemExit(f"completions of {sorted(set(lengths))} tokens, not of {args.new_tokens}")
     print(
         json.dumps(
             {

@@ -1,0 +1,100 @@
+"""Checkpoints: published whole or not at all, whatever happens while one is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusionrl.cluster.checkpoints import Checkpoints
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(path: Path) -> None:
+    (path / "weights").write_text("whole")
+
+
+def test_the_newest_one_is_found(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.latest() is None
+    for rollout_id in (0, 9, 1_999_999, 3):
+        made = checkpoints.publish(rollout_id, write, {"mode": "rl"})
+        assert (made.path / "weights").read_text() == "whole"
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.rollout_id == 1_999_999
+    assert latest.path.name == "step_2000000"
+    manifest = json.loads((latest.path / "manifest.json").read_text())
+    assert manifest["mode"] == "rl"
+    assert manifest["rollout_id"] == 1_999_999
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_write_that_fails_leaves_the_one_before(tmp_path: Path, error: type[BaseException]) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    first = checkpoints.publish(0, write, {})
+
+    def breaks(path: Path) -> None:
+        write(path)
+        raise error("the disk is full")
+
+    with pytest.raises(error):
+        checkpoints.publish(1, breaks, {})
+    assert checkpoints.latest() == first
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    # The same step fails when it is saved again: the published one stays.
+    with pytest.raises(error):
+        checkpoints.publish(0, breaks, {})
+    assert checkpoints.latest() == first
+    assert (first.path / "weights").read_text() == "whole"
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    first = checkpoints.publish(0, write, {})
+    program = """
+import sys, time
+from pathlib import Path
+from fusionrl.cluster.checkpoints import Checkpoints
+def hangs(path):
+    (path / "weights").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+Checkpoints(Path(sys.argv[1])).publish(1, hangs, {})
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    assert checkpoints.latest() == first
+    second = checkpoints.publish(1, write, {})  # what the killed one left is in nobody's way
+    assert checkpoints.latest() == second
+    assert (second.path / "weights").read_text() == "whole"
+
+
+def test_folders_that_were_never_published_do_not_count(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    first = checkpoints.publish(0, write, {})
+    for name in ("step_000005", ".writing_step_000006", "step_last", "step_7"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("half")
+    for name in ("step_last", "step_7", ".writing_step_000006"):
+        (tmp_path / name / "manifest.json").write_text('{"rollout_id": 99}')
+    assert checkpoints.latest() == first
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.publish(0, write, {})
+    again = checkpoints.publish(0, lambda path: None, {"attempt": 2})
+    assert not (again.path / "weights").exists()
+    assert json.loads((again.path / "manifest.json").read_text())["attempt"] == 2

@@ -1,0 +1,144 @@
+"""Checksums of an engine's tensors, against the same tensors cut up by hand."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.weights.checksums import compare_checksums, engine_checksums, hash_tensor
+
+HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 8, 12, 4, 2, 4, 70
+
+
+def shape(groups: int = GROUPS) -> ModelShape:
+    return ModelShape(
+        model_type="qwen2",
+        num_layers=1,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCAB,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        qk_layernorm=False,
+    )
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16()
+
+
+def sha(tensor: torch.Tensor) -> str:
+    """First 8 bytes of SHA-256, the bytes taken value by value."""
+    raw = b"".join(int(x).to_bytes(2, "little", signed=True) for x in tensor.contiguous().view(torch.int16).flatten())
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def hf_tensors(groups: int = GROUPS) -> dict[str, torch.Tensor]:
+    layer = "model.layers.0."
+    return {
+        "model.embed_tokens.weight": random(VOCAB, HIDDEN),
+        layer + "input_layernorm.weight": random(HIDDEN),
+        layer + "self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
+        layer + "self_attn.q_proj.bias": random(HEADS * HEAD_DIM),
+        layer + "self_attn.k_proj.weight": random(groups * HEAD_DIM, HIDDEN),
+        layer + "self_attn.k_proj.bias": random(groups * HEAD_DIM),
+        layer + "self_attn.v_proj.weight": random(groups * HEAD_DIM, HIDDEN) + 1,
+        layer + "self_attn.v_proj.bias": random(groups * HEAD_DIM) + 1,
+        layer + "self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+        layer + "mlp.gate_proj.weight": random(FFN, HIDDEN),
+        layer + "mlp.up_proj.weight": random(FFN, HIDDEN) + 1,
+        layer + "mlp.down_proj.weight": random(HIDDEN, FFN),
+        "model.norm.weight": random(HIDDEN) + 1,
+        "lm_head.weight": random(VOCAB, HIDDEN) + 1,
+    }
+
+
+def by_hand(t: dict[str, torch.Tensor], rank: int, tp: int, groups: int = GROUPS) -> dict[str, torch.Tensor]:
+    """What rank `rank` of an engine holds, written out head by head and column by column."""
+    layer = "model.layers.0."
+    q_heads = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+    kv_heads = sorted({q * groups // HEADS for q in q_heads})
+    ffn = [i for i in range(FFN) if i * tp // FFN == rank]
+    padded = 128  # the next multiple of 64 above 70
+    rows = [i for i in range(padded) if i * tp // padded == rank]
+
+    def heads(name: str, chosen: list[int] | range) -> torch.Tensor:
+        return torch.cat([t[layer + name][h * HEAD_DIM : (h + 1) * HEAD_DIM] for h in chosen])
+
+    def vocabulary(name: str) -> torch.Tensor:
+        zero = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+        return torch.stack([t[name][i] if i < VOCAB else zero for i in rows])
+
+    def qkv(kind: str) -> torch.Tensor:
+        parts = [("q_proj", q_heads), ("k_proj", kv_heads), ("v_proj", kv_heads)]
+        return torch.cat([heads(f"self_attn.{name}.{kind}", chosen) for name, chosen in parts])
+
+    o_columns = [h * HEAD_DIM + i for h in q_heads for i in range(HEAD_DIM)]
+    return {
+        "model.embed_tokens.weight": vocabulary("model.embed_tokens.weight"),
+        layer + "input_layernorm.weight": t[layer + "input_layernorm.weight"],
+        layer + "self_attn.qkv_proj.weight": qkv("weight"),
+        layer + "self_attn.qkv_proj.bias": qkv("bias"),
+        layer + "self_attn.o_proj.weight": t[layer + "self_attn.o_proj.weight"][:, o_columns],
+        layer + "mlp.gate_up_proj.weight": torch.cat(
+            [t[layer + f"mlp.{name}_proj.weight"][ffn] for name in ("gate", "up")]
+        ),
+        layer + "mlp.down_proj.weight": t[layer + "mlp.down_proj.weight"][:, ffn],
+        "model.norm.weight": t["model.norm.weight"],
+        "lm_head.weight": vocabulary("lm_head.weight"),
+    }
+
+
+@pytest.mark.parametrize(("tp", "groups"), [(1, 2), (2, 2), (4, 2), (4, 1), (2, 4)])
+def test_against_tensors_cut_by_hand(tp: int, groups: int) -> None:
+    """Also with fewer key and value heads than ranks: then each rank has a copy of its group's."""
+    tensors = hf_tensors(groups)
+    found = engine_checksums(tensors.items(), shape(groups), tp)
+    assert len(found) == tp
+    for rank in range(tp):
+        assert found[rank] == {name: sha(tensor) for name, tensor in by_hand(tensors, rank, tp, groups).items()}, rank
+
+
+def test_the_order_of_the_parts_does_not_matter() -> None:
+    tensors = hf_tensors()
+    assert engine_checksums(reversed(list(tensors.items())), shape(), 2) == engine_checksums(
+        tensors.items(), shape(), 2
+    )
+
+
+def test_a_part_that_never_came() -> None:
+    tensors = hf_tensors()
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(AssertionError, match="gate_up_proj"):
+        engine_checksums(tensors.items(), shape(), 1)
+
+
+def test_one_bit_shows() -> None:
+    tensors = hf_tensors()
+    before = engine_checksums(tensors.items(), shape(), 2)
+    tensors["model.layers.0.mlp.up_proj.weight"].view(torch.int16)[FFN - 1, 0] ^= 1
+    after = engine_checksums(tensors.items(), shape(), 2)
+    assert compare_checksums(before[0], after[0]) == []
+    assert compare_checksums(before[1], after[1]) == ["model.layers.0.mlp.gate_up_proj.weight"]
+
+
+def test_missing_and_foreign_tensors_are_differences() -> None:
+    assert compare_checksums({"a": "1", "b": "2", "c": "3"}, {"a": "1", "c": "4", "d": "5"}) == [
+        "b",
+        "c",
+        "d",
+    ]
+
+
+def test_the_hash_is_that_of_the_values_not_of_the_memory() -> None:
+    tensor = random(6, 4)
+    assert hash_tensor(tensor.T.contiguous().T) == hash_tensor(tensor) == sha(tensor)
