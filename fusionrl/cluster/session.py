@@ -126,7 +126,7 @@ class Session:
     def _make_engines(self, bundles: list[Bundle]) -> list[Any]:
         if not self.plan.num_engines:
             return []
-        self.api_key = secrets.token_urlsafe(24)
+        self.api_key = secrets.token_hex(24)  # no dash: a key that begins with one reads as a flag
         refs = []
         for index, places in enumerate(self.plan.engine_bundles):
             first = bundles[places[0]]

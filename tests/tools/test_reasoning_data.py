@@ -72,7 +72,7 @@ def test_the_reward_names_what_is_missing() -> None:
 
 
 def test_too_few_different_sums_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path), "--max-digits", "1", "--min-digits", "1", "--train-size", "1000")
+    done = run("--out", str(tmp_path), "--max-terms", "2", "--train-size", "1000")
     assert done.returncode != 0
     assert "--max-digits" in done.stderr
     assert not (tmp_path / "train.jsonl").exists()
@@ -81,7 +81,7 @@ def test_too_few_different_sums_is_an_error_that_names_the_cure(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--min-terms", "4"), "--max-terms 2"),
+        (("--min-terms", "4"), "--max-terms 3"),
         (("--template", "hello"), "{expression}"),
         (("--eval-size", "0"), "eval"),
     ],

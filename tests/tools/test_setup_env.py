@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
-import time
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,28 @@ def test_pip_failure_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert not list((tmp_path / "venv").glob(".stamp*"))
 
 
-@pytest.mark.skipif(not (ROOT / ".venv/.stamp-base").exists(), reason="this checkout's tests run in another .venv")
-def test_a_second_call_does_nothing() -> None:
-    before = {path: path.stat().st_mtime_ns for path in (ROOT / ".venv").glob(".stamp*")}
-    start = time.perf_counter()
-    done = run(FUSIONRL_ENV=(ROOT / ".venv/.kind").read_text().strip(), PYTHON="")
-    seconds = time.perf_counter() - start
-    assert done.returncode == 0
+def fingerprint(python: Path, kind: str, names: tuple[str, ...]) -> str:
+    """What a stamp must read: the set, the interpreter, the checkout and every file that decides the packages."""
+    version = subprocess.run([python, "-VV"], capture_output=True, text=True, check=True).stdout.strip()
+    content = f"{kind} {version} {ROOT}\n".encode()
+    content += b"".join((ROOT / name).read_bytes() for name in (*names, "setup.py"))
+    return hashlib.sha256(content).hexdigest() + "\n"
+
+
+def test_nothing_is_done_while_the_stamp_fits_and_an_install_is_tried_when_it_does_not(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    names = tuple(f"requirements/{name}.txt" for name in ("cpu", "cpu-nodeps", "dev"))
+    stamp = venv / ".stamp-base"
+    stamp.write_text(fingerprint(venv / "bin/python", "cpu", names))
+    environment = {"FUSIONRL_VENV": str(venv), "FUSIONRL_ENV": "cpu", "PYTHON": ""}
+    done = run(**environment)
+    assert (done.returncode, done.stderr) == (0, "")
     assert "up to date" in done.stdout
-    assert {path: path.stat().st_mtime_ns for path in (ROOT / ".venv").glob(".stamp*")} == before
-    assert seconds < 30  # about 0.1 s; an installation takes longer than this even from a warm cache
+    assert not (venv / "install.log").exists()
+
+    no_packages = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
+    stamp.write_text("of other files\n")
+    done = run(**environment, **no_packages)
+    assert done.returncode == 1
+    assert "No matching distribution" in done.stderr

@@ -64,7 +64,7 @@ def our_flags(options: argparse.Namespace, data: Path, run_dir: Path) -> list[st
             "--num-rollout",
             "1",
         ),
-        *("--precision", options.precision, "--lr", "1e-6", "--colocate", "--device", "cpu"),
+        *("--precision", options.precision, "--lr", "1e-6", "--colocate"),
         *("--engine-num-threads", str(options.threads), "--train-num-threads", str(options.threads)),
     ]
 

@@ -5,8 +5,8 @@
 
 Runs in an environment of its own, so it imports nothing of fusionrl. Generation is transformers' own, as TRL
 does it where no inference server is. Every completion has exactly --new-tokens tokens: the end token is
-ignored, so both sides of the comparison do equal work. The reward costs nothing and differs within a group, so
-that there is a gradient. Prints one JSON line; `seconds_per_step` holds every step, the first one (warm-up)
+ignored, so both sides of the comparison do equal work. The reward costs nothing and differs within a group,
+so that there is a gradient. Prints one JSON line; `seconds_per_step` holds every step, the first one (warm-up)
 included.
 """
 
