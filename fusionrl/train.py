@@ -142,6 +142,7 @@ def reject_sampling(run: Run) -> None:
         values["perf/step_time_s"] = time.perf_counter() - start
         values["perf/tokens_per_s"] = values["rollout/num_tokens"] / values["perf/step_time_s"]
         run.record(rollout_id + 1, values)
+        run.save_if_due(rollout_id)
         run.session.check_stop()
         values = {}
 

@@ -27,7 +27,7 @@ task=(--input-key prompt --label-key label --apply-chat-template --rm-type exact
 say "1 of 4: supervised training, until the model is right now and then"
 run fusionrl train --mode sft --run-dir "$out/sft" --hf-checkpoint "$out/model" --seed "$seed" \
     --prompt-data "$out/sft.jsonl" --input-key messages --rollout-shuffle \
-    --rollout-batch-size 128 --num-rollout "${SFT_STEPS:-150}" --lr 1e-3 --lr-warmup-iters 20 \
+    --rollout-batch-size 128 --num-rollout 165 --lr 1e-3 --lr-warmup-iters 20 \
     --no-save --save-hf "$out/sft-model"
 
 say "2 of 4: how good is it on sums it has not seen?"
@@ -36,8 +36,9 @@ run fusionrl train --mode eval --run-dir "$out/eval-sft" --hf-checkpoint "$out/s
 say "3 of 4: GRPO, rewarded for right answers alone"
 run fusionrl train --mode rl --run-dir "$out/grpo" --hf-checkpoint "$out/sft-model" --seed "$seed" "${task[@]}" \
     --prompt-data "$out/train.jsonl" --rollout-shuffle --rollout-seed "$seed" \
-    --rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout "${GRPO_STEPS:-100}" --lr 5e-4 \
-    --skip-eval-before-train --eval-interval 25 --no-save --save-hf "$out/grpo-model"
+    --rollout-batch-size 32 --n-samples-per-prompt 16 --num-steps-per-rollout 2 --num-rollout 90 \
+    --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style linear --lr-warmup-iters 10 --colocate \
+    --skip-eval-before-train --eval-interval 30 --no-save --save-hf "$out/grpo-model"
 
 say "4 of 4: and now?"
 run fusionrl train --mode eval --run-dir "$out/eval-grpo" --hf-checkpoint "$out/grpo-model" "${task[@]}"

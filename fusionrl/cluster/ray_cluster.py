@@ -47,6 +47,8 @@ def start_ray(device: str, num_devices: int, *, address: str | None, dashboard: 
         except (ConnectionError, RuntimeError) as error:
             raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error})") from error
         return False
+    # Ray's workers, and the engines that are their children, would run at niceness 15: starved by anything else.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     resources: dict[str, Any] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
     ray.init(
         address="local",  # without it Ray joins whatever cluster this machine happens to run

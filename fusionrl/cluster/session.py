@@ -286,16 +286,20 @@ class Session:
         ray.get([engine.check_alive.remote() for engine in self.engines])
 
     def save(self, path: Path, rollout_id: int) -> None:
-        """Trainers' checkpoint and the Buffer's cursor into the folder `path`."""
+        """Trainers' checkpoint, where the mode changes weights, and the Buffer's cursor into the folder `path`."""
         refs = [self.buffer.save.remote(str(path / "buffer.json"), rollout_id)]
-        refs += [trainer.save.remote(str(path / "trainer"), rollout_id) for trainer in self.trainers]
+        refs += [trainer.save.remote(str(path / "trainer"), rollout_id) for trainer in self._trained()]
         _gather(refs)
 
     def load(self, path: Path) -> None:
         """The inverse of `save`."""
         refs = [self.buffer.load.remote(str(path / "buffer.json"))]
-        refs += [trainer.load.remote(str(path / "trainer")) for trainer in self.trainers]
+        refs += [trainer.load.remote(str(path / "trainer")) for trainer in self._trained()]
         _gather(refs)
+
+    def _trained(self) -> list[Any]:
+        """The trainers, in a mode that changes their weights."""
+        return [] if self.config.run.mode == "reject-sampling" else self.trainers
 
     def save_hf(self, path: Path) -> None:
         """Weights as a Hugging Face folder."""

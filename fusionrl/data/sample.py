@@ -34,7 +34,7 @@ _ARRAY_DTYPES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)  # arrays have no single truth value to compare by; a sample is equal to itself
 class Sample:
     """One sample of a rollout.
 

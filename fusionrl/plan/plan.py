@@ -112,7 +112,11 @@ def plan_errors(config: Config, num_prompts: int) -> list[str]:
         layout = _layout(config)
     except ValueError as error:
         errors.append(str(error))
-    pieces: list[Callable[[], object]] = [lambda: _rollout_gpus(config), lambda: _batch(config, layout)]
+    pieces: list[Callable[[], object]] = [
+        lambda: _rollout_gpus(config),
+        lambda: _batch(config, layout),
+        lambda: _check_colocated(config),
+    ]
     if num_prompts:
         pieces.append(lambda: _num_rollout(config, num_prompts))
     for piece in pieces:
@@ -121,6 +125,23 @@ def plan_errors(config: Config, num_prompts: int) -> list[str]:
         except ValueError as error:
             errors.append(str(error))
     return errors
+
+
+def _check_colocated(config: Config) -> None:
+    """On GPUs an engine that shares its device with a trainer gets its weights by IPC, and every device has both."""
+    cluster, transport = config.cluster, config.weights.update_weight_transport
+    if cluster.device == "cpu" or not (uses_trainers(config) and uses_engines(config)):
+        return
+    world_size = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    if cluster.colocate and transport == "broadcast" and cluster.device == "cuda":
+        raise ValueError(
+            "--update-weight-transport broadcast with --colocate: NCCL takes no two ranks on one GPU; use ipc or auto"
+        )
+    if cluster.colocate and (cluster.rollout_num_gpus or world_size) > world_size:
+        raise ValueError(
+            f"--rollout-num-gpus {cluster.rollout_num_gpus} with --colocate: only {world_size} devices have a trainer"
+            " to share; raise --actor-num-gpus-per-node or leave --colocate out"
+        )
 
 
 def _layout(config: Config) -> TrainerLayout | None:

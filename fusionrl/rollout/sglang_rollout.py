@@ -29,6 +29,8 @@ from fusionrl.rollout.types import (
     RolloutFnTrainOutput,
 )
 
+MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that keeps next to nothing ends the run
+
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
@@ -168,6 +170,20 @@ def apply_filter(args: Any, filter_function: Callable[..., Any] | None, group: l
     return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None))
 
 
+def _check_filter_keeps(args: Any, num_kept: int, dropped: Counter[str], target: int) -> None:
+    """A filter that keeps next to nothing would never fill the rollout.
+
+    Raises:
+        ValueError: names the filter, and what it said.
+    """
+    num_dropped = sum(dropped.values())
+    if num_dropped >= MAX_DROPPED * target and num_kept * MAX_DROPPED < num_dropped:
+        raise ValueError(
+            f"--dynamic-sampling-filter-path {args.dynamic_sampling_filter_path}: it kept {num_kept} of"
+            f" {num_kept + num_dropped} groups, {target} are wanted; reasons: {dict(dropped)}"
+        )
+
+
 async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
     params = sampling_params(args)
     target = args.rollout_batch_size
@@ -194,6 +210,7 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
                     verdict = apply_filter(args, filter_function, group)
                     if not verdict.keep:
                         dropped[verdict.reason or "filtered"] += 1
+                        _check_filter_keeps(args, len(kept), dropped, target)
                     else:
                         kept.append(group)
                         kept_blank.append(blank)
