@@ -3,8 +3,9 @@
     scripts/setup-env.sh examples
     python tools/make_reasoning_data.py --out DIR
 
-writes DIR/train.jsonl and DIR/eval.jsonl, rows {"prompt", "label", "metadata"}. No expression occurs twice,
-so no evaluation prompt is ever trained on. `metadata` carries what reasoning-gym's own verifier needs; see
+writes DIR/train.jsonl and DIR/eval.jsonl, rows {"prompt", "label", "metadata"}. No expression occurs twice, so
+no evaluation prompt is ever trained on. The default, two numbers of one digit, is about as hard as SmolLM2-135M can
+learn from: 200 expressions in all. `metadata` carries what reasoning-gym's own verifier needs; see
 plugins/rewards/reasoning_gym_reward.py.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 DATASET = "chain_sum"
-DEFAULT_TEMPLATE = "What is {expression}? Answer with the number only."
+DEFAULT_TEMPLATE = "Calculate {expression}. Answer with the number only."
 
 
 def generate_rows(num_rows: int, seed: int, template: str, config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,10 +66,10 @@ def parse_args() -> argparse.Namespace:
     """Command line; mistakes end the program with a message that names the flags."""
     parser = argparse.ArgumentParser(description="Write generated sums as train.jsonl and eval.jsonl.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--train-size", type=int, default=400, help="rows of train.jsonl")
-    parser.add_argument("--eval-size", type=int, default=100, help="rows of eval.jsonl")
+    parser.add_argument("--train-size", type=int, default=120, help="rows of train.jsonl")
+    parser.add_argument("--eval-size", type=int, default=80, help="rows of eval.jsonl")
     parser.add_argument("--min-terms", type=int, default=2, help="fewest numbers in a sum")
-    parser.add_argument("--max-terms", type=int, default=3, help="most numbers in a sum")
+    parser.add_argument("--max-terms", type=int, default=2, help="most numbers in a sum")
     parser.add_argument("--min-digits", type=int, default=1, help="fewest digits of a number")
     parser.add_argument("--max-digits", type=int, default=1, help="most digits of a number")
     parser.add_argument("--allow-negation", action="store_true", help="numbers may be negative")

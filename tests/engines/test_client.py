@@ -159,3 +159,49 @@ def test_abort_all_names_the_engines_that_failed() -> None:
 
     _serve(handler, use, "/abort_request")
     assert bodies == [{"abort_all": True}] * 3
+
+
+def test_short_siblings_share_a_request_and_long_ones_do_not() -> None:
+    """Eight samples of one prompt in one turn of the loop: one request, each sample its own answer."""
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        count, ids = body["sampling_params"]["max_new_tokens"], body["input_ids"]
+        seen.append(ids)
+        if not isinstance(ids[0], list):
+            return web.json_response(_answer_of(count))
+        return web.json_response([_answer_of(count) for _ in ids])
+
+    async def use(url: str) -> list[list[int]]:
+        async with GenerateClient(url, None, 30.0, 64) as client:
+
+            def ask(prompt: list[int], count: int) -> Any:
+                return client.generate({"input_ids": prompt, "sampling_params": {"max_new_tokens": count}})
+
+            short = [ask([1, 2], 5) for _ in range(8)] + [ask([3], 4), ask([1, 2], 6)]
+            long = [ask([1, 2], 1000), ask([1, 2], 1000)]
+            return [len(answer.tokens) for answer in await asyncio.gather(*short, *long)]
+
+    assert _serve(handler, use) == [5] * 8 + [4, 6, 1000, 1000]
+    assert sorted(seen, key=str) == sorted([[[1, 2]] * 8, [3], [1, 2], [1, 2], [1, 2]], key=str)
+
+
+def _answer_of(count: int) -> dict[str, Any]:
+    logprobs = [[-0.5, 7, None]] * count
+    meta = {"id": "x", "finish_reason": {"type": "length"}, "output_token_logprobs": logprobs, "weight_version": "3"}
+    return {"text": "", "output_ids": [7] * count, "meta_info": {**meta, "prompt_tokens": 2, "cached_tokens": 0}}
+
+
+def test_a_failed_shared_request_fails_every_sibling() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=400, text="no such thing")
+
+    async def use(url: str) -> list[Any]:
+        async with GenerateClient(url, None, 30.0, 64) as client:
+            asks = [client.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}) for _ in range(3)]
+            return await asyncio.gather(*asks, return_exceptions=True)
+
+    results = _serve(handler, use)
+    assert len(results) == 3
+    assert all(isinstance(r, RuntimeError) and "no such thing" in str(r) for r in results)

@@ -81,7 +81,7 @@ def test_too_few_different_sums_is_an_error_that_names_the_cure(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--min-terms", "4"), "--max-terms 3"),
+        (("--min-terms", "4"), "--max-terms 2"),
         (("--template", "hello"), "{expression}"),
         (("--eval-size", "0"), "eval"),
     ],
