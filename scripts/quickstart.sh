@@ -20,24 +20,25 @@ run() {
 say "a model of 0.8 M parameters, and two-digit sums to learn (seed $seed)"
 run python tools/make_quickstart.py --out "$out" --seed "$seed"
 
-# What the two evaluations and the training share: the task, and how an answer is scored.
-task=(--input-key prompt --label-key label --apply-chat-template --rm-type exact --rollout-max-response-len 5
+# What the two evaluations and the training share: the task, and how an answer is scored (accuracy counts exact answers).
+task=(--input-key prompt --label-key label --apply-chat-template --custom-rm-path plugins.rewards.digits.reward --rollout-max-response-len 5
     --eval-prompt-data held-out "$out/eval.jsonl" --eval-temperature 0)
 
 say "1 of 4: supervised training, until the model is right now and then"
 run fusionrl train --mode sft --run-dir "$out/sft" --hf-checkpoint "$out/model" --seed "$seed" \
     --prompt-data "$out/sft.jsonl" --input-key messages --rollout-shuffle \
-    --rollout-batch-size 128 --num-rollout 165 --lr 1e-3 --lr-warmup-iters 20 \
+    --rollout-batch-size 128 --num-rollout 180 --lr 1e-3 --lr-warmup-iters 20 \
     --no-save --save-hf "$out/sft-model"
 
 say "2 of 4: how good is it on sums it has not seen?"
 run fusionrl train --mode eval --run-dir "$out/eval-sft" --hf-checkpoint "$out/sft-model" "${task[@]}"
 
-say "3 of 4: GRPO, rewarded for right answers alone"
+say "3 of 4: GRPO, rewarded for right digits and right answers"
 run fusionrl train --mode rl --run-dir "$out/grpo" --hf-checkpoint "$out/sft-model" --seed "$seed" "${task[@]}" \
     --prompt-data "$out/train.jsonl" --rollout-shuffle --rollout-seed "$seed" \
-    --rollout-batch-size 32 --n-samples-per-prompt 16 --num-steps-per-rollout 2 --num-rollout 90 \
-    --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style linear --lr-warmup-iters 10 --colocate \
+    --rollout-batch-size 32 --n-samples-per-prompt 16 --num-steps-per-rollout 2 --num-rollout 110 \
+    --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style linear --lr-warmup-iters 4 --colocate \
+    --sglang-max-running-requests 256 \
     --skip-eval-before-train --eval-interval 30 --no-save --save-hf "$out/grpo-model"
 
 say "4 of 4: and now?"

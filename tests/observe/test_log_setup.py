@@ -45,7 +45,9 @@ def test_ours_everywhere_theirs_in_the_file(tmp_path: Path) -> None:
     logging.getLogger("httpx").info("HTTP 200")
     logging.getLogger("ray.worker").warning("ray noise")
     logging.getLogger("megatron.core").error("a rank died")
-    warnings.warn("deprecated", FutureWarning, stacklevel=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")  # the test configuration ignores this class of warnings
+        warnings.warn("deprecated", FutureWarning, stacklevel=1)
     assert [line.split(" ", 1)[1] for line in lines] == [
         "driver  rollout 12",
         "driver  WARNING slow",
