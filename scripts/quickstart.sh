@@ -36,8 +36,8 @@ run fusionrl train --mode eval --run-dir "$out/eval-sft" --hf-checkpoint "$out/s
 say "3 of 4: GRPO, rewarded for right digits and right answers"
 run fusionrl train --mode rl --run-dir "$out/grpo" --hf-checkpoint "$out/sft-model" --seed "$seed" "${task[@]}" \
     --prompt-data "$out/train.jsonl" --rollout-shuffle --rollout-seed "$seed" \
-    --rollout-batch-size 32 --n-samples-per-prompt 16 --num-steps-per-rollout 2 --num-rollout 110 \
-    --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style linear --lr-warmup-iters 4 --colocate \
+    --rollout-batch-size 32 --n-samples-per-prompt 16 --num-steps-per-rollout 2 --num-rollout 90 \
+    --lr 1.2e-4 --min-lr 1e-5 --adam-beta2 0.99 --lr-decay-style linear --lr-warmup-iters 4 --colocate \
     --sglang-max-running-requests 256 \
     --skip-eval-before-train --eval-interval 30 --no-save --save-hf "$out/grpo-model"
 
