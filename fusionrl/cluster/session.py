@@ -13,6 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from fusionrl.buffer.actor import EngineEndpoints
+from fusionrl.cluster.guard import Guard
 from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, start_ray
 from fusionrl.cluster.workers import BufferWorker, EngineWorker, TrainerWorker
 from fusionrl.config.config import Config
@@ -55,6 +56,7 @@ class Session:
         self.router: Router | None = None
         self.api_key: str | None = None
         self._group: PlacementGroup | None = None
+        self._guard: Guard | None = None
         self._started_ray = False
         self._num_pushes = 0
         self._targets: list[EngineTarget] = []
@@ -76,6 +78,7 @@ class Session:
         plan, cluster = self.plan, self.config.cluster
         self.say("starting Ray")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        self._guard = Guard()
         self._started_ray = start_ray(
             plan.device, plan.num_bundles, address=cluster.ray_address, dashboard=self.config.run.dashboard
         )
@@ -308,8 +311,15 @@ class Session:
     # ------------------------------------------------------------------------------------ end
     def close(self) -> None:
         """End every process of the run. Idempotent; never raises what would hide the error that led here."""
-        if not ray.is_initialized():
-            return
+        try:
+            if ray.is_initialized():
+                self._end_actors()
+        finally:
+            if self._guard is not None:
+                self._guard.close()
+                self._guard = None
+
+    def _end_actors(self) -> None:
         stops = [engine.shutdown.remote() for engine in self.engines]
         if self.router is not None:
             self.router.shutdown()
