@@ -37,7 +37,10 @@ class Guard:
         os.environ.pop(TOKEN_VARIABLE, None)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=_GRACE_S + 10.0)
+        try:
+            self._process.wait(timeout=_GRACE_S + 10.0)
+        except subprocess.TimeoutExpired:
+            pass  # it sweeps on by itself; an error that is on its way up must not be hidden
 
 
 def carriers(token: str) -> list[int]:

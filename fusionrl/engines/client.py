@@ -93,8 +93,8 @@ class GenerateClient:
     async def _generate_together(self, payload: dict[str, Any]) -> Generation:
         """Send short siblings as one request: equal requests made in one turn of the event loop.
 
-        A request costs the server, the router and this process about a millisecond each, which is what a dozen
-        tokens of a small model cost. Long answers go alone: the slowest sibling would hold the others back.
+        A request of its own costs about a millisecond more, as much as a few tokens of a small model.
+        Long answers go alone: the slowest sibling would hold the others back.
         """
         # The router takes one set of sampling parameters a request, so they are part of what siblings share.
         key = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS)
