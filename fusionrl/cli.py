@@ -73,7 +73,7 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
     # A flag that is named in a message already is not complained about again by the checks that build on it.
     told = {flag for error in errors for flag in _FLAG.findall(error)}
     checked, found = validate(config)
-    found += plan_errors(config, checked.num_prompts)
+    found += plan_errors(config, checked.num_prompts, checked.shape)
     device: Literal["cpu", "cuda"] = "cpu"
     try:
         device = detect_device(config.cluster.device)

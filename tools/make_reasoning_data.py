@@ -3,17 +3,16 @@
     scripts/setup-env.sh examples
     python tools/make_reasoning_data.py --out DIR
 
-writes DIR/train.jsonl and DIR/eval.jsonl, rows {"prompt", "label", "metadata"}. No expression occurs twice, so
-no evaluation prompt is ever trained on. The default, two numbers of one digit, is about as hard as SmolLM2-135M can
-learn from: 200 expressions in all. `metadata` carries what reasoning-gym's own verifier needs; see
-plugins/rewards/reasoning_gym_reward.py.
+writes DIR/train.jsonl and DIR/eval.jsonl, rows {"prompt", "label", "metadata"}. No evaluation prompt is ever trained
+on, and none occurs twice. Training prompts come as often as reasoning-gym draws them: without repetition the short
+expressions, of which there are few (200 of two one-digit numbers), would drown in the long ones. `metadata` carries
+what reasoning-gym's own verifier needs; see plugins/rewards/reasoning_gym_reward.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,13 @@ DATASET = "chain_sum"
 DEFAULT_TEMPLATE = "Calculate {expression}. Answer with the number only."
 
 
-def generate_rows(num_rows: int, seed: int, template: str, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """`num_rows` rows with different expressions, in the order in which reasoning-gym generates them.
+def generate_rows(
+    train_size: int, eval_size: int, seed: int, template: str, config: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(training rows, evaluation rows), in the order in which reasoning-gym generates them.
 
     `config` goes to reasoning-gym's data set (min_terms, max_terms, min_digits, max_digits, allow_negation).
-    Raises `ValueError` where the config does not yield that many different expressions.
+    Raises `ValueError` where the config does not yield `eval_size` different expressions and others besides.
     """
     try:
         import reasoning_gym
@@ -35,13 +36,12 @@ def generate_rows(num_rows: int, seed: int, template: str, config: dict[str, Any
         ) from error
 
     # Ten times as many draws as rows: enough unless the space of expressions is nearly used up.
-    size = 10 * num_rows
-    rows: dict[str, dict[str, Any]] = {}
+    size = 10 * (train_size + eval_size)
+    held_out: dict[str, dict[str, Any]] = {}
+    train: list[dict[str, Any]] = []
     for item in reasoning_gym.create_dataset(DATASET, seed=seed, size=size, **config):
         expression = item["metadata"]["expression"]
-        if expression in rows:
-            continue
-        rows[expression] = {
+        row = {
             "prompt": template.format(expression=expression, question=item["question"]),
             "label": item["answer"],
             "metadata": {
@@ -49,11 +49,15 @@ def generate_rows(num_rows: int, seed: int, template: str, config: dict[str, Any
                 "entry": {"answer": item["answer"], "expression": expression},
             },
         }
-        if len(rows) == num_rows:
-            return list(rows.values())
+        if len(held_out) < eval_size:
+            held_out.setdefault(expression, row)
+        elif expression not in held_out:
+            train.append(row)
+        if len(train) == train_size:
+            return train, list(held_out.values())
     raise ValueError(
-        f"{size} draws gave {len(rows)} different expressions where --train-size plus --eval-size ask for "
-        f"{num_rows}; raise --max-digits or --max-terms, or ask for fewer"
+        f"{size} draws gave {len(held_out)} different expressions for --eval-size {eval_size}, and {len(train)} others "
+        f"for --train-size {train_size}; raise --max-digits or --max-terms, or ask for fewer"
     )
 
 
@@ -73,7 +77,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--min-digits", type=int, default=1, help="fewest digits of a number")
     parser.add_argument("--max-digits", type=int, default=1, help="most digits of a number")
     parser.add_argument("--allow-negation", action="store_true", help="numbers may be negative")
-    parser.add_argument("--seed", type=int, default=0, help="seed of generation and of the split")
+    parser.add_argument("--seed", type=int, default=0, help="seed of generation")
     parser.add_argument(
         "--template",
         default=DEFAULT_TEMPLATE,
@@ -97,11 +101,10 @@ def main() -> None:
     config = {
         name: getattr(args, name) for name in ("min_terms", "max_terms", "min_digits", "max_digits", "allow_negation")
     }
-    rows = generate_rows(args.train_size + args.eval_size, args.seed, args.template, config)
-    random.Random(args.seed).shuffle(rows)
+    train, held_out = generate_rows(args.train_size, args.eval_size, args.seed, args.template, config)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(args.out / "eval.jsonl", rows[: args.eval_size])
-    write_jsonl(args.out / "train.jsonl", rows[args.eval_size :])
+    write_jsonl(args.out / "eval.jsonl", held_out)
+    write_jsonl(args.out / "train.jsonl", train)
     print(f"{args.out}: train {args.train_size}, eval {args.eval_size}")
 
 

@@ -221,15 +221,14 @@ class BufferActor:
         if mode == "reject-sampling":
             metrics["rollout/accepted"] = float(accepted)
         shards: list[Any] = []
-        if self.plan.layout is not None and self.plan.batch is not None and mode in ("rl", "sft"):
+        if self.plan.balance is not None and self.plan.batch is not None and mode in ("rl", "sft"):
             built = build_shards(
                 samples,
                 rewards,
                 raw,
                 self.plan.batch,
+                self.plan.balance,
                 rollout_id=rollout_id,
-                max_tokens=self.config.train.max_tokens_per_gpu,
-                micro_batch_size=self.config.train.micro_batch_size,
             )
             shards = [self._put(shard) for shard in built]
         return Rollout(rollout_id, shards, metrics, accepted)

@@ -109,9 +109,17 @@ class ModelGroup(Group):
     )
     tensor_model_parallel_size: int = Field(1, description="Tensor parallel size of the trainers.", ge=1)
     pipeline_model_parallel_size: int = Field(1, description="Pipeline parallel size of the trainers.", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        None, description="Model chunks that each pipeline rank holds (interleaved 1F1B). Default: 1.", ge=1
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = Field(
+        None, description="Layers of each such chunk; the other way to say the same.", ge=1
+    )
     context_parallel_size: int = Field(1, description="Context parallel size of the trainers.", ge=1)
     expert_model_parallel_size: int = Field(1, description="Expert parallel size of the trainers.", ge=1)
-    expert_tensor_parallel_size: int = Field(1, description="Tensor parallel size of the experts.", ge=1)
+    expert_tensor_parallel_size: int | None = Field(
+        None, description="Tensor parallel size of the experts. Default: --tensor-model-parallel-size.", ge=1
+    )
 
 
 class DataGroup(Group):

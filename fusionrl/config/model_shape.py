@@ -4,14 +4,60 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+from fusionrl.weights import families
+
+
+class MoEShape(BaseModel):
+    """A mixture of experts.
+
+    layers                  the layers that have one; the others have a dense MLP
+    norm_topk_prob          the chosen experts' weights sum to `scaling_factor`
+    expert_bias             a bias of the choice alone (DeepSeek-V3); no gradient reaches it
+    num_groups, group_topk  experts are chosen from the best `group_topk` of `num_groups` groups
+    shared_ffn_hidden_size  width of the expert that every token passes; 0: there is none
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    num_experts: int = Field(gt=0)
+    topk: int = Field(gt=0)
+    ffn_hidden_size: int = Field(gt=0)
+    layers: tuple[int, ...]
+    norm_topk_prob: bool
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    expert_bias: bool = False
+    scaling_factor: float = 1.0
+    num_groups: int = Field(default=1, gt=0)
+    group_topk: int = Field(default=1, gt=0)
+    shared_ffn_hidden_size: int = Field(default=0, ge=0)
+    shared_gate: bool = False
+
+
+class MLAShape(BaseModel):
+    """Multi-head latent attention: ranks of the compressed queries (None: not compressed) and keys and values."""
+
+    model_config = ConfigDict(frozen=True)
+
+    q_lora_rank: int | None = Field(default=None, gt=0)
+    kv_lora_rank: int = Field(gt=0)
+    qk_head_dim: int = Field(gt=0)
+    qk_pos_emb_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(gt=0)
 
 
 class ModelShape(BaseModel):
-    """Sizes of a decoder, under Hugging Face's names where it has one."""
+    """Sizes of a decoder, under Hugging Face's names where it has one.
+
+    head_dim            of queries and keys
+    rope_scaling        as config.json has it
+    rotary_percent      share of a head's dimensions that is rotated
+    rotary_interleaved  pairs of neighbours are rotated, not halves
+    output_norms        norms also after attention and after the MLP (GLM-4)
+    """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
@@ -28,19 +74,29 @@ class ModelShape(BaseModel):
     rope_theta: float
     rope_scaling: dict | None = None
     tie_word_embeddings: bool
-    attention_bias: bool
-    qk_layernorm: bool
+    attention_bias: bool = False
+    qk_layernorm: bool = False
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    output_norms: bool = False
+    moe: MoEShape | None = None
+    mla: MLAShape | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, embeddings counted once when they are tied."""
-        h, d = self.hidden_size, self.head_dim
-        qkv = h * d * (self.num_attention_heads + 2 * self.num_query_groups)
-        bias = d * (self.num_attention_heads + 2 * self.num_query_groups) if self.attention_bias else 0
-        attention = qkv + bias + self.num_attention_heads * d * h + (2 * d if self.qk_layernorm else 0)
-        layer = attention + 3 * h * self.ffn_hidden_size + 2 * h
-        embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + h
+        return sum(rule.numel for rule in families.model_rules(self).values() if not rule.buffer)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token passes: of the experts, those that a token is routed to."""
+        rules = [rule for rule in families.model_rules(self).values() if not rule.buffer]
+        routed = sum(rule.numel for rule in rules if rule.expert is not None)
+        share = self.moe.topk / self.moe.num_experts if self.moe else 0.0
+        return sum(rule.numel for rule in rules) - routed + round(routed * share)
 
 
 def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> ModelShape:
@@ -69,45 +125,35 @@ def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:
     Raises:
         ValueError: family not supported, a size missing, or a feature that no trainer here computes.
     """
-    family = raw.get("model_type")
-    if family not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(
-            f"{where}: model_type {family!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    if scaling and scaling.get("rope_type", scaling.get("type")) not in ("default", "llama3"):
-        raise ValueError(f"{where}: rope_scaling {scaling} is not supported; supported are default and llama3")
-    if raw.get("mlp_bias"):
-        raise ValueError(f"{where}: mlp_bias is not supported")
-    if raw.get("attention_bias") and family != "qwen2":
-        raise ValueError(f"{where}: attention_bias is not supported for {family}")
-    if raw.get("use_sliding_window"):
-        raise ValueError(f"{where}: sliding-window attention is not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; supported is silu")
     try:
-        heads = raw["num_attention_heads"]
-        return ModelShape(
-            model_type=family,
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            ffn_hidden_size=raw["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            vocab_size=raw["vocab_size"],
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
-            rope_scaling=scaling,
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            attention_bias=family == "qwen2",
-            qk_layernorm=family == "qwen3",
-        )
+        family = families.get_family(raw.get("model_type", ""))
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is silu")
+        if raw.get("use_sliding_window"):
+            raise ValueError("sliding-window attention is not supported")
+        fields = family.read(raw)
+        _check_rope(fields)
     except KeyError as error:
         raise ValueError(f"{where}: config.json lacks {error.args[0]!r}") from error
-    except (ValidationError, TypeError, ZeroDivisionError) as error:
-        sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        shown = ", ".join(f"{name} {raw.get(name)!r}" for name in sizes)
-        raise ValueError(f"{where}: config.json has a size that is no positive number ({shown})") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
+    try:
+        return ModelShape(model_type=family.model_type, **fields)
+    except ValidationError as error:
+        raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
+
+
+def _check_rope(fields: dict[str, Any]) -> None:
+    scaling = fields["rope_scaling"]
+    kind = scaling.get("rope_type", scaling.get("type")) if scaling else "default"
+    known = ("default", "yarn") if "mla" in fields else ("default", "llama3")
+    if kind not in known:
+        raise ValueError(f"rope_scaling {scaling} is not supported; supported are {' and '.join(known)}")
+
+
+def _sizes(raw: dict) -> str:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    shown = ", ".join(f"{name} {raw.get(name)!r}" for name in names)
+    return f"a size that is no positive number ({shown})"

@@ -42,7 +42,6 @@ COMING: dict[str, str] = {
     "gamma": "estimators with a critic",
     "lambd": "estimators with a critic",
     "normalize_advantages": "whitened advantages",
-    "num_layers_per_virtual_pipeline_stage": "interleaved pipelines",
     "use_dynamic_batch_size": "the balancer (micro-batches are already filled up to --max-tokens-per-gpu)",
     "balance_data": "the balancer",
     "offload_train": "trainer offload",

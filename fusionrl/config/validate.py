@@ -113,15 +113,6 @@ def _check_modes(config: Config, errors: list[str]) -> None:
 
 
 def _check_parallel(config: Config, shape: ModelShape | None, errors: list[str]) -> None:
-    for field in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        if (value := getattr(config.model, field)) != 1:
-            errors.append(f"--{field.replace('_', '-')} {value}: not available yet; data parallelism is")
     size = config.cluster.rollout_num_gpus_per_engine
     if shape and shape.num_attention_heads % size:
         errors.append(
@@ -148,6 +139,14 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
         errors.append(
             f"--rollout-min-response-len {rollout.rollout_min_response_len} is over --rollout-max-response-len"
             f" {rollout.rollout_max_response_len}"
+        )
+    cap = config.train.max_tokens_per_gpu * config.model.context_parallel_size
+    longest = limit or (config.data.rollout_max_prompt_len or 1) + (rollout.rollout_max_response_len or 0)
+    if config.run.mode == "rl" and longest > cap:
+        errors.append(
+            f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size"
+            f" {config.model.context_parallel_size} = {cap} tokens of a micro-batch, but a sample may have {longest};"
+            " raise it, or lower --rollout-max-response-len or --rollout-max-context-len"
         )
     if rollout.rollout_ignore_eos and (rollout.rollout_stop or rollout.rollout_stop_token_ids):
         errors.append("--rollout-ignore-eos makes no sense with --rollout-stop or --rollout-stop-token-ids")

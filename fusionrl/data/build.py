@@ -13,7 +13,8 @@ import numpy as np
 
 from fusionrl.data.sample import Sample, Status
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
-from fusionrl.plan.batch import BatchPlan, equalise, pack_micro_batches, split_over_ranks
+from fusionrl.plan.balance import Balance, divide
+from fusionrl.plan.batch import BatchPlan
 
 OPTIONAL = tuple(name for name, spec in FIELDS.items() if not spec.required)
 
@@ -23,10 +24,9 @@ def build_shards(
     rewards: Sequence[float],
     raw_rewards: Sequence[float],
     plan: BatchPlan,
+    balance: Balance,
     *,
     rollout_id: int,
-    max_tokens: int,
-    micro_batch_size: int | None,
 ) -> list[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
 
@@ -34,7 +34,8 @@ def build_shards(
              where the step's size allows it.
 
     Raises:
-        ValueError: another number of samples than the plan's, or a sample whose lengths do not agree.
+        ValueError: another number of samples than the plan's, a sample whose lengths do not agree, or one that is
+            longer than a micro-batch may be.
     """
     if len(samples) != plan.num_samples:
         raise ValueError(f"the rollout has {len(samples)} samples, the plan wants {plan.num_samples}")
@@ -44,21 +45,15 @@ def build_shards(
     steps: list[list[TrainStep]] = [[] for _ in range(plan.dp_size)]
     for step in range(plan.num_steps):
         first = step * plan.global_batch_size
-        chosen = range(first, first + plan.global_batch_size)
-        lengths = np.array([len(samples[i].tokens) for i in chosen])
-        masks = [response_mask(samples[i]) for i in chosen]
+        chosen = samples[first : first + plan.global_batch_size]
+        masks = [response_mask(sample) for sample in chosen]
         num_tokens = int(sum(mask.sum() for mask in masks))
         num_samples = int(sum(mask.any() for mask in masks))
-        units = _siblings(samples, chosen, plan.dp_size)
-        dealt = split_over_ranks(np.array([lengths[unit].sum() for unit in units]), plan.dp_size)
-        packed = [_pack([units[u] for u in mine], lengths, max_tokens, micro_batch_size) for mine in dealt]
-        count = max(len(bins) for bins in packed)
-        for rank, mine in enumerate(dealt):
-            members = [position for u in mine for position in units[u]]
+        for rank, bins in enumerate(_divide(chosen, plan.dp_size, balance)):
+            members = sorted(i for b in bins for i in b)
             local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
-            bins = equalise(packed[rank], count)
             steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, num_samples))
-            per_rank[rank] += [chosen[i] for i in members]
+            per_rank[rank] += [first + i for i in members]
     present = [name for name in OPTIONAL if all(_has(sample, name) for sample in samples)]
     return [
         _shard(
@@ -73,34 +68,30 @@ def build_shards(
     ]
 
 
-def _siblings(samples: Sequence[Sample], chosen: range, dp_size: int) -> list[list[int]]:
-    """Positions in `chosen`, group by group where whole groups can be dealt out evenly, else one by one.
+def _divide(chosen: Sequence[Sample], dp_size: int, balance: Balance) -> list[list[list[int]]]:
+    """rank → micro-batch → positions in `chosen`."""
+    lengths = np.array([len(sample.tokens) for sample in chosen])
+    prompts = lengths - np.array([sample.response_length for sample in chosen])
+    try:
+        return divide(lengths, prompts, _siblings(chosen), dp_size, balance)
+    except ValueError as error:
+        sample = chosen[error.args[1]]
+        raise ValueError(
+            f"sample {sample.index}: {error.args[0]} (--max-tokens-per-gpu x --context-parallel-size); raise "
+            "--max-tokens-per-gpu, or bound the length with --rollout-max-context-len"
+        ) from error
 
-    Siblings share their prompt, and a trainer computes the prompt of a micro-batch's siblings once.
-    """
+
+def _siblings(chosen: Sequence[Sample]) -> list[list[int]]:
+    """Positions in `chosen`, group by group: samples of one group that stand side by side."""
     groups: list[list[int]] = []
-    for position, i in enumerate(chosen):
-        group = samples[i].group_index
-        if groups and group is not None and group == samples[chosen[groups[-1][-1]]].group_index:
+    for position, sample in enumerate(chosen):
+        group = sample.group_index
+        if groups and group is not None and group == chosen[groups[-1][-1]].group_index:
             groups[-1].append(position)
         else:
             groups.append([position])
-    alike = len({len(group) for group in groups}) == 1
-    return groups if alike and len(groups) % dp_size == 0 else [[position] for position in range(len(chosen))]
-
-
-def _pack(
-    units: list[list[int]], lengths: np.ndarray, max_tokens: int, micro_batch_size: int | None
-) -> list[list[int]]:
-    """Micro-batches of positions; a unit that fits into one stays together."""
-    items: list[list[int]] = []
-    for unit in units:
-        fits = lengths[unit].sum() <= max_tokens and (micro_batch_size is None or len(unit) <= micro_batch_size)
-        items += [unit] if fits else [[position] for position in unit]
-    tokens = np.array([lengths[item].sum() for item in items])
-    counts = np.array([len(item) for item in items])
-    bins = pack_micro_batches(tokens, max_tokens, micro_batch_size, counts)
-    return [sorted(position for i in members for position in items[i]) for members in bins]
+    return groups
 
 
 def _has(sample: Sample, name: str) -> bool:

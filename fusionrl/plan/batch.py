@@ -1,10 +1,8 @@
-"""Batch arithmetic: prompts → samples → optimizer steps → ranks → micro-batches."""
+"""Batch arithmetic: prompts → samples → optimizer steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
 
 
 @dataclass(frozen=True)
@@ -71,62 +69,3 @@ def plan_batches(
             " have nothing to train; raise it or use fewer ranks"
         )
     return BatchPlan(rollout_batch_size, n_samples_per_prompt, total // global_batch_size, global_batch_size, dp_size)
-
-
-def split_over_ranks(lengths: np.ndarray, dp_size: int) -> list[list[int]]:
-    """Deal samples to ranks, the longest first to the rank with the fewest tokens; counts differ by at most one.
-
-    lengths  [n] tokens a sample. Returns the sample indices of each rank, in ascending order.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    loads = np.zeros(dp_size)
-    limit = -(-len(lengths) // dp_size)
-    full = len(lengths) % dp_size or dp_size  # how many ranks may reach the limit
-    for sample in order:
-        reached = sum(len(r) == limit for r in ranks)
-        open_ranks = [
-            r for r in range(dp_size) if len(ranks[r]) < limit and not (len(ranks[r]) == limit - 1 and reached >= full)
-        ]
-        best = min(open_ranks, key=lambda r: (loads[r], r))
-        ranks[best].append(int(sample))
-        loads[best] += lengths[sample]
-    return [sorted(r) for r in ranks]
-
-
-def pack_micro_batches(
-    lengths: np.ndarray, max_tokens: int, max_samples: int | None, counts: np.ndarray | None = None
-) -> list[list[int]]:
-    """First-fit, longest first: micro-batches of at most `max_tokens` tokens (and `max_samples` samples).
-
-    lengths  [n] tokens of each item; counts  [n] samples of each item (1 each, unless items are whole groups).
-    An item longer than `max_tokens` gets a micro-batch of its own. Returns the items of each micro-batch.
-    """
-    sizes = np.ones(len(lengths), np.int64) if counts is None else counts
-    bins: list[list[int]] = []
-    used: list[tuple[int, int]] = []  # tokens and samples of each bin
-    for item in np.argsort(-lengths, kind="stable"):
-        tokens, samples = int(lengths[item]), int(sizes[item])
-        for position, (bin_tokens, bin_samples) in enumerate(used):
-            if bin_tokens + tokens <= max_tokens and (max_samples is None or bin_samples + samples <= max_samples):
-                bins[position].append(int(item))
-                used[position] = (bin_tokens + tokens, bin_samples + samples)
-                break
-        else:
-            bins.append([int(item)])
-            used.append((tokens, samples))
-    return [sorted(members) for members in bins]
-
-
-def equalise(micro_batches: list[list[int]], count: int) -> list[list[int]]:
-    """Split the fullest micro-batches until there are `count`: every rank must run the same number.
-
-    With fewer samples than `count` the last ones stay empty; the trainers run an empty micro-batch at weight 0.
-    """
-    bins = [list(members) for members in micro_batches]
-    while len(bins) < count and any(len(members) > 1 for members in bins):
-        largest = max(range(len(bins)), key=lambda i: len(bins[i]))
-        members = bins.pop(largest)
-        half = len(members) // 2
-        bins += [members[:half], members[half:]]
-    return bins + [[] for _ in range(count - len(bins))]

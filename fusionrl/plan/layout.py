@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusionrl.config.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class TrainerLayout:
 
     The rank of (tp, cp, dp, pp) is `tp + TP * (cp + CP * (dp + DP * pp))`. Expert layers divide the same
     ranks anew, as (etp, ep, expert dp, pp). Example: 8 ranks with tp 2 and pp 2 have dp 2, and rank 6 is
-    (tp 0, cp 0, dp 1, pp 1).
+    (tp 0, cp 0, dp 1, pp 1). `vpp` is the number of model chunks that each pipeline rank holds (interleaved 1F1B).
 
     Raises:
         ValueError: a size below 1, or sizes that do not divide `world_size`.
@@ -33,6 +38,7 @@ class TrainerLayout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    vpp: int = 1
 
     def __post_init__(self) -> None:
         flags = {
@@ -42,10 +48,15 @@ class TrainerLayout:
             "cp": "--context-parallel-size",
             "ep": "--expert-model-parallel-size",
             "etp": "--expert-tensor-parallel-size",
+            "vpp": "--virtual-pipeline-model-parallel-size",
         }
         for name, flag in flags.items():
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag} is {getattr(self, name)}; it must be at least 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                f"{flags['vpp']} {self.vpp} needs {flags['pp']} of at least 2: one stage has nothing to interleave"
+            )
         ranks = f"{flags['world_size']} is {self.world_size}, which"
         if self.world_size % (self.tp * self.pp * self.cp):
             raise ValueError(
@@ -93,3 +104,74 @@ class TrainerLayout:
     def ranks_of_dp(self, dp: int) -> list[int]:
         """All ranks that work on train shard `dp`, ascending."""
         return [rank for rank in range(self.world_size) if self.coordinates(rank).dp == dp]
+
+
+def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
+    """What of the model a layout does not divide, a line each with the arithmetic.
+
+    Args:
+        layout: the parallel sizes.
+        shape: the model's sizes.
+        transformer: passed-through fields of Megatron's TransformerConfig (uneven first and last stages).
+    """
+    errors: list[str] = []
+
+    def divide(flag: str, size: int, count: int, what: str) -> None:
+        if size > 1 and count % size:
+            errors.append(
+                f"{flag} {size} does not divide the model's {count} {what}: {count} = {_remainder(count, size)}"
+            )
+
+    tensor, expert = "--tensor-model-parallel-size", "--expert-model-parallel-size"
+    divide(tensor, layout.tp, shape.num_attention_heads, "attention heads")
+    if shape.num_query_groups != shape.num_attention_heads:
+        divide(tensor, layout.tp, shape.num_query_groups, "key-value heads")
+    if shape.moe is None or len(shape.moe.layers) < shape.num_layers:
+        divide(tensor, layout.tp, shape.ffn_hidden_size, "rows of the MLP (intermediate_size)")
+    if shape.moe is not None:
+        divide(expert, layout.ep, shape.moe.num_experts, "experts")
+        width = shape.moe.ffn_hidden_size
+        divide("--expert-tensor-parallel-size", layout.etp, width, "rows of an expert (moe_intermediate_size)")
+        if shape.moe.shared_ffn_hidden_size:
+            divide(tensor, layout.tp, shape.moe.shared_ffn_hidden_size, "rows of the shared expert")
+    elif layout.ep > 1:
+        errors.append(f"{expert} {layout.ep}: a {shape.model_type} model has no experts; leave it at 1")
+    errors += _stage_errors(layout, shape, transformer)
+    return errors
+
+
+def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
+    ends = {
+        name: transformer[name]
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        if transformer.get(name) is not None
+    }
+    if layout.pp == 1:
+        return [f"{_flag(name)} needs --pipeline-model-parallel-size of at least 2" for name in ends]
+    if transformer.get("pipeline_model_parallel_layout") is not None:
+        return []  # Megatron reads and checks it
+    middle = layout.pp - len(ends)
+    rest = shape.num_layers - sum(ends.values())
+    given = "".join(f" - {_flag(name)} {value}" for name, value in ends.items())
+    arithmetic = f"{shape.num_layers} layers{given} = {rest}"
+    pieces = max(middle, 1) * layout.vpp
+    stages = f"{middle} further stages" if ends else f"--pipeline-model-parallel-size {layout.pp}"
+    chunks = f" x {layout.vpp} virtual stages" if layout.vpp > 1 else ""
+    if rest < 0 or (middle == 0 and rest) or (middle and (rest % pieces or not rest)):
+        return [
+            f"{stages}{chunks}: {arithmetic}, which {pieces if middle else 0} does not divide; change the sizes, or "
+            "give --num-layers-in-first-pipeline-stage or --num-layers-in-last-pipeline-stage"
+        ]
+    return [
+        f"{_flag(name)} {value} does not divide into {layout.vpp} virtual stages"
+        for name, value in ends.items()
+        if value % layout.vpp
+    ]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _remainder(count: int, size: int) -> str:
+    return f"{count // size} x {size} + {count % size}"

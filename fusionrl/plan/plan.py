@@ -8,8 +8,9 @@ from typing import Literal
 
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape
+from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import TrainerLayout, model_errors
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
 
 
@@ -29,6 +30,7 @@ class Plan:
     engine_bundles: tuple[tuple[int, ...], ...]  # engine → its bundles
     transport: Literal["broadcast", "ipc"] | None
     batch: BatchPlan | None
+    balance: Balance | None
     num_rollout: int
     memory: TrainerMemory | None
     train_num_threads: int
@@ -70,7 +72,11 @@ def make_plan(
     """
     cluster, model = config.cluster, config.model
     precision = _precision(model.precision, "bf16" if device == "cuda" else "fp32")
-    layout = _layout(config)
+    layout = _layout(config, shape)
+    if layout:
+        errors = model_errors(layout, shape, config.passthrough.transformer)
+        if errors:
+            raise ValueError(errors[0])
     world_size = layout.world_size if layout else 0
     rollout_gpus = _rollout_gpus(config)
     size = cluster.rollout_num_gpus_per_engine
@@ -98,18 +104,24 @@ def make_plan(
         engine_bundles=engine_bundles,
         transport=transport,
         batch=_batch(config, layout),
+        balance=_balance(config, layout, shape, device) if layout else None,
         num_rollout=_num_rollout(config, num_prompts),
         memory=memory,
         train_num_threads=threads,
     )
 
 
-def plan_errors(config: Config, num_prompts: int) -> list[str]:
-    """Every size that does not divide or does not fit, all at once; what `make_plan` raises one of. Needs no model."""
+def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = None) -> list[str]:
+    """Every size that does not divide or does not fit, all at once; what `make_plan` raises one of.
+
+    Without a shape (the model could not be read) what depends on it is left out.
+    """
     errors: list[str] = []
     layout = None
     try:
-        layout = _layout(config)
+        layout = _layout(config, shape)
+        if layout and shape:
+            errors += model_errors(layout, shape, config.passthrough.transformer)
     except ValueError as error:
         errors.append(str(error))
     pieces: list[Callable[[], object]] = [
@@ -144,7 +156,7 @@ def _check_colocated(config: Config) -> None:
         )
 
 
-def _layout(config: Config) -> TrainerLayout | None:
+def _layout(config: Config, shape: ModelShape | None) -> TrainerLayout | None:
     if not uses_trainers(config):
         return None
     model = config.model
@@ -154,8 +166,29 @@ def _layout(config: Config) -> TrainerLayout | None:
         pp=model.pipeline_model_parallel_size,
         cp=model.context_parallel_size,
         ep=model.expert_model_parallel_size,
-        etp=model.expert_tensor_parallel_size,
+        etp=model.expert_tensor_parallel_size or (model.tensor_model_parallel_size if shape and shape.moe else 1),
+        vpp=_virtual_size(config, shape),
     )
+
+
+def _virtual_size(config: Config, shape: ModelShape | None) -> int:
+    """Model chunks a pipeline rank holds."""
+    model = config.model
+    size, layers = model.virtual_pipeline_model_parallel_size, model.num_layers_per_virtual_pipeline_stage
+    if size is not None and layers is not None:
+        raise ValueError(
+            "--virtual-pipeline-model-parallel-size and --num-layers-per-virtual-pipeline-stage say the same; "
+            "leave one out"
+        )
+    if layers is None or shape is None:
+        return size or 1
+    chunk = layers * model.pipeline_model_parallel_size
+    if shape.num_layers % chunk:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
+            f"{model.pipeline_model_parallel_size} = {chunk} does not divide the model's {shape.num_layers} layers"
+        )
+    return shape.num_layers // chunk
 
 
 def _rollout_gpus(config: Config) -> int:
@@ -181,6 +214,22 @@ def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:
         global_batch_size=config.train.global_batch_size,
         num_steps_per_rollout=config.train.num_steps_per_rollout,
         dp_size=layout.dp if layout else 1,
+    )
+
+
+def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: str) -> Balance:
+    impl = config.model.transformer_impl
+    # Transformer Engine's attention takes every sequence by itself, context parallelism cuts each one up, and latent
+    # attention makes its own rotary embeddings.
+    local = impl == "local" or (impl == "auto" and device == "cpu")
+    return Balance(
+        cost=SequenceCost.of_shape(shape),
+        max_tokens=config.train.max_tokens_per_gpu * layout.cp,
+        max_samples=config.train.micro_batch_size,
+        pad_to=(2 * layout.cp if layout.cp > 1 else 1) * layout.tp,
+        stages=layout.pp,
+        multiple=layout.pp if layout.vpp > 1 else 1,
+        share_prompts=local and layout.cp == 1 and shape.mla is None,
     )
 
 

@@ -102,6 +102,7 @@ class TrainerActor:
         from megatron.core import parallel_state, tensor_parallel
 
         cpu_megatron.patch()
+        cpu_megatron.without_te()
         adam.patch()
         torch.cuda.set_device(self.device)
         layout = self.layout
@@ -115,6 +116,7 @@ class TrainerActor:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
@@ -161,7 +163,7 @@ class TrainerActor:
         check_shard(shard)
         loss = LossOptions.from_config(self.config)
         options = self._batch_options()
-        steps = [build_micro_batches(shard, step, options) for step in shard.steps]
+        steps = [build_micro_batches(shard, step, options, self.layout) for step in shard.steps]
         everything = [batch for batches in steps for batch in batches]
         if self._reference is not None and everything:
             with self._reference.lent():
@@ -207,6 +209,7 @@ class TrainerActor:
             temperature=1.0 if sft else config.rollout.rollout_temperature,
             chunk_size=config.train.log_probs_chunk_size,
             local_attention=settings.resolve_impl(config, self.device) == "local",
+            share_prompts=self.shape.mla is None,
             per_token=config.algorithm.calculate_per_token_loss,
             advantages=not sft,
             entropy_grad=not sft and config.algorithm.entropy_coef > 0,
@@ -233,6 +236,7 @@ class TrainerActor:
         groups = [group for step in shard.steps for group in step.micro_batches if group]
         planned = {i for group in groups for i in group}
         groups += [[i] for i in range(shard.num_samples) if i not in planned]
+        groups += [[]] * (self._common_count(len(groups)) - len(groups))
         options = self._batch_options(all_responses=True)
         batches = [build_micro_batch(shard, group, None, options) for group in groups]
         outputs = forward_log_probs(self.trained, batches) if batches else []
@@ -249,6 +253,14 @@ class TrainerActor:
                 scores[sample] = part.numpy()
         return scores
 
+    def _common_count(self, count: int) -> int:
+        """Micro-batches that every rank runs: experts are exchanged, so all must run as many as the busiest."""
+        from fusionrl.trainer.batch import round_up
+
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return round_up(int(most), self.layout)
+
     def evaluate_loss(self, shard: TrainShard | list[Any]) -> dict[str, float]:
         """Validation loss: mean of -log p over all tokens with a loss mask, over all ranks; nothing is
         trained.
@@ -262,7 +274,7 @@ class TrainerActor:
         shard = _pull(shard)
         check_shard(shard)
         options = self._batch_options()
-        batches = [batch for step in shard.steps for batch in build_micro_batches(shard, step, options)]
+        batches = [batch for step in shard.steps for batch in build_micro_batches(shard, step, options, self.layout)]
         total, tokens = evaluate(self.trained, batches, self.device)
         return {"eval/loss": total / max(tokens, 1.0), "eval/num_tokens": tokens}
 

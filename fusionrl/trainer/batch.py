@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.local_spec import PackedLayout, plan_buckets, zigzag_positions
 
 
@@ -85,6 +86,8 @@ class BatchOptions:
     """What is the same for all micro-batches of a rank.
 
     all_responses: choose every response token (scoring), not only those that are trained on.
+    share_prompts: compute a prompt once for all samples of a micro-batch that have it; the positions of rotary
+        embeddings are then given, which latent attention, with embeddings of its own, cannot take.
     per_token: weights are mask / tokens of the step; else mask / (samples of the step * tokens of the
         sample).
     """
@@ -94,6 +97,7 @@ class BatchOptions:
     temperature: float
     chunk_size: int
     local_attention: bool
+    share_prompts: bool = True
     per_token: bool = True
     advantages: bool = False
     entropy_grad: bool = False
@@ -179,9 +183,21 @@ def build_micro_batch(
     )
 
 
-def build_micro_batches(shard: TrainShard, step: TrainStep, options: BatchOptions) -> list[MicroBatch]:
-    """All micro-batches of one optimizer step; at least one, for every rank takes part in its collectives."""
-    groups = [group for group in step.micro_batches if group] or [[]]
+def round_up(count: int, layout: TrainerLayout) -> int:
+    """The number of micro-batches that the pipeline runs for `count`: interleaved stages want a multiple of them."""
+    return -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count
+
+
+def build_micro_batches(
+    shard: TrainShard, step: TrainStep, options: BatchOptions, layout: TrainerLayout | None = None
+) -> list[MicroBatch]:
+    """All micro-batches of one optimizer step; at least one, for every rank takes part in its collectives.
+
+    The plan gives all ranks the same number; the empty ones that the pipeline needs besides come last.
+    """
+    groups = list(step.micro_batches) or [[]]
+    if layout is not None:
+        groups += [[]] * (round_up(len(groups), layout) - len(groups))
     return [build_micro_batch(shard, group, step, options) for group in groups]
 
 
@@ -220,7 +236,7 @@ class _Packed:
 
 def _pack(sequences: list[np.ndarray], prompts: list[int], options: BatchOptions) -> _Packed:
     multiple = options.slicing.multiple
-    share = options.local_attention and options.slicing.cp_size == 1
+    share = options.share_prompts and options.local_attention and options.slicing.cp_size == 1
     pieces: list[np.ndarray] = []
     places: list[np.ndarray] = []
     rows: list[np.ndarray] = []
@@ -256,6 +272,7 @@ def _pack(sequences: list[np.ndarray], prompts: list[int], options: BatchOptions
 def _layout(packed: _Packed, options: BatchOptions) -> PackedLayout:
     # The local spec reads the offsets in Python; on the device, every layer would wait for it.
     where = torch.device("cpu") if options.local_attention else options.device
+    whole = options.local_attention and options.slicing.cp_size == 1
     offsets = torch.tensor(np.concatenate([[0], np.cumsum(packed.lengths)]), dtype=torch.int32).to(where)
     # How long the table of rotary embeddings must be.
     longest = int(packed.positions.max()) + 1 if packed.shared else max(packed.lengths)
@@ -268,6 +285,6 @@ def _layout(packed: _Packed, options: BatchOptions) -> PackedLayout:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=tuple(packed.lengths),
-        buckets=tuple(plan_buckets(packed.rows, packed.tokens.size, options.device)) if packed.shared else (),
+        buckets=tuple(plan_buckets(packed.rows, packed.tokens.size, options.device)) if whole else (),
         positions=torch.from_numpy(packed.positions).to(options.device) if packed.shared else None,
     )

@@ -16,7 +16,10 @@ Both do nothing where CUDA is there. Each shim answers a call of Megatron-core t
 | moves | `Tensor.cuda`, `Tensor.pin_memory`, `Tensor.to("cuda")` | as above |
 | types | `Tensor.type()` answers `torch.cuda.FloatTensor` | the optimizer, gradient clipping |
 | recompute | `CheckpointWithoutOutput(fp8=False)` is not "fp8 is on" | selective recompute |
+| splits | sizes of the experts' exchange become numbers on a CPU, too | mixtures of experts |
+| uneven | `all_gather` of parts of different sizes, which gloo lacks: padded | expert tensor parallelism |
 
+What is missing without Transformer Engine, on a CPU or a GPU, is mended by `without_te`.
 The optimizer's stand-in is in `adam.py`, because a GPU without Transformer Engine needs it as well.
 `OVERRIDES` are the TransformerConfig values without which a CPU run fails or, worse, is silently wrong.
 """
@@ -140,7 +143,44 @@ def patch() -> None:
         self.fp8 = bool(fp8)
 
     tp_random.CheckpointWithoutOutput.__init__ = init
+    _patch_exchange()
     _state["patched"] = True
+
+
+def _patch_exchange() -> None:
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    gather = mappings._gather_along_first_dim
+
+    def gather_uneven(
+        tensor: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(tensor, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: tensor.size(0)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    mappings._gather_along_first_dim = gather_uneven
+
+
+def without_te() -> None:
+    """Mend names that Megatron-core 0.16.1 uses, but has only with Transformer Engine; nothing where that is there."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.TELinear = type("TELinear", (), {})
 
 
 def _install_jit() -> None:

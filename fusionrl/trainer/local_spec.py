@@ -18,11 +18,18 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 # Sequences up to this length share one padded attention call however much they differ: the call costs more.
@@ -182,7 +189,7 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, groups, d] of this rank's tokens -> [t, heads * d]."""
+        """query [t, heads, d], key [t, groups, d], value [t, groups, dv] of this rank's tokens -> [t, heads * dv]."""
         assert attention_bias is None
         assert isinstance(packed_seq_params, PackedLayout), "packed sequences only"
         layout = packed_seq_params
@@ -194,7 +201,7 @@ class SDPACoreAttention(MegatronModule):
             if bucket.targets is None:
                 out = results
             else:
-                out = torch.zeros_like(query) if out is None else out
+                out = value.new_zeros(query.size(0), *results.shape[1:]) if out is None else out
                 out = out.index_copy(0, bucket.targets, results)
         assert out is not None, "a packed batch without tokens"
         return out.reshape(query.size(0), -1)
@@ -248,14 +255,94 @@ class SDPACoreAttention(MegatronModule):
         return torch.cat(out).reshape(query.size(0), -1)
 
 
+class DuplicatedLinear(torch.nn.Module):
+    """A projection that every tensor-parallel rank holds whole, without bias: the compression of latent attention.
+
+    Megatron's local spec splits it and gathers the result; the positional part of the keys, which all heads share,
+    then gets the gradient of its own rank's heads alone, because the backward pass of that gather only cuts. Here the
+    weight is whole, as in Transformer Engine's spec: under sequence parallelism each rank sees its part of the
+    sequence, and the gradients of the weight are summed over the ranks with those of the norms. Without sequence
+    parallelism every rank sees all tokens, and the gradient of the shared dimensions is summed here.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, tp_group: Any = None, **unused: Any) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+        # The last dimensions that all heads use as they are, without a further projection.
+        own = output_size == config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.shared = config.qk_pos_emb_head_dim if own and not config.sequence_parallel else 0
+        self.group = tp_group
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[..., input] → ([..., output], no bias)."""
+        out = F.linear(hidden, self.weight)
+        if self.shared:
+            latent, shared = out.split([out.size(-1) - self.shared, self.shared], dim=-1)
+            out = torch.cat([latent, copy_to_tensor_model_parallel_region(shared, group=self.group)], dim=-1)
+        return out, None
+
+
+class NormedSelfAttention(SelfAttention):
+    """Self-attention whose output is normalised before it is added to the residual (GLM-4)."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.output_norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return self.output_norm(output), bias
+
+
+class NormedMLP(MLP):
+    """An MLP whose output is normalised before it is added to the residual (GLM-4)."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.output_norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return self.output_norm(output), bias
+
+
+def add_output_norms(block: TransformerBlockSubmodules) -> None:
+    """Give every layer of a spec norms after attention and after the MLP."""
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.module = NormedSelfAttention
+        layer.submodules.mlp.module = NormedMLP
+
+
 def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Spec of this rank's decoder layers, dense."""
-    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = SDPACoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = LocalNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=LocalNorm)
+    """Spec of this rank's decoder layers: dense or with experts, as `moe_layer_freq` says of each."""
+    latent = config.multi_latent_attention
+    if latent:
+        # The attention asks what its down projections are, and knows a plain one by this name only.
+        multi_latent_attention.Linear = DuplicatedLinear
+
+    def layer_spec(num_experts: int | None) -> ModuleSpec:
+        spec: ModuleSpec = get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=latent,
+            normalization=config.normalization,
+        )
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        if latent:
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+            attention.q_layernorm = attention.kv_layernorm = LocalNorm
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalNorm
+        return spec
+
+    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = {kind: layer_spec(config.num_moe_experts if kind else None) for kind in set(has_experts)}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [specs[kind] for kind in has_experts[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=LocalNorm)

@@ -13,22 +13,23 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import TrainerLayout, model_errors
 from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
-from fusionrl.trainer.local_spec import local_block_spec
+from fusionrl.trainer.local_spec import add_output_norms, local_block_spec
 from fusionrl.trainer.log_probs import chunked_log_probs
 
 
@@ -100,43 +101,52 @@ def build_model(
     Raises:
         ValueError: sizes that the model's shape does not allow, or passed-through fields Megatron refuses.
     """
-    if shape.num_attention_heads % layout.tp:
-        raise ValueError(
-            f"--tensor-model-parallel-size {layout.tp} does not divide the model's "
-            f"{shape.num_attention_heads} attention heads"
-        )
-    if shape.num_layers % layout.pp and not any("num_layers_in" in name for name in config.passthrough.transformer):
-        raise ValueError(
-            f"--pipeline-model-parallel-size {layout.pp} does not divide the model's {shape.num_layers} "
-            "layers; change it, or give --num-layers-in-first-pipeline-stage"
-        )
+    errors = model_errors(layout, shape, config.passthrough.transformer)
+    if errors:
+        raise ValueError(errors[0])
     fields = settings.transformer_fields(config, shape, layout, device)
     try:
-        transformer = TransformerConfig(**fields)
+        transformer = (MLATransformerConfig if shape.mla else TransformerConfig)(**fields)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-core refuses the model's configuration: {error}") from error
-    if settings.resolve_impl(config, device) == "transformer_engine":
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    impl = settings.resolve_impl(config, device)
+    stages: list[int | None] = list(range(layout.vpp)) if layout.vpp > 1 else [None]
+    return [_build_chunk(transformer, shape, layout, impl, stage, device) for stage in stages], transformer
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
+
+def _build_chunk(
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    layout: TrainerLayout,
+    impl: str,
+    vp_stage: int | None,
+    device: torch.device,
+) -> torch.nn.Module:
+    if impl == "transformer_engine":
+        spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=vp_stage)
     else:
-        spec = local_block_spec(transformer)
+        spec = local_block_spec(transformer, vp_stage)
+    if shape.output_norms:
+        add_output_norms(spec)
     model = PolicyModel(
         transformer,
         spec,
         vocab_size=settings.padded_vocab_size(shape.vocab_size, layout.tp),
         max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
+        rotary_percent=shape.rotary_percent,
         rotary_base=shape.rope_theta,
+        vp_stage=vp_stage,
     )
     model.real_vocab_size = shape.vocab_size
-    _scale_rope(model, shape.rope_scaling)
+    if shape.mla is None:
+        _scale_rope(model, shape.rope_scaling)
     if device.type == "cuda":
         model.cuda(device)
-    return [Float16Module(transformer, model) if transformer.bf16 else model], transformer
+    return Float16Module(transformer, model) if transformer.bf16 else model
 
 
 def _scale_rope(model: GPTModel, scaling: dict[str, Any] | None) -> None:

@@ -135,6 +135,10 @@ def transformer_fields(
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        # Interleaved stages exchange with both neighbours at once: one after the other, messages cross.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         "sequence_parallel": layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -152,7 +156,9 @@ def transformer_fields(
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
+        "rotary_interleaved": shape.rotary_interleaved,
     }
+    fields |= _expert_fields(shape, resolve_impl(config, device)) | _latent_fields(shape)
     passed = config.passthrough.transformer
     if on_cpu:
         fields.update({name: value for name, (value, _) in cpu_megatron.OVERRIDES.items()})
@@ -163,6 +169,56 @@ def transformer_fields(
                     f"{flag} {passed[name]}: on a CPU it must be {value}, for {reason}; leave the flag out"
                 )
     fields.update(passed)
+    return fields
+
+
+def _expert_fields(shape: ModelShape, impl: str) -> dict[str, Any]:
+    moe = shape.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(layer in moe.layers) for layer in range(shape.num_layers)],
+        "moe_router_topk": moe.topk,
+        "moe_router_score_function": moe.score_function,
+        # Softmax over all experts, or over the chosen ones: the latter makes their weights sum to 1.
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.norm_topk_prob,
+        "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1.0 else None,
+        "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
+        "moe_router_group_topk": moe.group_topk if moe.num_groups > 1 else None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        # The engines must choose the same experts: nothing moves the bias unless the user says so.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_grouped_gemm": impl == "transformer_engine",
+    }
+
+
+def _latent_fields(shape: ModelShape) -> dict[str, Any]:
+    mla = shape.mla
+    if mla is None:
+        return {}
+    fields: dict[str, Any] = mla.model_dump() | {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "rope_type": "rope",
+        "rotary_base": shape.rope_theta,
+    }
+    scaling = shape.rope_scaling
+    if scaling and scaling.get("rope_type", scaling.get("type", "default")) == "yarn":
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": scaling["factor"],
+            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+            "beta_fast": scaling.get("beta_fast", 32),
+            "beta_slow": scaling.get("beta_slow", 1),
+            "mscale": scaling.get("mscale", 1.0),
+            "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
+        }
     return fields
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fusionrl.config.model_shape import ModelShape
-from fusionrl.weights import families
+from fusionrl.weights import convert, families
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -79,66 +79,117 @@ class HFReader:
         """Names of all tensors."""
         return set(self._files)
 
-    def get(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor `name`, which must have `shape`."""
+    def get(self, name: str, shape: Sequence[int], dim: int = 0, part: slice | None = None) -> Tensor:
+        """The tensor `name`, which must have `shape`; of dimension `dim` only `part` is read, if that is given."""
         if name not in self._files:
             raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
         file = self._files[name]
         try:
-            tensor = self._handle(file).get_tensor(name)
+            stored = self._handle(file).get_slice(name)
+            found = tuple(stored.get_shape())
+            if found != tuple(shape):
+                raise ValueError(
+                    f"{self.flag} {self.folder / file}: tensor {name} has shape {found}; "
+                    f"by config.json it is {tuple(shape)}"
+                )
+            if part is None or part == slice(0, shape[dim]):
+                return self._handle(file).get_tensor(name)
+            return stored[part] if dim == 0 else stored[:, part]
         except SafetensorError as error:
             raise ValueError(f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})") from error
-        if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"{self.flag} {self.folder / file}: tensor {name} has shape {tuple(tensor.shape)}; "
-                f"by config.json it is {tuple(shape)}"
-            )
-        return tensor
 
 
-def local_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(canonical Megatron name with the layer's global number, parameter) of this rank's part."""
+def read_part(reader: HFReader, rule: families.Rule, shape: ModelShape, rank: int, size: int) -> Tensor:
+    """What tensor-parallel `rank` of `size` holds of a rule's tensor; no more than that is read.
+
+    Equal to `convert.split(rule, convert.join(rule, whole tensors), rank, size)`: joining keeps the order of rows
+    within each rank's share of them, because ranks hold whole query groups and the same rows of gate and up.
+    """
+    tensors = []
+    for name, sizes in rule.hf.items():
+        if rule.split == "replicated":
+            tensors.append(reader.get(name, sizes))
+        elif rule.split == "paired_rows" and rule.join == "copy":
+            half = sizes[0] // 2
+            own = _share(half, rank, size)
+            halves = (own, slice(half + own.start, half + own.stop))
+            tensors.append(torch.cat([reader.get(name, sizes, 0, rows) for rows in halves]))
+        else:
+            dim = 1 if rule.split == "columns" else 0
+            own = _share(sizes[dim], rank, size)
+            tensor = reader.get(name, sizes, dim, own)
+            missing = -(-sizes[dim] // size) - tensor.size(dim)
+            if missing:  # of the vocabulary's rows
+                tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+            tensors.append(tensor)
+    return convert.join(rule, tensors, shape, size)
+
+
+def _share(total: int, rank: int, size: int) -> slice:
+    width = -(-total // size)
+    return slice(min(rank * width, total), min((rank + 1) * width, total))
+
+
+def local_tensors(
+    chunks: Iterable[torch.nn.Module], shape: ModelShape
+) -> Iterator[tuple[str, families.Rule, torch.Tensor]]:
+    """(Megatron name as the whole model numbers it, rule, tensor) of this rank's part.
+
+    Parameters, and the buffers that the family's table has (a balancing bias of the router).
+    """
+    from megatron.core import parallel_state
+
+    first_expert = 0
+    if shape.moe is not None:
+        ep_size = parallel_state.get_expert_model_parallel_world_size()
+        first_expert = parallel_state.get_expert_model_parallel_rank() * (shape.moe.num_experts // ep_size)
+    rules = families.model_rules(shape)
     for chunk in chunks:
         module = chunk
         while not hasattr(module, "decoder"):
             module = module.module
         layers = module.decoder.layers
-        offset = layers[0].layer_number - 1 if len(layers) else 0
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
         for name, param in module.named_parameters():
-            head, _, rest = name.partition("decoder.layers.")
-            if not head and rest:
-                number, _, tail = rest.partition(".")
-                name = f"decoder.layers.{int(number) + offset}.{tail}"
-            yield families.canonical_name(name), param
+            name = families.canonical_name(name, first_layer, first_expert)
+            yield name, families.rule_of(name, shape), param
+        for name, buffer in module.named_buffers():
+            name = families.canonical_name(name, first_layer, first_expert)
+            if name in rules:
+                yield name, rules[name], buffer
 
 
 def read_local_weights(
     folder: str | Path, chunks: Iterable[torch.nn.Module], shape: ModelShape, flag: str = "--hf-checkpoint"
-) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """(parameter, what `folder` has for it, cut to this tensor-parallel rank) of this rank's part of the
-    model.
+) -> Iterator[tuple[torch.Tensor, Tensor]]:
+    """(tensor, what `folder` has for it, cut to this rank's part of it) of this rank's part of the model.
 
     Raises:
         ValueError: see `HFReader`; also a tensor in the folder that the family does not have.
     """
-    from megatron.core import parallel_state
-
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    reader, rules, shapes = HFReader(folder, flag), families.model_rules(shape), families.hf_shapes(shape)
-    extra = sorted(name for name in reader.names - set(shapes) if not families.IGNORED.fullmatch(name))
+    reader, shapes = HFReader(folder, flag), families.hf_shapes(shape)
+    ignored = families.ignored(shape)
+    extra = sorted(name for name in reader.names - set(shapes) if not ignored.fullmatch(name))
     if extra:
         raise ValueError(
             f"{flag} {folder}: tensor {extra[0]}"
             + (f" and {len(extra) - 1} more are" if len(extra) > 1 else " is")
             + f" no part of a {shape.model_type} model as config.json describes it"
         )
-    for name, param in local_parameters(chunks):
-        rule = families.rule_of(name, shape, rules)
-        full = families.join(rule, [reader.get(hf, shapes[hf]) for hf in rule.hf], shape)
-        part = families.split(rule, full, rank, size)
-        assert part.shape == param.shape, f"{name}: {tuple(part.shape)} for a parameter of {tuple(param.shape)}"
-        yield param, part
+    for name, rule, tensor in local_tensors(chunks, shape):
+        group = _split_group(rule)
+        part = read_part(reader, rule, shape, group.rank(), group.size())
+        assert part.shape == tensor.shape, f"{name}: {tuple(part.shape)} for a tensor of {tuple(tensor.shape)}"
+        yield tensor, part
+
+
+def _split_group(rule: families.Rule) -> Any:
+    """The ranks over which the rule's tensor is split."""
+    from megatron.core import parallel_state
+
+    if rule.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 @torch.no_grad()
@@ -146,23 +197,28 @@ def load_hf(
     folder: str | Path, chunks: Iterable[torch.nn.Module], shape: ModelShape, flag: str = "--hf-checkpoint"
 ) -> None:
     """Copy the weights of `folder` into this rank's part of the model; raises as `read_local_weights`."""
-    for param, tensor in read_local_weights(folder, chunks, shape, flag):
-        param.copy_(tensor)
+    for tensor, value in read_local_weights(folder, chunks, shape, flag):
+        tensor.copy_(value)
 
 
 @torch.no_grad()
 def iter_hf_tensors(
-    model_chunks: Sequence[torch.nn.Module], transformer_config: Any, shape: ModelShape
+    model_chunks: Sequence[torch.nn.Module],
+    transformer_config: Any,
+    shape: ModelShape,
+    value_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of the model, in the order of `families.hf_shapes`, on every rank.
+    """(Hugging Face name, whole tensor) of the model, in one order that is the same on every rank.
 
-    Collective over tensor- and pipeline-parallel ranks: every rank must exhaust it. One tensor stands whole
-    at a time. A tensor may share its memory with the model: copy what must outlive the next optimizer step.
+    Collective over tensor-, expert- and pipeline-parallel ranks: every rank must exhaust it. Few tensors stand whole
+    at a time: one, or one expert of each expert-parallel rank. The order is that of `families.hf_shapes`, but that the
+    experts with the same place on their ranks come together.
 
     Args:
-        model_chunks: this rank's pipeline chunks, wrapped or not.
+        model_chunks: this rank's part of the model, wrapped or not.
         transformer_config: Megatron's TransformerConfig of the model (precision of the tensors).
         shape: the model's shape.
+        value_of: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
     """
     from megatron.core import parallel_state
 
@@ -170,34 +226,62 @@ def iter_hf_tensors(
         # With overlapped gathering the parameters are one step old until they are first used.
         if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
             chunk.start_param_sync(force_sync=True)
-    tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
-    own = dict(local_parameters(model_chunks))
+    ep_group = parallel_state.get_expert_model_parallel_group()
+    experts_per_rank = shape.moe.num_experts // ep_group.size() if shape.moe else 1
+    own = {name: tensor for name, _, tensor in local_tensors(model_chunks, shape)}
     stages: list[set[str]] = [set(own)]
     if pp_group.size() > 1:
         stages = [set()] * pp_group.size()
         dist.all_gather_object(stages, set(own), group=pp_group)
-    shapes = families.hf_shapes(shape)
-    for name, rule in families.model_rules(shape).items():
-        owner = next(index for index, names in enumerate(stages) if name in names)
+    device = next(iter(own.values())).device if own else torch.device("cpu")
+    rules = families.model_rules(shape)
+    for rule in rules.values():
+        if rule.expert is not None and rule.expert >= experts_per_rank:
+            continue  # comes with the one of the same place on the first rank
+        same_place = [rule]
+        if rule.expert is not None:
+            same_place = [rules[_of_expert(rule, rank * experts_per_rank)] for rank in range(ep_group.size())]
+        mine = same_place[ep_group.rank()] if rule.expert is not None else rule
+        owner = next(index for index, names in enumerate(stages) if mine.megatron in names)
         tensors: list[Tensor] | None = None
-        if name in own and owner == pp_group.rank():
-            param = own[name].detach()
-            parts = [param]
-            if tp_group.size() > 1 and rule.split != "replicated":
-                parts = [torch.empty_like(param) for _ in range(tp_group.size())]
-                dist.all_gather(parts, param.contiguous(), group=tp_group)
-            tensors = families.take_apart(rule, families.gather(rule, parts, shape), shape)
+        if owner == pp_group.rank():
+            tensor = own[mine.megatron]
+            full = _whole(rule, (tensor if value_of is None or rule.buffer else value_of(tensor)).detach())
+            wholes = [full]
+            if len(same_place) > 1:
+                wholes = [torch.empty_like(full) for _ in same_place]
+                dist.all_gather(wholes, full.contiguous(), group=ep_group)
+            tensors = [
+                part
+                for one, whole in zip(same_place, wholes, strict=True)
+                for part in convert.take_apart(one, whole, shape)
+            ]
+        names = [(hf, sizes) for one in same_place for hf, sizes in one.hf.items()]
         if pp_group.size() > 1:
-            device = next(iter(own.values())).device
             if tensors is None:
-                dtype = transformer_config.params_dtype
-                tensors = [torch.empty(shapes[hf], dtype=dtype, device=device) for hf in rule.hf]
+                dtype = torch.float32 if rule.buffer or value_of is not None else transformer_config.params_dtype
+                tensors = [torch.empty(sizes, dtype=dtype, device=device) for _, sizes in names]
             tensors = [tensor.contiguous() for tensor in tensors]
             for tensor in tensors:
                 dist.broadcast(tensor, src=dist.get_global_rank(pp_group, owner), group=pp_group)
         assert tensors is not None
-        yield from zip(rule.hf, tensors, strict=True)
+        yield from zip((hf for hf, _ in names), tensors, strict=True)
+
+
+def _of_expert(rule: families.Rule, further: int) -> str:
+    """Name of the same tensor of the expert `further` places on."""
+    assert rule.expert is not None
+    return rule.megatron.replace(f".local_experts.{rule.expert}.", f".local_experts.{rule.expert + further}.")
+
+
+def _whole(rule: families.Rule, part: Tensor) -> Tensor:
+    group = _split_group(rule)
+    parts = [part]
+    if group.size() > 1 and rule.split != "replicated":
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+    return convert.gather(rule, parts)
 
 
 def save_hf(

@@ -2,6 +2,9 @@
 
     --custom-rm-path plugins.rewards.reasoning_gym_reward.reward --metadata-key metadata
 
+`reward` is the verifier's own score; `exact_reward` is 1 for a full score and 0 for less. Several verifiers give part
+of the score to an answer that only contains the right one ("50" for "5"), and a policy soon learns to write such.
+
 A row's metadata carries `source_dataset` (the name of the data set) and `entry` (what its verifier needs:
 at least `answer`). The last number of the response is handed to the verifier as the answer.
 """
@@ -46,3 +49,8 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
     if answer is None:
         return 0.0
     return float(verifier(metadata["source_dataset"])(answer=answer, entry=metadata["entry"]))
+
+
+async def exact_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """1.0 where the verifier gives the full score, else 0.0; raises as `reward`."""
+    return float(await reward(args, sample, **kwargs) >= 1.0)

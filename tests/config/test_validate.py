@@ -61,7 +61,6 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
     ("changes", "parts"),
     [
         ({"pipeline": "async"}, ["--pipeline async", "available is on-policy"]),
-        ({"tensor_model_parallel_size": 2}, ["--tensor-model-parallel-size 2", "not available yet"]),
         ({"prompt_data": None}, ["--prompt-data is required in --mode rl"]),
         ({"rollout_batch_size": None}, ["--rollout-batch-size is required"]),
         ({"num_rollout": None}, ["--num-rollout or --num-epoch is required"]),
@@ -116,7 +115,6 @@ def test_all_of_them_are_listed_at_once(errors: Errors, tmp_path: Path) -> None:
         hf_checkpoint=str(tmp_path / "none"),
         prompt_data=str(tmp_path / "none.jsonl"),
         pipeline="stream",
-        context_parallel_size=2,
         rm_type="nothing",
         custom_rm_path="no_module.rm",
         kl_loss_coef=0.5,
@@ -124,11 +122,11 @@ def test_all_of_them_are_listed_at_once(errors: Errors, tmp_path: Path) -> None:
     )
     for part in (
         *("none: there is no such folder", "none.jsonl: there is no such file", "--pipeline stream"),
-        *("--context-parallel-size 2", "--rm-type nothing", "no_module", "--kl-loss-coef 0.5"),
+        *("--rm-type nothing", "no_module", "--kl-loss-coef 0.5"),
         *("eval.jsonl: there is no such file", "exclude each other"),
     ):
         assert sum(part in error for error in found) == 1, (part, found)
-    assert len(found) == 9
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,49 +9,10 @@ from hypothesis import strategies as st
 
 from fusionrl.data.build import build_shards
 from fusionrl.data.sample import Sample
-from fusionrl.plan.batch import BatchPlan, equalise, pack_micro_batches, plan_batches, split_over_ranks
+from fusionrl.plan.balance import Balance, SequenceCost
+from fusionrl.plan.batch import BatchPlan, plan_batches
 
-LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
-
-
-@given(LENGTHS, st.integers(1, 6))
-def test_split_over_ranks(lengths: list[int], dp_size: int) -> None:
-    ranks = split_over_ranks(np.array(lengths), dp_size)
-    assert sorted(itertools.chain(*ranks)) == list(range(len(lengths)))
-    counts = [len(members) for members in ranks]
-    assert max(counts) - min(counts) <= 1
-    assert all(members == sorted(members) for members in ranks)
-
-
-def test_ranks_get_about_the_same_tokens() -> None:
-    """Dealt out blindly, every second sample being long, one rank would get nearly all tokens."""
-    lengths = np.tile([1000, 10], 32)
-    loads = [lengths[members].sum() for members in split_over_ranks(lengths, 2)]
-    assert max(loads) / min(loads) < 1.05
-
-
-@given(LENGTHS, st.integers(1, 80), st.one_of(st.none(), st.integers(1, 5)))
-def test_pack(lengths: list[int], max_tokens: int, max_samples: int | None) -> None:
-    bins = pack_micro_batches(np.array(lengths), max_tokens, max_samples)
-    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
-    for members in bins:
-        assert members
-        assert len(members) == 1 or sum(lengths[i] for i in members) <= max_tokens
-        assert max_samples is None or len(members) <= max_samples
-    if max_samples is None and max(lengths) <= max_tokens:  # first-fit leaves at most one bin that is half empty
-        assert sum(2 * sum(lengths[i] for i in members) <= max_tokens for members in bins) <= 1
-
-
-@given(LENGTHS, st.integers(1, 80), st.integers(0, 12))
-def test_equalise(lengths: list[int], max_tokens: int, more: int) -> None:
-    bins = pack_micro_batches(np.array(lengths), max_tokens, None)
-    count = len(bins) + more
-    split = equalise(bins, count)
-    assert len(split) == count
-    assert sorted(itertools.chain(*split)) == list(range(len(lengths)))
-    # Splitting never makes a bin over the cap, and none stays empty while another could be halved.
-    assert all(len(b) <= 1 or sum(lengths[i] for i in b) <= max_tokens for b in split)
-    assert all(split) or all(len(b) <= 1 for b in split)
+COST = SequenceCost(linear=10.0, quadratic=1.0)
 
 
 @st.composite
@@ -77,7 +36,7 @@ def rollouts(draw: st.DrawFn) -> tuple[BatchPlan, list[Sample], int, int | None]
             )
         )
     plan = BatchPlan(size * num_steps, 1, num_steps, size, dp_size)
-    return plan, samples, draw(st.integers(5, 60)), draw(st.one_of(st.none(), st.integers(1, 3)))
+    return plan, samples, draw(st.integers(40, 90)), draw(st.one_of(st.none(), st.integers(1, 3)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,9 +49,8 @@ def test_shards_lose_and_double_nothing(case: tuple[BatchPlan, list[Sample], int
         values,
         [-v for v in values],
         plan,
+        Balance(COST, max_tokens, micro_batch_size, share_prompts=max_tokens % 2 == 0),
         rollout_id=3,
-        max_tokens=max_tokens,
-        micro_batch_size=micro_batch_size,
     )
     assert len(shards) == plan.dp_size
     trained = [np.asarray(s.loss_mask) * (s.status != Sample.Status.FAILED and not s.remove_sample) for s in samples]
@@ -109,7 +67,7 @@ def test_shards_lose_and_double_nothing(case: tuple[BatchPlan, list[Sample], int
             for members in part.micro_batches:
                 indices = [int(shard.fields["sample_index"][m]) for m in members]
                 seen += indices
-                assert len(members) <= 1 or sum(len(tokens[m]) for m in members) <= max_tokens
+                assert sum(len(tokens[m]) for m in members) <= max_tokens
                 assert micro_batch_size is None or len(members) <= micro_batch_size
                 for member, index in zip(members, indices, strict=True):
                     assert tokens[member].tolist() == list(samples[index].tokens)
@@ -128,9 +86,8 @@ def test_fewer_samples_on_a_rank_than_micro_batches_on_another() -> None:
         [0.0] * 5,
         [0.0] * 5,
         BatchPlan(5, 1, 1, 5, 2),
+        Balance(COST, max_tokens=99, max_samples=1),
         rollout_id=0,
-        max_tokens=99,
-        micro_batch_size=1,
     )
     assert sorted(len(b) for b in shards[0].steps[0].micro_batches) == [1, 1, 1]
     assert sorted(len(b) for b in shards[1].steps[0].micro_batches) == [0, 1, 1]
@@ -146,7 +103,7 @@ def test_an_optional_field_stands_in_every_shard_or_in_none() -> None:
         samples[0].rollout_log_probs = None
         vars(samples[0]).update(lacking)
         plan = BatchPlan(4, 1, 1, 4, 2)
-        shards = build_shards(samples, [0.0] * 4, [0.0] * 4, plan, rollout_id=0, max_tokens=99, micro_batch_size=None)
+        shards = build_shards(samples, [0.0] * 4, [0.0] * 4, plan, Balance(COST, 99), rollout_id=0)
         return [set(shard.fields) for shard in shards]
 
     assert all("rollout_log_probs" not in fields for fields in build())
@@ -161,13 +118,15 @@ def test_a_rollout_of_another_size_is_refused() -> None:
             [0.0],
             [0.0],
             BatchPlan(2, 1, 1, 2, 1),
+            Balance(COST, 9),
             rollout_id=0,
-            max_tokens=9,
-            micro_batch_size=None,
         )
     bad = Sample(index=7, tokens=[1, 2], response_length=1, loss_mask=[1, 1])
     with pytest.raises(ValueError, match="sample 7: loss_mask has 2 values for 1 response tokens"):
-        build_shards([bad], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), rollout_id=0, max_tokens=9, micro_batch_size=None)
+        build_shards([bad], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 9), rollout_id=0)
+    long = Sample(index=8, tokens=list(range(10)), response_length=1)
+    with pytest.raises(ValueError, match=r"sample 8: a sample has 10 tokens, over the 9 .*raise --max-tokens-per-gpu"):
+        build_shards([long], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 9), rollout_id=0)
 
 
 @pytest.mark.parametrize(

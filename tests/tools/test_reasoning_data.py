@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionrl.data.sample import Sample
-from plugins.rewards.reasoning_gym_reward import reward
+from plugins.rewards.reasoning_gym_reward import exact_reward, reward
 
 pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym: scripts/setup-env.sh examples")
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_prompts_are_disjoint_and_labels_are_right(data: Path) -> None:
     train, held_out = rows(data / "train.jsonl"), rows(data / "eval.jsonl")
     assert (len(train), len(held_out)) == (120, 30)
-    assert len({row["prompt"] for row in train + held_out}) == 150
+    held = {row["prompt"] for row in held_out}
+    assert len(held) == 30
+    assert not held & {row["prompt"] for row in train}
     for row in train + held_out:
         expression = row["metadata"]["entry"]["expression"]
         assert expression in row["prompt"]
@@ -61,6 +63,11 @@ def test_the_verifier_scores_the_last_number(data: Path) -> None:
     assert score(f"First 3, so the sum is {row['label']}.") == 1.0
     assert score(f"{row['label']}, no: {int(row['label']) + 1}") < 1.0
     assert score("I do not know") == 0.0
+    # The verifier gives part of the score to an answer that contains the right one.
+    sample = Sample(response=f"{row['label']}5", metadata=row["metadata"])
+    assert 0.0 < asyncio.run(reward(None, sample)) < 1.0
+    assert asyncio.run(exact_reward(None, sample)) == 0.0
+    assert asyncio.run(exact_reward(None, Sample(response=row["label"], metadata=row["metadata"]))) == 1.0
 
 
 def test_the_reward_names_what_is_missing() -> None:
@@ -72,7 +79,7 @@ def test_the_reward_names_what_is_missing() -> None:
 
 
 def test_too_few_different_sums_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path), "--max-terms", "2", "--train-size", "1000")
+    done = run("--out", str(tmp_path), "--max-terms", "2", "--eval-size", "250")
     assert done.returncode != 0
     assert "--max-digits" in done.stderr
     assert not (tmp_path / "train.jsonl").exists()

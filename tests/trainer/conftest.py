@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.trainer_worker import Workers
+from fusionrl.trainer.local_ranks import LocalRanks
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Workers]:
+def workers() -> Iterator[LocalRanks]:
     """Two processes that all tests share; each test starts its own actors in them."""
-    pool = Workers(2)
+    pool = LocalRanks(2)
     yield pool
     pool.close()
 

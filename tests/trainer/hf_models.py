@@ -6,52 +6,99 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.trainer.trainer_worker import Samples
 
 VOCAB = 120
-CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": None,  # transformers gives the padding token's embedding no gradient
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.6,
+}
+# Sizes of a tiny model of each family: none equal that could be mistaken for each other, and as odd as they may be.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    "qwen3_moe": EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "glm4_moe": SIGMOID | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v2": LATENT
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "routed_scaling_factor": 1.3,
+    },
+    "deepseek_v3": LATENT | SIGMOID | {"rope_parameters": YARN},
+}
+
+
+def config_of(family: str, tied: bool, **values: Any) -> Any:
+    """transformers' configuration of a tiny model."""
+    sizes = COMMON | FAMILIES[family] | {"tie_word_embeddings": tied} | values
+    config = AutoConfig.for_model(family, **sizes)
+    config._attn_implementation = "eager"
+    return config
 
 
 def make(folder: str | Path, family: str, tied: bool, seed: int = 0, **values: Any) -> Any:
     """A model with biases and norms that are not trivial, saved to `folder`."""
-    config_class, model_class = CLASSES[family]
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.1,
-        "attn_implementation": "eager",
-    }
-    if family == "qwen3":
-        sizes["head_dim"] = 16  # not hidden_size / heads
     torch.manual_seed(seed)
-    model = model_class(config_class(**(sizes | values))).eval()
+    model = AutoModelForCausalLM.from_config(config_of(family, tied, **values)).eval()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("norm.weight"):
                 param.add_(0.2 * torch.randn_like(param))
             if name.endswith("bias"):
                 param.normal_(std=0.2)
+            if name.endswith("gate.weight"):
+                param.normal_(std=0.5)  # routers that choose clearly, so that rounding changes no choice
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     return model
 
@@ -98,10 +145,6 @@ def loss(
         weight = 1 / num_tokens if per_token else 1 / (num_samples * max(float(mask.sum()), 1e-9))
         total = total + (mask * token_loss).sum() * weight
     return total
-
-
-def hf_gradients(model: Any) -> dict[str, np.ndarray]:
-    return {name: param.grad.numpy().copy() for name, param in model.named_parameters() if param.grad is not None}
 
 
 def clone(model: Any) -> Any:

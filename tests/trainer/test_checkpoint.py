@@ -10,7 +10,7 @@ import pytest
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
-from tests.trainer.trainer_worker import Failed, Samples, Workers, config_of
+from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of
 
 SCHEDULE = {
     "lr_decay_style": "cosine",
@@ -28,7 +28,7 @@ def rollouts(workers, layout, numbers):
 @pytest.fixture(scope="module")
 def fresh():
     """Processes that have trained nothing, for loading what others saved."""
-    pool = Workers(2)
+    pool = LocalRanks(2)
     yield pool
     pool.close()
 

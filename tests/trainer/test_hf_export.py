@@ -15,8 +15,26 @@ from tests.trainer import hf_models
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 
-@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)], ids=str)
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+TWO = TrainerLayout(2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "layout"),
+    [
+        ("llama", False, TrainerLayout(1)),
+        ("qwen2", True, TWO),
+        ("qwen2", True, TrainerLayout(2, pp=2)),
+        ("qwen3", False, TWO),
+        ("glm4", False, TWO),
+        ("qwen2_moe", False, TrainerLayout(2, ep=2)),
+        ("qwen3_moe", False, TrainerLayout(2, tp=2, etp=2)),
+        ("mixtral", False, TrainerLayout(2, pp=2)),
+        ("glm4_moe", False, TrainerLayout(2, ep=2)),
+        ("deepseek_v2", False, TWO),
+        ("deepseek_v3", False, TrainerLayout(2, ep=2)),
+    ],
+    ids=str,
+)
 def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
     folder, model = hf(family, tied, vocab_size=121)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -29,6 +47,10 @@ def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
     for name, param in loaded.named_parameters():
         assert param.dtype == want[name].dtype
         assert torch.equal(param, want[name]), name
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    assert bool(biases) == (family in ("glm4_moe", "deepseek_v3"))
+    for name, buffer in biases.items():
+        assert torch.equal(loaded.get_buffer(name), buffer), name
     assert (out / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     workers.start(config_of(folder))
@@ -144,7 +166,7 @@ def test_settings_that_cannot_be_are_refused(workers, hf, values, passed, messag
             TrainerLayout(2, tp=2),
             "--tensor-model-parallel-size 2 does not divide the model's 3 attention heads",
         ),
-        (TrainerLayout(2, pp=2), "--pipeline-model-parallel-size 2 does not divide the model's 3 layers"),
+        (TrainerLayout(2, pp=2), "--pipeline-model-parallel-size 2: 3 layers = 3, which 2 does not divide"),
     ],
 )
 def test_sizes_that_do_not_divide_the_model_are_refused(workers, hf, layout, message):

@@ -25,16 +25,20 @@ def history(workers, folder, samples, layout, micro=3, steps=1, **values):
     return metrics, workers.run(trainer_worker.weights)
 
 
-def assert_same(got, want, bound):
+def assert_same(got, want, bound, family=""):
     for ours, theirs in zip(got[0], want[0], strict=True):
         assert set(ours) == set(theirs)
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=bound, abs=bound), name
     reference = want[1][0]
     for weights in got[1]:
-        assert list(weights) == list(reference), "every rank exports the same names in the same order"
+        assert list(weights) == list(got[1][0]), "every rank exports the same names in the same order"
+        assert set(weights) == set(reference)
         for name, tensor in reference.items():
-            assert np.abs(weights[name] - tensor).max() <= 10 * bound, name
+            # A bias of keys that are not rotated changes no attention weight: its gradient is rounding, which Adam's
+            # division blows up to whole steps.
+            if not (family == "glm4" and name.endswith("k_proj.bias")):
+                assert np.abs(weights[name] - tensor).max() <= 10 * bound, name
 
 
 @pytest.mark.parametrize("per_token", [True, False])
@@ -88,15 +92,30 @@ def test_a_rank_without_samples_takes_part(workers, hf):
     assert_same(history(workers, folder, samples, TrainerLayout(2)), one, 1e-6)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("family", "tied", "sizes"),
+    [
+        ("qwen2", True, {"tp": 2}),
+        ("qwen2", True, {"pp": 2}),
+        ("qwen3", False, {"tp": 2}),
+        ("qwen3", False, {"cp": 2}),
+        ("glm4", False, {"tp": 2}),
+        ("qwen3_moe", False, {"ep": 2}),
+        ("mixtral", False, {"tp": 2, "etp": 2}),
+        ("glm4_moe", False, {"pp": 2}),
+        ("deepseek_v3", False, {"tp": 2, "etp": 2}),
+        ("deepseek_v3", False, {"ep": 2}),
+    ],
+    ids=str,
+)
 def test_model_parallel_layouts(workers, hf, sizes, family, tied):
+    """tools/parity.py has many more, and compares the gradient of every tensor."""
     # 121 tokens: tensor parallelism must pad the vocabulary.
     folder, _ = hf(family, tied, vocab_size=121)
     samples = Samples(6, seed=13, vocab=121, share=3)
     one = history(workers, folder, samples, TrainerLayout(1), steps=2)
     layout = TrainerLayout(2, **sizes)
-    assert_same(history(workers, folder, samples, layout, steps=2), one, 1e-5)
+    assert_same(history(workers, folder, samples, layout, steps=2), one, 1e-5, family)
     (shard,) = samples.shards()
     scores = workers.call("score", shard)
     workers.start(config_of(folder, **COMMON))

@@ -1,0 +1,393 @@
+"""Who trains what: samples over data-parallel ranks and into micro-batches, by what they cost. Pure.
+
+Every function gives the same answer for the same input, everywhere. A sample costs `linear * length +
+quadratic * length ** 2`: the products with the weights, and attention. Ranks get equal cost; a rank's micro-batches
+keep to limits that are never passed (tokens, samples), and cost about the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusionrl.config.model_shape import ModelShape
+
+# Exchanges between the costliest and the cheapest rank (or micro-batch) after the first division; each makes the
+# difference smaller, and beyond some hundreds nothing is left to gain.
+MAX_EXCHANGES = 600
+
+Limits = Sequence[int]
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Floating-point operations of training one sequence of `n` tokens: `linear * n + quadratic * n ** 2`."""
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape) -> SequenceCost:
+        """Forward and backward of a model: 6 operations a weight that a token passes, and causal attention.
+
+        Attention multiplies queries by keys and scores by values: 2 operations each for half of all pairs of tokens in
+        forward, twice that in backward. The embedding is a lookup and costs nothing; the output layer does cost.
+        """
+        embedding = shape.vocab_size * shape.hidden_size
+        weights = shape.num_active_parameters - (0 if shape.tie_word_embeddings else embedding)
+        value_dim = shape.mla.v_head_dim if shape.mla else shape.head_dim
+        width = shape.num_attention_heads * (shape.head_dim + value_dim)
+        return cls(linear=6.0 * weights, quadratic=3.0 * width * shape.num_layers)
+
+    def __call__(self, lengths: np.ndarray | Sequence[int]) -> np.ndarray:
+        """[n] lengths → [n] costs, float64."""
+        n = np.asarray(lengths, dtype=np.float64)
+        return self.linear * n + self.quadratic * n * n
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What the division of a step over ranks and micro-batches goes by.
+
+    cost           of a sequence
+    max_tokens     of a micro-batch, over all ranks of a context-parallel group; never passed
+    max_samples    of a micro-batch, or None
+    pad_to         each sequence is padded to a multiple of this (context and sequence parallelism)
+    stages         pipeline stages
+    multiple       the number of micro-batches is a multiple of this
+    share_prompts  whether the trainer computes the prompt of siblings in one micro-batch once
+    """
+
+    cost: SequenceCost
+    max_tokens: int
+    max_samples: int | None = None
+    pad_to: int = 1
+    stages: int = 1
+    multiple: int = 1
+    share_prompts: bool = False
+
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """Lengths as the trainer packs them."""
+        return -(-lengths // self.pad_to) * self.pad_to
+
+
+def divide(
+    lengths: np.ndarray, prompts: np.ndarray, groups: Sequence[Sequence[int]], ranks: int, balance: Balance
+) -> list[list[list[int]]]:
+    """The samples of one optimizer step, over data-parallel ranks and micro-batches.
+
+    Siblings that share a prompt are kept together where the trainer computes the prompt once and no rank gets more to
+    do by it: their cost together is less than apart, but larger pieces divide less evenly.
+
+    Args:
+        lengths: [n] tokens of each sample.
+        prompts: [n] tokens of each sample's prompt.
+        groups: the samples, siblings together; every sample stands in one group.
+        ranks: data-parallel size.
+        balance: see there.
+
+    Returns:
+        rank → micro-batch → samples.
+
+    Raises:
+        ValueError: a sample is over `max_tokens`; its number in the step is the exception's second argument.
+    """
+    padded = balance.padded(lengths)
+    if padded.size and int(padded.max()) > balance.max_tokens:
+        longest = int(padded.argmax())
+        raise ValueError(
+            f"a sample has {int(lengths[longest])} tokens, over the {balance.max_tokens} of a micro-batch", longest
+        )
+    singles = [[i] for group in groups for i in group]
+    best = _divide(singles, padded, prompts, ranks, balance)
+    if balance.share_prompts and len(singles) > len(groups):
+        limit = balance.max_samples or len(lengths)
+        units = [
+            unit
+            for group in groups
+            for unit in (
+                [list(group)]
+                if padded[list(group)].sum() <= balance.max_tokens and len(group) <= limit
+                else [[i] for i in group]
+            )
+        ]
+        together = _divide(units, padded, prompts, ranks, balance)
+        if together[0] <= best[0]:
+            best = together
+    return best[1]
+
+
+def _divide(
+    units: list[list[int]], padded: np.ndarray, prompts: np.ndarray, ranks: int, balance: Balance
+) -> tuple[float, list[list[list[int]]]]:
+    """(cost of the costliest rank, rank → micro-batch → samples), each unit whole."""
+    costs = np.array([balance.cost(padded[unit]).sum() for unit in units])
+    costs -= np.array([float(balance.cost(prompts[unit[1:]]).sum()) for unit in units])
+    needs = np.array([[padded[unit].sum(), len(unit)] for unit in units]).reshape(-1, 2)
+    limits = (balance.max_tokens, balance.max_samples or max(len(padded), 1))
+    per_rank = split_by_cost(costs, ranks)
+    micro = pack_ranks(per_rank, needs, costs, limits, stages=balance.stages, multiple=balance.multiple)
+    most = max(float(costs[items].sum()) for items in per_rank)
+    return most, [[sorted(i for unit in members for i in units[unit]) for members in bins] for bins in micro]
+
+
+def lower_bound(costs: np.ndarray, count: int) -> float:
+    """What the costliest of `count` parts costs at least: the mean, or the costliest single item."""
+    return max(float(costs.sum()) / count, float(costs.max(initial=0.0)))
+
+
+def split_by_cost(costs: np.ndarray, count: int, *, equal_counts: bool = False) -> list[list[int]]:
+    """Divide items into `count` parts of equal cost: the costliest first to the cheapest part, then exchanges.
+
+    Args:
+        costs: [n], not negative.
+        count: number of parts.
+        equal_counts: numbers of items may differ by at most one.
+
+    Returns:
+        The items of each part, ascending.
+    """
+    order = np.argsort(-costs, kind="stable")
+    parts: list[list[int]] = [[] for _ in range(count)]
+    if equal_counts:
+        loads = np.zeros(count)
+        # A round gives one item to each part, the costliest to the one that has the least so far.
+        for first in range(0, order.size, count):
+            chosen = order[first : first + count]
+            ranked = np.argsort(loads, kind="stable")[: chosen.size]
+            for part, item in zip(ranked.tolist(), chosen.tolist(), strict=True):
+                parts[part].append(item)
+            loads[ranked] += costs[chosen]
+    else:
+        heap = [(0.0, part) for part in range(count)]
+        for item in order.tolist():
+            load, part = heap[0]
+            parts[part].append(item)
+            heapq.heapreplace(heap, (load + float(costs[item]), part))
+    _exchange(parts, costs, moves=not equal_counts)
+    return [sorted(part) for part in parts]
+
+
+def _exchange(
+    parts: list[list[int]], costs: np.ndarray, *, moves: bool, needs: np.ndarray | None = None, limits: Limits = ()
+) -> None:
+    """Swap items (or move one) between the costliest part and a cheaper one while that brings them closer.
+
+    With `needs` [n, k], no part passes the k limits by it.
+    """
+    loads = np.array([costs[part].sum() for part in parts])
+    used = np.array([needs[part].sum(axis=0) for part in parts]) if needs is not None else None
+    for _ in range(MAX_EXCHANGES):
+        high = int(loads.argmax())
+        for low in np.argsort(loads, kind="stable")[:8].tolist():
+            gap = float(loads[high] - loads[low])
+            if low != high and gap > 1e-6 * loads[high]:
+                pair = _best_exchange(parts[high], parts[low], costs, gap, moves, needs, used, limits, high, low)
+                if pair is not None:
+                    break
+        else:
+            return
+        give, take = pair
+        change = float(costs[give]) - (float(costs[take]) if take is not None else 0.0)
+        parts[high].remove(give)
+        parts[low].append(give)
+        if take is not None:
+            parts[low].remove(take)
+            parts[high].append(take)
+        loads[high] -= change
+        loads[low] += change
+        if used is not None and needs is not None:
+            moved = needs[give] - (needs[take] if take is not None else 0)
+            used[high] -= moved
+            used[low] += moved
+
+
+def _best_exchange(
+    giving: list[int],
+    taking: list[int],
+    costs: np.ndarray,
+    gap: float,
+    moves: bool,
+    needs: np.ndarray | None,
+    used: np.ndarray | None,
+    limits: Limits,
+    high: int,
+    low: int,
+) -> tuple[int, int | None] | None:
+    """(item to give, item to take or None) whose difference in cost is nearest to half the gap; None: none helps."""
+    give = np.array(giving)
+    take = np.array([*taking, -1] if moves else taking)
+    if not give.size or not take.size:
+        return None
+    take_costs = np.where(take >= 0, costs[take], 0.0)
+    change = costs[give][:, None] - take_costs[None, :]
+    badness = np.abs(change - gap / 2)
+    # Beyond this nothing is gained: the two would only change places.
+    badness[(change <= 0) | (change >= gap)] = np.inf
+    if needs is not None and used is not None:
+        for k, limit in enumerate(limits):
+            taken = np.where(take >= 0, needs[take, k], 0)
+            moved = needs[give, k][:, None] - taken[None, :]
+            badness[(used[low, k] + moved > limit) | (used[high, k] - moved > limit)] = np.inf
+    best = int(badness.argmin())
+    if not np.isfinite(badness.flat[best]):
+        return None
+    row, column = divmod(best, take.size)
+    chosen = int(take[column])
+    return int(give[row]), chosen if chosen >= 0 else None
+
+
+def pack(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int | None = None) -> list[list[int]] | None:
+    """Divide items into bins of about equal cost that keep to limits.
+
+    Args:
+        needs: [n, k] what each item takes of each limit (tokens, samples); none alone is over a limit.
+        costs: [n] of each item.
+        limits: k of a bin.
+        count: number of bins; the smallest that was found, if not given. More bins than items leave some empty.
+
+    Returns:
+        The items of each bin, ascending; None where `count` bins do not hold them (or no way was found).
+    """
+    assert not needs.size or (needs.max(axis=0) <= limits).all(), "an item over a limit"
+    if count is not None:
+        bins = _spread(needs, costs, limits, count) or _first_fit(needs, limits, count)
+        if bins is None:
+            return None
+        _exchange(bins, costs, moves=True, needs=needs, limits=limits)
+        return [sorted(members) for members in bins]
+    number = max(1, *(-(-int(total) // limit) for total, limit in zip(needs.sum(axis=0), limits, strict=True)))
+    while (found := pack(needs, costs, limits, number)) is None:
+        number += 1
+    return found
+
+
+def _spread(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int) -> list[list[int]] | None:
+    """The costliest item first to the cheapest bin that has room for it."""
+    loads, used = np.zeros(count), np.zeros((count, needs.shape[1]), dtype=np.int64)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for item in np.argsort(-costs, kind="stable").tolist():
+        room = (used + needs[item] <= limits).all(axis=1)
+        if not room.any():
+            return None
+        best = int(np.where(room, loads, np.inf).argmin())
+        bins[best].append(item)
+        loads[best] += costs[item]
+        used[best] += needs[item]
+    return bins
+
+
+def _first_fit(needs: np.ndarray, limits: Limits, count: int) -> list[list[int]] | None:
+    """The largest item first to the first bin that has room: fills bins where spreading left holes in all of them."""
+    used = np.zeros((count, needs.shape[1]), dtype=np.int64)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for item in np.argsort(-needs[:, 0], kind="stable").tolist():
+        room = (used + needs[item] <= limits).all(axis=1)
+        best = int(room.argmax())
+        if not room[best]:
+            return None
+        bins[best].append(item)
+        used[best] += needs[item]
+    return bins
+
+
+def pack_ranks(
+    per_rank: Sequence[Sequence[int]],
+    needs: np.ndarray,
+    costs: np.ndarray,
+    limits: Limits,
+    *,
+    stages: int = 1,
+    multiple: int = 1,
+    min_count: int = 1,
+) -> list[list[list[int]]]:
+    """Micro-batches of every rank: the same number on each, in the order in which a pipeline runs them.
+
+    Args:
+        per_rank: items of each rank.
+        needs: [n, k] of each item, see `pack`.
+        costs: [n] of each item.
+        limits: k of a micro-batch.
+        stages: pipeline stages; of several there are at least `enough_for` them.
+        multiple: their number is a multiple of this (interleaved stages want one of the pipeline's size).
+        min_count: their number at least; fewer where no rank has that many items.
+    """
+    own = [np.array(items, dtype=np.int64) for items in per_rank]
+    found = [pack(needs[items], costs[items], limits) for items in own]
+    most_items = max((items.size for items in own), default=0)
+    count = max(*(len(bins) for bins in found if bins is not None), min(max(min_count, enough_for(stages)), most_items))
+    while True:
+        count = -(-count // multiple) * multiple
+        for rank, items in enumerate(own):
+            bins = found[rank]
+            if bins is None or len(bins) != count:
+                found[rank] = pack(needs[items], costs[items], limits, count)
+        if all(bins is not None for bins in found):
+            break
+        count += 1
+    members = [
+        [[int(items[i]) for i in members] for members in bins or []] for items, bins in zip(own, found, strict=True)
+    ]
+    loads = [[float(costs[m].sum()) if m else 0.0 for m in bins] for bins in members]
+
+    def idle(mirrored: bool) -> float:
+        orders = [pipeline_order(np.array(load), mirrored) for load in loads]
+        return max(bubble([load[i] for i in order], stages) for load, order in zip(loads, orders, strict=True))
+
+    # Which half of the pyramid has the largest matters a little, and not the same way everywhere.
+    mirrored = stages > 1 and idle(True) < idle(False)
+    return [
+        [bins[i] for i in pipeline_order(np.array(load), mirrored)] for bins, load in zip(members, loads, strict=True)
+    ]
+
+
+def enough_for(stages: int) -> int:
+    """Micro-batches with which a pipeline of `stages` idles little: four a stage (GPipe, arXiv:1811.06965)."""
+    return 4 * stages if stages > 1 else 1
+
+
+def pipeline_order(costs: np.ndarray, mirrored: bool = False) -> list[int]:
+    """Micro-batches so that neighbours are alike and the small ones stand at both ends.
+
+    While a pipeline fills and empties, stages wait for its first and last micro-batches: those should be short. The
+    order depends on the ranks of the costs alone, so that micro-batches which run at the same time are alike on all
+    data-parallel ranks (experts are exchanged between them).
+    """
+    order = np.argsort(-costs, kind="stable").tolist()
+    return order[1::2][::-1] + order[::2] if mirrored else order[::2][::-1] + order[1::2]
+
+
+def bubble(costs: Sequence[float], stages: int) -> float:
+    """Share of the time that a 1F1B pipeline of `stages` equal stages stands idle (arXiv:2104.04473, section 2.2).
+
+    Simulates it: a stage takes a micro-batch's cost / stages for the forward pass and twice that for the backward; a
+    forward waits for that of the stage before, a backward for that of the stage after.
+    """
+    count = len(costs)
+    if not count or not sum(costs):
+        return 0.0
+    schedule = []
+    for stage in range(stages):
+        warm = min(stages - stage - 1, count)
+        steps = [("f", i) for i in range(warm)]
+        for i in range(count - warm):
+            steps += [("f", warm + i), ("b", i)]
+        schedule.append(steps + [("b", i) for i in range(count - warm, count)])
+    done: dict[tuple[str, int, int], float] = {}
+    clock, at = [0.0] * stages, [0] * stages
+    while any(at[stage] < len(schedule[stage]) for stage in range(stages)):
+        for stage in range(stages):
+            while at[stage] < len(schedule[stage]):
+                kind, i = schedule[stage][at[stage]]
+                before = (kind, stage - 1, i) if kind == "f" else (kind, stage + 1, i)
+                at_the_end = stage == 0 if kind == "f" else stage == stages - 1
+                if not at_the_end and before not in done:
+                    break
+                start = max(clock[stage], 0.0 if at_the_end else done[before])
+                clock[stage] = start + costs[i] * (1.0 if kind == "f" else 2.0)
+                done[kind, stage, i] = clock[stage]
+                at[stage] += 1
+    return 1.0 - 3.0 * float(sum(costs)) / max(clock)

@@ -1,0 +1,126 @@
+"""Long-lived processes on this machine that hold one trainer rank each, without Ray: for tools and for tests.
+
+Starting a process costs seconds, a new group of actors in living ones tenths of one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusionrl.config.config import Config
+from fusionrl.data.train_batch import TrainShard
+from fusionrl.plan.layout import TrainerLayout
+
+TIMEOUT_S = 120.0
+
+
+class Failed(Exception):
+    """What a worker raised: the name of its type, its message, and where."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{kind}: {message}\n{trace}")
+        self.kind, self.message = kind, message
+
+
+def serve(connection: Any) -> None:
+    """Run the commands that come in: start an actor, call one of its methods, or a function on it."""
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from fusionrl.trainer.actor import TrainerActor
+
+    actor: Any = None
+    while True:
+        command, args = connection.recv()
+        try:
+            if command == "exit":
+                return
+            if command == "start":
+                if actor is not None:
+                    actor.shutdown()
+                config, layout, rank, address, port = args
+                actor = TrainerActor(config, layout, rank, "unused")
+                result = actor.setup(address, port)
+            elif command == "call":
+                result = getattr(actor, args[0])(*args[1:])
+            else:
+                result = args[0](actor, *args[1:])
+            connection.send((True, result))
+        except BaseException as error:
+            connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class LocalRanks:
+    """`count` processes; rank i of a group of `TrainerActor`s is in process i.
+
+    Raises (by every method that asks the processes for something):
+        Failed: one of them raised.
+        TimeoutError: one did not answer in time.
+    """
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.world_size = 0
+
+    def _all(self, commands: Sequence[tuple[str, tuple]]) -> list[Any]:
+        for pipe, command in zip(self._pipes, commands, strict=False):
+            pipe.send(command)
+        answers = []
+        for pipe in self._pipes[: len(commands)]:
+            if not pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"a trainer worker did not answer {commands[0][:2]} in {TIMEOUT_S} s")
+            answers.append(pipe.recv())
+        failed = [value for good, value in answers if not good]
+        if failed:
+            raise Failed(*failed[0])
+        return [value for _, value in answers]
+
+    def start(self, config: Config, layout: TrainerLayout | None = None) -> list[dict]:
+        """A fresh group of actors in the first `layout.world_size` processes."""
+        layout = layout or TrainerLayout(1)
+        self.world_size = layout.world_size
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        return self._all([("start", (config, layout, rank, "127.0.0.1", port)) for rank in range(layout.world_size)])
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method with the same arguments on every rank."""
+        return self._all([("call", (method, *args))] * self.world_size)
+
+    def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
+        """Call a method with own arguments on every rank."""
+        assert len(args) == self.world_size
+        return self._all([("call", (method, *one)) for one in args])
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `function(actor, *args)` on every rank."""
+        return self._all([("run", (function, *args))] * self.world_size)
+
+    def train(self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0) -> dict:
+        """Train on one shard a data-parallel rank; rank 0's metrics."""
+        layout = layout or TrainerLayout(1)
+        return self.call_each(
+            "train", [(rollout_id, shards[layout.dp_rank(rank)]) for rank in range(layout.world_size)]
+        )[0]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(("exit", ()))
+            process.join(10)
+            if process.is_alive():
+                process.kill()

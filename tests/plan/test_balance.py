@@ -1,0 +1,193 @@
+"""Who trains what: bounds that must hold on any input, and figures against brute force."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fusionrl.config.model_shape import shape_from_hf_config
+from fusionrl.plan.balance import (
+    Balance,
+    SequenceCost,
+    bubble,
+    divide,
+    lower_bound,
+    pack,
+    pack_ranks,
+    pipeline_order,
+    split_by_cost,
+)
+
+COST = SequenceCost(linear=24576.0, quadratic=1.0)
+
+
+def lengths(n: int, seed: int = 0, longest: int = 8192) -> np.ndarray:
+    values = np.random.default_rng(seed).lognormal(6.0, 1.0, n)
+    return np.clip(values, 16, longest).astype(np.int64)
+
+
+def flat(parts: list[list[int]]) -> list[int]:
+    return sorted(item for part in parts for item in part)
+
+
+@pytest.mark.parametrize("equal_counts", [True, False])
+@pytest.mark.parametrize(("n", "ranks"), [(0, 3), (1, 3), (5, 5), (64, 4), (257, 8), (4096, 64)])
+def test_ranks_get_equal_cost(n, ranks, equal_counts):
+    costs = COST(lengths(n))
+    parts = split_by_cost(costs, ranks, equal_counts=equal_counts)
+    assert len(parts) == ranks
+    assert flat(parts) == list(range(n))
+    if equal_counts:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    if n >= 16 * ranks:
+        assert max(costs[part].sum() for part in parts) <= 1.001 * lower_bound(costs, ranks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_near_the_best_division_there_is(seed):
+    """Against every division of nine items over three ranks."""
+    costs = COST(lengths(9, seed))
+    best = min(
+        max(costs[np.array(choice) == rank].sum() for rank in range(3))
+        for choice in itertools.product(range(3), repeat=9)
+    )
+    assert max(costs[part].sum() for part in split_by_cost(costs, 3)) <= 1.06 * best
+
+
+def test_one_long_sample_rules():
+    costs = COST(np.array([8000] + [10] * 30))
+    parts = split_by_cost(costs, 4)
+    assert [0] in parts
+    assert max(costs[part].sum() for part in parts) == lower_bound(costs, 4)
+
+
+def test_the_same_every_time_and_in_any_order_of_equals():
+    costs = COST(lengths(300, 4))
+    assert split_by_cost(costs, 8) == split_by_cost(costs.copy(), 8)
+
+
+@pytest.mark.parametrize("cap", [8192, 10000, 33000])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_bin_is_over_the_cap(seed, cap):
+    tokens = lengths(200, seed)
+    bins = pack(tokens[:, None], COST(tokens), (cap,))
+    assert flat(bins) == list(range(200))
+    assert max(int(tokens[members].sum()) for members in bins) <= cap
+    assert len(bins) <= -(-11 * int(tokens.sum()) // (9 * cap)) + 1  # first fit decreasing's own bound
+    more = pack(tokens[:, None], COST(tokens), (cap,), len(bins) + 3)
+    assert len(more) == len(bins) + 3
+    costs = np.array([COST(tokens[members]).sum() for members in more])
+    assert costs.max() <= 1.1 * max(costs.mean(), COST(tokens).max())
+
+
+def test_too_few_bins_hold_nothing():
+    tokens = np.array([5, 5, 5])
+    assert pack(tokens[:, None], COST(tokens), (9,), 2) is None
+    assert len(pack(tokens[:, None], COST(tokens), (9,))) == 3
+    assert pack(tokens[:, None], COST(tokens), (15,)) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_every_rank_runs_the_same_number(multiple):
+    tokens = lengths(400, 9)
+    costs = COST(tokens)
+    ranks = split_by_cost(costs, 8)
+    micro = pack_ranks(ranks, tokens[:, None], costs, (9000,), multiple=multiple)
+    counts = {len(bins) for bins in micro}
+    assert len(counts) == 1
+    assert counts.pop() % multiple == 0
+    for items, bins in zip(ranks, micro, strict=True):
+        assert flat(bins) == items
+        assert max(int(tokens[members].sum()) for members in bins) <= 9000
+
+
+def test_more_micro_batches_for_a_pipeline():
+    tokens = np.full(40, 10)
+    ranks = split_by_cost(COST(tokens), 2)
+    assert {len(bins) for bins in pack_ranks(ranks, tokens[:, None], COST(tokens), (1000,))} == {1}
+    assert {len(bins) for bins in pack_ranks(ranks, tokens[:, None], COST(tokens), (1000,), min_count=16)} == {16}
+    assert {len(bins) for bins in pack_ranks(ranks, tokens[:, None], COST(tokens), (1000,), min_count=99)} == {20}
+
+
+def test_nothing_to_train():
+    assert pack_ranks([[], []], np.zeros((0, 1), int), np.zeros(0), (10,)) == [[[]], [[]]]
+
+
+def test_two_limits():
+    tokens = np.array([9, 1, 1, 1, 1, 1])
+    needs = np.stack([tokens, np.ones_like(tokens)], axis=1)
+    bins = pack(needs, COST(tokens), (10, 2))
+    assert len(bins) == 3
+    assert max(map(len, bins)) <= 2
+    assert max(int(tokens[members].sum()) for members in bins) <= 10
+
+
+def test_siblings_stay_together_where_that_costs_no_rank_more():
+    balance = Balance(SequenceCost(1.0, 0.0), max_tokens=1000, share_prompts=True)
+    lengths, prompts = np.full(16, 60), np.full(16, 50)
+    groups = [list(range(i, i + 4)) for i in range(0, 16, 4)]
+    micro = divide(lengths, prompts, groups, 2, balance)
+    assert [len(bins[0]) for bins in micro] == [8, 8]
+    for bins in micro:
+        assert {i // 4 for i in bins[0]} == {bins[0][0] // 4, bins[0][-1] // 4}
+    # Three groups over two ranks: whole ones leave one rank with twice the other's, 2 * (60 + 3 * 10) = 180 tokens,
+    # apart each has 6 * 60 = 360.
+    micro = divide(lengths[:12], prompts[:12], groups[:3], 2, balance)
+    assert [len(bins[0]) for bins in micro] == [8, 4]
+    # Without shared prompts whole groups are worth nothing.
+    micro = divide(lengths[:12], prompts[:12], groups[:3], 2, replace(balance, share_prompts=False))
+    assert [len(bins[0]) for bins in micro] == [6, 6]
+    # With prompts of one token neither.
+    micro = divide(lengths[:12], np.ones(12, int), groups[:3], 2, balance)
+    assert [len(bins[0]) for bins in micro] == [6, 6]
+
+
+def test_a_group_that_does_not_fit_is_taken_apart():
+    balance = Balance(SequenceCost(1.0, 0.0), max_tokens=120, pad_to=8, share_prompts=True)
+    micro = divide(np.full(4, 50), np.full(4, 49), [[0, 1, 2, 3]], 1, balance)
+    assert sorted(map(len, micro[0])) == [2, 2]  # 56 tokens each with padding
+    micro = divide(np.full(4, 50), np.full(4, 49), [[0, 1, 2, 3]], 1, replace(balance, max_samples=1))
+    assert list(map(len, micro[0])) == [1, 1, 1, 1]
+
+
+def test_a_sample_over_the_cap_is_refused():
+    balance = Balance(SequenceCost(1.0, 0.0), max_tokens=120, pad_to=16)
+    with pytest.raises(ValueError, match="a sample has 115 tokens, over the 120 of a micro-batch") as caught:
+        divide(np.array([10, 115]), np.array([1, 1]), [[0], [1]], 1, balance)
+    assert caught.value.args[1] == 1
+
+
+def test_small_micro_batches_stand_at_both_ends():
+    costs = np.array([3.0, 9.0, 1.0, 7.0, 5.0, 2.0])
+    ordered = [costs[i] for i in pipeline_order(costs)]
+    assert sorted(ordered) == sorted(costs)
+    top = ordered.index(max(ordered))
+    assert ordered[: top + 1] == sorted(ordered[: top + 1])
+    assert ordered[top:] == sorted(ordered[top:], reverse=True)
+
+
+@pytest.mark.parametrize(("count", "stages"), [(1, 1), (8, 4), (4, 4), (2, 4), (32, 2)])
+def test_the_bubble_of_equal_micro_batches_is_the_known_one(count, stages):
+    """(p - 1) / (m + p - 1), arXiv:2104.04473."""
+    assert bubble([2.0] * count, stages) == pytest.approx((stages - 1) / (count + stages - 1))
+
+
+def test_the_order_makes_the_bubble_smaller():
+    costs = np.random.default_rng(0).lognormal(0.0, 0.8, 16)
+    ordered = bubble([float(costs[i]) for i in pipeline_order(costs)], 4)
+    random = [bubble([float(c) for c in np.random.default_rng(s).permutation(costs)], 4) for s in range(20)]
+    assert ordered < np.mean(random)
+
+
+def test_cost_of_a_model():
+    """Against a count by hand: one layer of 8 wide, 2 heads of 4, 2 groups, MLP 16, vocabulary 10, tied."""
+    raw = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16}
+    raw |= {"num_attention_heads": 2, "vocab_size": 10, "tie_word_embeddings": True}
+    cost = SequenceCost.of_shape(shape_from_hf_config(raw))
+    weights = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8 + 8 + 10 * 8
+    assert cost.linear == 6 * weights
+    # Forward: two products of 2 operations over n * n / 2 pairs, 2 heads, 4 wide; backward twice that.
+    assert cost.quadratic == 3 * 2 * 2 * 4 * 2 / 2

@@ -1,0 +1,413 @@
+"""Prove that every parallel layout computes the same thing: one rank against many, and one rank against transformers.
+
+    python tools/parity.py [--only TEXT] [--markdown docs/parallelism.md] [--json FILE]
+
+Tiny models in fp32 on this machine's CPU, gloo between processes. A row is one layout, trained for three steps on
+packed sequences of different lengths and compared with one rank: the loss and the gradient norm of each step, and at
+the first step the gradient of every tensor under its Hugging Face name. One rank's first gradients are compared with
+those of transformers' autograd. Exit code 1 where a bound is passed. About six minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer.local_ranks import LocalRanks
+
+LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 1e-5, 1e-4, 1e-4
+STEPS = 3
+# Layouts that live processes run before they are replaced: each group of process groups keeps descriptors open.
+LAYOUTS_PER_PROCESS = 8
+MARKERS = ("<!-- parity: made by tools/parity.py -->", "<!-- /parity -->")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+    "pad_token_id": None,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+    "qwen3 tied": {"head_dim": 24, "tie_word_embeddings": True},
+    "glm4": {"head_dim": 16},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_moe": EXPERTS | {"head_dim": 24, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "glm4_moe": SIGMOID | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v2": LATENT
+    | EXPERTS
+    | {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
+    "deepseek_v3": LATENT | SIGMOID,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of one model, with further fields of Megatron's classes."""
+
+    model: str
+    world: int
+    sizes: dict[str, int] = field(default_factory=dict)
+    note: str = ""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> TrainerLayout:
+        sizes = dict(self.sizes)
+        sizes.setdefault("etp", sizes.get("tp", 1) if "ep" in sizes else 1)
+        return TrainerLayout(self.world, **sizes)
+
+    @property
+    def name(self) -> str:
+        layout = self.layout
+        parts = [f"{axis.upper()} {size}" for axis, size in self.sizes.items()]
+        if layout.dp > 1:
+            parts.append(f"DP {layout.dp}")
+        return " ".join(parts) + (f", {self.note}" if self.note else "")
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ROWS = [
+    Row("qwen3", 2),
+    Row("qwen3", 2, note="overlapped", ddp=OVERLAP),
+    Row("qwen3", 2, note="full recompute", transformer=FULL),
+    Row("qwen3", 2, {"tp": 2}),
+    Row("qwen3", 2, {"tp": 2}, "no sequence parallel", {"sequence_parallel": False}),
+    Row("qwen3", 2, {"tp": 2}, "selective recompute", selective("core_attn", "mlp", "layernorm")),
+    Row("qwen3 tied", 2, {"tp": 2}),
+    Row("qwen3", 2, {"pp": 2}),
+    Row("qwen3 tied", 2, {"pp": 2}),
+    Row("qwen3", 2, {"pp": 2}, "uneven stages", {"num_layers_in_first_pipeline_stage": 1}),
+    Row("qwen3", 2, {"pp": 2, "vpp": 2}),
+    Row("qwen3 tied", 2, {"pp": 2, "vpp": 2}),
+    Row("qwen3", 2, {"cp": 2}),
+    Row("llama", 2, {"tp": 2}),
+    Row("qwen2", 2, {"tp": 2}),
+    Row("glm4", 2, {"tp": 2}),
+    Row("glm4", 2, {"pp": 2}),
+    Row("qwen3_moe", 2, {"ep": 2}),
+    Row("qwen3_moe", 2, {"ep": 2}, "experts recomputed", selective("moe")),
+    Row("qwen2_moe", 2, {"tp": 2}),
+    Row("qwen2_moe", 2, {"ep": 2}),
+    Row("mixtral", 2, {"tp": 2}),
+    Row("mixtral", 2, {"ep": 2}),
+    Row("mixtral", 2, {"pp": 2}),
+    Row("glm4_moe", 2, {"tp": 2}),
+    Row("glm4_moe", 2, {"ep": 2}),
+    Row("deepseek_v2", 2, {"tp": 2}),
+    Row("deepseek_v2", 2, {"ep": 2}),
+    Row("deepseek_v3", 2, {"tp": 2}),
+    Row("deepseek_v3", 2, {"tp": 2}, "no sequence parallel, one expert rank", {"sequence_parallel": False}),
+    Row("deepseek_v3", 2, {"ep": 2}),
+    Row("deepseek_v3", 2, {"pp": 2}),
+    Row("deepseek_v3", 2, {"cp": 2}),
+    Row("qwen3", 4),
+    Row("qwen3", 4, {"pp": 4}),
+    Row("qwen3", 4, {"cp": 4}),
+    Row("qwen3", 4, {"tp": 2, "cp": 2}),
+    Row("qwen3", 4, {"tp": 2, "pp": 2}),
+    Row("qwen3", 4, {"pp": 2, "vpp": 2, "cp": 2}),
+    Row("qwen3", 4, {"pp": 2, "vpp": 2}),
+    Row("qwen3_moe", 4, {"ep": 2}),
+    Row("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 1}),
+    Row("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}),
+    Row("qwen3_moe", 4, {"cp": 2, "ep": 2}),
+    Row("deepseek_v3", 4, {"tp": 2, "ep": 2, "etp": 1}),
+    Row("deepseek_v3", 4, {"tp": 2, "pp": 2}),
+    Row("qwen3", 8, {"tp": 2, "pp": 2}),
+    Row("qwen3", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2}),
+    Row("qwen3_moe", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2, "ep": 2, "etp": 1}),
+    Row("deepseek_v3", 8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}),
+]
+
+
+def make_model(name: str, folder: Path) -> Any:
+    """A random model saved to `folder`, with routers that choose clearly and norms that are not all ones."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = name.split()[0]
+    config = AutoConfig.for_model(family, **(COMMON | {"tie_word_embeddings": False} | MODELS[name]))
+    config._attn_implementation = "eager"
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if key.endswith("norm.weight"):
+                param.add_(0.2 * torch.randn_like(param))
+            elif key.endswith("bias"):
+                param.normal_(std=0.1)
+            elif key.endswith("gate.weight"):
+                param.normal_(std=0.4)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def checkpoint_gradients(model: Any) -> dict[str, np.ndarray]:
+    """Checkpoint name → gradient. In memory transformers keeps a layer's experts in two tensors, on disk one by one."""
+    found: dict[str, np.ndarray] = {}
+    mixtral = model.config.model_type == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, param in model.named_parameters():
+        if param.grad is None:
+            continue
+        grad = param.grad.numpy().copy()
+        head, _, tail = name.partition(".mlp.experts.")
+        if not tail:
+            found[name.replace(".mlp.gate.", f".{block}.gate.")] = grad
+            continue
+        for expert, part in enumerate(grad):
+            prefix = f"{head}.{block}.experts.{expert}"
+            if tail == "down_proj":
+                found[f"{prefix}.{down}.weight"] = part
+            else:
+                half = len(part) // 2
+                found[f"{prefix}.{gate}.weight"], found[f"{prefix}.{up}.weight"] = part[:half], part[half:]
+    return found
+
+
+class Batch:
+    """The step that all layouts train on: 16 sequences of different lengths, each with a prompt and a response."""
+
+    def __init__(self, count: int = 16) -> None:
+        random = np.random.default_rng(1)
+        self.total = random.integers(12, 60, count).astype(np.int32)
+        self.response = np.maximum(self.total // 2, 1).astype(np.int32)
+        self.tokens = [random.integers(0, COMMON["vocab_size"], n).astype(np.int32) for n in self.total]
+
+    def shards(self, dp: int) -> list[TrainShard]:
+        """Dealt out in turn over `dp` ranks, four micro-batches each."""
+        counts = int(self.response.sum()), len(self.total)
+        return [self._shard(list(range(rank, len(self.total), dp)), counts) for rank in range(dp)]
+
+    def _shard(self, ids: list[int], counts: tuple[int, int]) -> TrainShard:
+        micro = [list(part) for part in np.array_split(np.arange(len(ids)), 4)]
+        ones = np.ones(int(self.response[ids].sum()), np.float32)
+        return TrainShard(
+            rollout_id=0,
+            total_lengths=self.total[ids],
+            response_lengths=self.response[ids],
+            fields={
+                "tokens": np.concatenate([self.tokens[i] for i in ids]),
+                "loss_mask": ones,
+                "rewards": np.zeros(len(ids), np.float32),
+                "raw_rewards": np.zeros(len(ids), np.float32),
+                "sample_index": np.array(ids),
+                "group_index": np.array(ids),
+                "truncated": np.zeros(len(ids), np.bool_),
+            },
+            steps=[TrainStep([[int(i) for i in part] for part in micro], *counts)],
+        )
+
+    def reference_gradients(self, model: Any) -> tuple[float, dict[str, np.ndarray]]:
+        """(loss, gradients under checkpoint names) by transformers' autograd, one sequence at a time."""
+        import torch
+
+        total = torch.zeros(())
+        for tokens, response in zip(self.tokens, self.response, strict=True):
+            ids = torch.tensor(tokens, dtype=torch.long)
+            log_probs = model(ids[None]).logits[0].log_softmax(-1)[-int(response) - 1 : -1]
+            total = total - log_probs.gather(-1, ids[-int(response) :, None]).sum()
+        loss = total / int(self.response.sum())
+        loss.backward()
+        return float(loss), checkpoint_gradients(model)
+
+
+@dataclass
+class Result:
+    """What one layout computed."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    seconds: float
+
+
+def first_gradients(actor: Any) -> dict[str, np.ndarray] | None:
+    """Gradients of the last step, on rank 0."""
+    from fusionrl.trainer.gradients import whole_gradients
+
+    found = whole_gradients(actor.trained, actor.shape)
+    return {name: tensor.numpy().copy() for name, tensor in found.items()} if actor.rank == 0 else None
+
+
+def measure(ranks: LocalRanks, folder: Path, layout: TrainerLayout, passthrough: PassThrough, batch: Batch) -> Result:
+    config = Config.from_flat(
+        {"mode": "sft", "hf_checkpoint": str(folder), "train_num_threads": 1, "lr": 1e-3, "clip_grad": 1.0},
+        passthrough,
+    )
+    ranks.start(config, layout)
+    shards = batch.shards(layout.dp)
+    losses, norms, gradients = [], [], {}
+    start = time.perf_counter()
+    for step in range(STEPS):
+        metrics = ranks.train(shards, layout, step)
+        losses.append(metrics["train/loss"])
+        norms.append(metrics["train/grad_norm"])
+        if step == 0:
+            gradients = ranks.run(first_gradients)[0]
+    return Result(losses, norms, gradients, (time.perf_counter() - start) / STEPS)
+
+
+def relative(got: Sequence[float], want: Sequence[float]) -> float:
+    """Largest relative difference."""
+    return max(abs(g - w) / abs(w) for g, w in zip(got, want, strict=True))
+
+
+def worst_tensor(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> tuple[float, str]:
+    """(largest relative L2 difference, name of that tensor); infinite where the names differ."""
+    if set(got) != set(want):
+        return math.inf, sorted(set(got) ^ set(want))[0]
+    differences = {}
+    for name, tensor in want.items():
+        norm = float(np.linalg.norm(tensor))
+        difference = float(np.linalg.norm(got[name] - tensor))
+        differences[name] = difference / norm if norm else (math.inf if difference else 0.0)
+    name = max(differences, key=lambda key: differences[key])
+    return differences[name], name
+
+
+def scaled(gradients: dict[str, np.ndarray], norm: float, limit: float = 1.0) -> dict[str, np.ndarray]:
+    """Gradients clipped to `limit` as Megatron does it."""
+    factor = min(limit / (norm + 1e-6), 1.0)
+    return {name: tensor * factor for name, tensor in gradients.items()}
+
+
+def run(rows: Sequence[Row], report: Any) -> list[dict[str, Any]]:
+    """Measure `rows`; a dictionary each, the one-rank rows against transformers first."""
+    results: list[dict[str, Any]] = []
+    ranks, size, used = None, 0, 0
+    with tempfile.TemporaryDirectory() as scratch:
+        batch, references = Batch(), {}
+        folders = {model: Path(scratch) / model.replace(" ", "-") for model in dict.fromkeys(row.model for row in rows)}
+        order = [Row(model, 1) for model in folders] + sorted(rows, key=lambda row: row.world)
+        try:
+            for row in order:
+                if ranks is None or row.world > size or used == LAYOUTS_PER_PROCESS:
+                    if ranks is not None:
+                        ranks.close()
+                    ranks, size, used = LocalRanks(row.world), row.world, 0
+                used += 1
+                model = make_model(row.model, folders[row.model]) if row.world == 1 else None
+                passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
+                got = measure(ranks, folders[row.model], row.layout, passthrough, batch)
+                entry: dict[str, Any] = {"model": row.model, "ranks": row.world, "seconds_per_step": got.seconds}
+                if model is not None:
+                    references[row.model] = got
+                    loss, gradients = batch.reference_gradients(model)
+                    norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients.values()))
+                    tensor = worst_tensor(got.gradients, scaled(gradients, norm))
+                    entry |= {"layout": "one rank, against transformers"}
+                    entry |= {"loss": relative(got.losses[:1], [loss]), "norm": relative(got.norms[:1], [norm])}
+                else:
+                    want = references[row.model]
+                    tensor = worst_tensor(got.gradients, want.gradients)
+                    entry |= {"layout": row.name, "loss": relative(got.losses, want.losses)}
+                    entry |= {"norm": relative(got.norms, want.norms)}
+                entry |= {"gradient": tensor[0], "worst": tensor[1], "tensors": len(got.gradients)}
+                entry["holds"] = (
+                    entry["loss"] <= LOSS_BOUND and entry["norm"] <= NORM_BOUND and entry["gradient"] <= GRADIENT_BOUND
+                )
+                results.append(entry)
+                report(entry)
+        finally:
+            if ranks is not None:
+                ranks.close()
+    return results
+
+
+def line(entry: dict[str, Any]) -> str:
+    """One row of the table."""
+    return (
+        f"| {entry['model']} | {entry['layout']} | {entry['ranks']} | {entry['loss']:.1e} | {entry['norm']:.1e} "
+        f"| {entry['gradient']:.1e} | {entry['tensors']} | {'yes' if entry['holds'] else 'NO: ' + entry['worst']} |"
+    )
+
+
+HEAD = (
+    "| model | layout | ranks | loss | gradient norm | worst gradient tensor | tensors | within bounds |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="rows whose model or layout contains this text")
+    parser.add_argument("--markdown", type=Path, help="a page; the table in it, between its markers, is replaced")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    options = parser.parse_args(argv)
+    rows = [row for row in ROWS if not options.only or options.only in f"{row.model} {row.name}"]
+    if not rows:
+        parser.error(f"--only {options.only}: no row has that text")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    start = time.perf_counter()
+    print(HEAD)
+    results = run(rows, lambda entry: print(line(entry), flush=True))
+    failed = [entry for entry in results if not entry["holds"]]
+    print(f"\n{len(results)} rows in {time.perf_counter() - start:.0f} s, {len(failed)} out of bounds")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if options.markdown:
+        text = options.markdown.read_text(encoding="utf-8")
+        before, after = text.split(MARKERS[0])[0], text.split(MARKERS[1])[1]
+        table = "\n".join([HEAD, *map(line, results)])
+        options.markdown.write_text(f"{before}{MARKERS[0]}\n{table}\n{MARKERS[1]}{after}", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
