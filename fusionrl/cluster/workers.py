@@ -101,7 +101,6 @@ class TrainerWorker:
         return self._sender.send(targets, feeds, version, transport)
 
     def _make_sender(self) -> Any:
-        import torch
         import torch.distributed as dist
 
         from fusionrl.weights.send import WeightSender
@@ -112,28 +111,30 @@ class TrainerWorker:
             backend=self._plan.backend,
             host=self._host,
             export=self._export,
-            dtype=torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16,
             buffer_size=self._config.weights.update_weight_buffer_size,
             timeout_s=self._config.weights.update_weight_timeout_s,
             object_group=dist.new_group(backend="gloo"),
         )
 
     def _export(self) -> Any:
-        """(Hugging Face name, full tensor) of every weight; collective."""
-        from fusionrl.weights.hf_io import iter_hf_tensors
-
-        trained = self._trainer.trained
-        return iter_hf_tensors(trained.chunks, trained.transformer, self._trainer.shape)
-
-    def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
-        """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
+        """(Hugging Face name, full tensor) of every weight, in the engines' precision; collective."""
         import torch
 
+        from fusionrl.weights.families import model_rules
+        from fusionrl.weights.hf_io import iter_hf_tensors
+
+        trained, shape = self._trainer.trained, self._trainer.shape
+        dtype = torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16
+        # A router's balancing bias decides between experts whose scores are close: engines keep it in fp32, too.
+        exact = {name for rule in model_rules(shape).values() if rule.buffer for name in rule.hf}
+        for name, tensor in iter_hf_tensors(trained.chunks, trained.transformer, shape):
+            yield name, tensor.detach().to(torch.float32 if name in exact else dtype)
+
+    def weight_checksums(self, tp_size: int) -> list[dict[str, str]] | None:
+        """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
         from fusionrl.weights.checksums import engine_checksums
 
-        dtype = torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16
-        tensors = ((name, tensor.detach().to(dtype)) for name, tensor in self._export())
-        return engine_checksums(tensors, self._plan.shape, tp_size)
+        return engine_checksums(self._export(), self._plan.shape, tp_size)
 
     def train(self, rollout_id: int, shard: Any) -> dict[str, float]:
         """The optimizer steps of one rollout."""

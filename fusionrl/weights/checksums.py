@@ -1,8 +1,8 @@
 """Checksums of what an engine should hold, by the engine's own tensor names.
 
-SGLang keeps query, key and value in one tensor, gate and up in another, pads the vocabulary to a multiple of 64, and
-splits over its tensor parallel ranks. The hash is the first eight bytes of the SHA-256 of a tensor's bytes, which
-is what its `/weights_checker` reports for tensors in host memory.
+SGLang keeps query, key and value in one tensor, gate and up in another, all experts of a layer in two, pads the
+vocabulary to a multiple of 64, and splits over its tensor parallel ranks. The hash is the first eight bytes of the
+SHA-256 of a tensor's bytes, which is what its `/weights_checker` reports for tensors in host memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,36 @@ _FUSED = {
 }
 _NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
 _PROJECTION = re.compile(r"(?P<prefix>.*)\.(?P<name>[qkv]_proj|gate_proj|up_proj)\.(?P<kind>weight|bias)")
+_EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight")
+# An expert's projections → the engine's tensor of all experts, and the place in it.
+_EXPERT_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 
 
 def engine_checksums(
     tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape, tp_size: int
-) -> list[dict[str, str]]:
-    """For each engine rank: engine tensor name → hash. `tensors` are (Hugging Face name, full tensor)."""
+) -> list[dict[str, str]] | None:
+    """For each engine rank: engine tensor name → hash. `tensors` are (Hugging Face name, full tensor).
+
+    None where the engine keeps what is computed from the weights in their place (latent attention); `tensors` are
+    exhausted all the same, for their export is a collective.
+    """
+    if shape.mla is not None:
+        for _ in tensors:
+            pass
+        return None
+    experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
     waiting: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors:
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            parts_of_layer = experts.setdefault(expert["prefix"], {})
+            parts_of_layer[int(expert["expert"]), _EXPERT_PARTS[expert["name"]]] = tensor.clone()
+            assert shape.moe is not None
+            if len(parts_of_layer) == 3 * shape.moe.num_experts:
+                for rank in range(tp_size):
+                    ranks[rank].update(_experts(expert["prefix"], parts_of_layer, shape, rank, tp_size))
+                del experts[expert["prefix"]]
+            continue
         match = _PROJECTION.fullmatch(name)
         if match is None:
             for rank in range(tp_size):
@@ -48,8 +69,23 @@ def engine_checksums(
             for rank in range(tp_size):
                 pieces = [_rows(parts[i], shape, fused, i, rank, tp_size) for i in range(_NUM_PARTS[fused])]
                 ranks[rank][full_name] = hash_tensor(torch.cat(pieces))
+    assert not experts, f"incomplete experts: {sorted(experts)}"
     assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
     return ranks
+
+
+def _experts(
+    prefix: str, parts: dict[tuple[int, int], torch.Tensor], shape: ModelShape, rank: int, tp_size: int
+) -> dict[str, str]:
+    """Hashes of the two tensors that hold all experts of one layer: gates over ups, and downs."""
+    assert shape.moe is not None
+    numbers = range(shape.moe.num_experts)
+    first = [torch.cat([parts[number, part].chunk(tp_size)[rank] for part in (0, 1)]) for number in numbers]
+    second = [parts[number, 2].chunk(tp_size, dim=1)[rank] for number in numbers]
+    return {
+        f"{prefix}.w13_weight": hash_tensor(torch.stack(first)),
+        f"{prefix}.w2_weight": hash_tensor(torch.stack(second)),
+    }
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
@@ -72,6 +108,8 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, tp_size: int) -> torch.Te
         if missing:
             tensor = torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])])
         return tensor.chunk(tp_size)[rank]
+    if name.endswith("gate_up_proj.weight"):  # a checkpoint that has the two in one tensor
+        return torch.cat([half.chunk(tp_size)[rank] for half in tensor.chunk(2)])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return tensor.chunk(tp_size, dim=1)[rank]
     return tensor

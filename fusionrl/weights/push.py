@@ -132,11 +132,12 @@ def _verify_checksums(trainers: Sequence[Any], targets: Sequence[EngineTarget]) 
     sizes = sorted({target.tp_size for target in targets})
     expected = {size: ray.get([t.weight_checksums.remote(size) for t in trainers])[0] for size in sizes}
     for target in targets:
-        found = ray.get(target.handle.weight_checksums.remote())
-        if found is None:  # an engine whose version cannot report them
-            logger.warning("engine %d reports no checksums; its push is verified by log-probs alone", target.index)
+        wanted = expected[target.tp_size]
+        found = ray.get(target.handle.weight_checksums.remote()) if wanted is not None else None
+        if wanted is None or found is None:  # of this model, or of an engine whose version cannot report them
+            logger.warning("engine %d: there are no checksums; its push is verified by log-probs alone", target.index)
             continue
-        for rank, (want, have) in enumerate(zip(expected[target.tp_size], found, strict=True)):
+        for rank, (want, have) in enumerate(zip(wanted, found, strict=True)):
             wrong = compare_checksums(want, have)
             if wrong:
                 shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")

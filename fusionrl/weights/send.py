@@ -42,15 +42,14 @@ class WeightSender:
         backend: str,
         host: str,
         export: Callable[[], Iterator[tuple[str, torch.Tensor]]],
-        dtype: torch.dtype,
         buffer_size: int,
         timeout_s: float,
         object_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`export` yields (Hugging Face name, full tensor), in the same order on every rank; `host` is this node's
-        address for the broadcast group; `object_group` is a gloo group over all trainer ranks."""
+        """`export` yields (Hugging Face name, full tensor) in the engines' precision, in one order on all ranks; `host`
+        is this node's address for the broadcast group; `object_group` is a gloo group over all trainer ranks."""
         self.rank, self.device, self.backend, self.host = rank, device, backend, host
-        self.export, self.dtype = export, dtype
+        self.export = export
         self.buffer_size, self.timeout_s = buffer_size, timeout_s
         self.object_group = object_group
         self._group: dist.ProcessGroup | None = None
@@ -70,7 +69,7 @@ class WeightSender:
         if transport == "broadcast" and self.rank == 0:
             self._connect(targets)
         try:
-            for bucket, is_last in _with_last(buckets(self._cast(), self.buffer_size)):
+            for bucket, is_last in _with_last(buckets(self.export(), self.buffer_size)):
                 stamp = {"version": str(version) if is_last else None, "flush_cache": is_last}
                 if transport == "broadcast":
                     self._broadcast(targets, bucket, stamp)
@@ -82,10 +81,6 @@ class WeightSender:
             self.disconnect()
             raise
         return {"bytes": num_bytes, "buckets": num_buckets}
-
-    def _cast(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.export():
-            yield name, tensor.detach().to(self.dtype)
 
     # ------------------------------------------------------------------------------------ broadcast
     def _connect(self, targets: Sequence[EngineTarget]) -> None:

@@ -30,3 +30,34 @@ def rl_flags(task: Path) -> list[str]:
         *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "6"),
         *("--rollout-shuffle", "--lr", "1e-3", "--device", "cpu"),
     ]
+
+
+@pytest.fixture(scope="session")
+def experts(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with experts (Qwen3-MoE) and the task's tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("experts")
+    dense = AutoConfig.from_pretrained(task / "model")
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=dense.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=dense.max_position_embeddings,
+        initializer_range=0.08,
+        bos_token_id=dense.bos_token_id,
+        eos_token_id=dense.eos_token_id,
+        pad_token_id=dense.pad_token_id,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(task / "model").save_pretrained(folder)
+    return folder

@@ -14,7 +14,6 @@ from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import hf_models
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
-
 TWO = TrainerLayout(2, tp=2)
 
 
