@@ -93,9 +93,18 @@ class ModelGroup(Group):
         None,
         description="Hugging Face folder: the model's shape, its tokenizer and the weights the run starts with.",
     )
+    debug_random_weights: bool = Field(
+        False,
+        description="Train random weights of --hf-checkpoint's shape: for benchmarks. Only its config.json is read.",
+    )
+    megatron_checkpoint: str | None = Field(
+        None,
+        description="Folder of a Megatron checkpoint (torch_dist: Megatron-LM's, slime's or our own) whose weights the"
+        " run starts with; config and tokenizer are still --hf-checkpoint's.",
+    )
     ref_load: str | None = Field(
         None,
-        description="Hugging Face folder of the reference model of the KL terms. Default: --hf-checkpoint.",
+        description="Hugging Face folder of the reference model of the KL terms. Default: the weights the run starts with.",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."

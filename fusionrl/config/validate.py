@@ -61,7 +61,11 @@ def _check_model(config: Config) -> ModelShape | None:
     if folder is None:
         raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
     shape = read_model_shape(folder)
-    check_weight_files(folder)
+    if config.model.debug_random_weights:
+        if config.run.mode != "sft" and not config.run.debug_train_only:
+            raise ValueError("--debug-random-weights: engines need real weights; use --mode sft or --debug-train-only")
+    else:
+        check_weight_files(folder)
     names = {path.name for path in Path(folder).iterdir()}
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
         raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
@@ -72,6 +76,8 @@ def _check_model(config: Config) -> ModelShape | None:
                 f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint {folder}"
             )
         check_weight_files(config.model.ref_load, "--ref-load")
+    if config.model.megatron_checkpoint is not None and not Path(config.model.megatron_checkpoint).is_dir():
+        raise ValueError(f"--megatron-checkpoint {config.model.megatron_checkpoint}: there is no such folder")
     return shape
 
 
@@ -108,6 +114,11 @@ def _check_modes(config: Config, errors: list[str]) -> None:
         errors.append("--load-debug-rollout-data needs --debug-train-only")
     if config.reject_sampling.no_trainer and mode != "reject-sampling":
         errors.append(f"--no-trainer belongs to --mode reject-sampling, not to {mode}")
+    if config.model.megatron_checkpoint is not None and (mode == "eval" or config.reject_sampling.no_trainer):
+        errors.append(
+            "--megatron-checkpoint: the engines read Hugging Face folders, and there are no trainers to push its"
+            " weights; convert it with tools/convert.py to-hf"
+        )
     if mode == "eval" and config.checkpoint.save_hf:
         errors.append("--save-hf: --mode eval changes no weights")
 

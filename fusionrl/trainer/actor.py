@@ -72,19 +72,9 @@ class TrainerActor:
             ValueError: a checkpoint or a flag that does not fit; names it.
         """
         config = self.config
-        if config.model.hf_checkpoint is None:
-            raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
-        self.shape = read_model_shape(config.model.hf_checkpoint)
-        self.device = settings.resolve_device(config, self.rank if self._device_id is None else self._device_id)
-        local_ranks = min(self.layout.world_size, config.cluster.actor_num_gpus_per_node)
-        torch.set_num_threads(settings.resolve_num_threads(config, local_ranks))
-        self._join(master_addr, master_port)
-
+        modules, transformer = self.setup_model(master_addr, master_port)
         from fusionrl.trainer import model
-        from fusionrl.weights.hf_io import load_hf
 
-        modules, transformer = model.build_model(config, self.shape, self.layout, self.device)
-        load_hf(config.model.hf_checkpoint, modules, self.shape)
         self.trained = model.build_training(config, modules, transformer, self.device)
         if config.run.mode == "rl" and config.algorithm.use_kl_loss:
             self._read_reference()
@@ -94,6 +84,36 @@ class TrainerActor:
             "impl": settings.resolve_impl(config, self.device),
             "precision": settings.resolve_precision(config, self.device),
         }
+
+    def setup_model(self, master_addr: str, master_port: int) -> tuple[list[torch.nn.Module], Any]:
+        """Join the other ranks and read this rank's part of the model: what conversion needs, and training first.
+
+        Returns:
+            The model's pipeline chunks, and Megatron's TransformerConfig.
+
+        Raises:
+            ValueError: see `setup`.
+        """
+        config = self.config
+        if config.model.hf_checkpoint is None:
+            raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
+        self.shape = read_model_shape(config.model.hf_checkpoint)
+        self.device = settings.resolve_device(config, self.rank if self._device_id is None else self._device_id)
+        local_ranks = min(self.layout.world_size, config.cluster.actor_num_gpus_per_node)
+        torch.set_num_threads(settings.resolve_num_threads(config, local_ranks))
+        self._join(master_addr, master_port)
+
+        from fusionrl.trainer import checkpoint, model
+        from fusionrl.weights.hf_io import load_hf
+
+        modules, transformer = model.build_model(config, self.shape, self.layout, self.device)
+        if config.model.debug_random_weights:
+            model.randomize(modules)
+        elif config.model.megatron_checkpoint is not None:
+            checkpoint.load_weights(config.model.megatron_checkpoint, modules)
+        else:
+            load_hf(config.model.hf_checkpoint, modules, self.shape)
+        return modules, transformer
 
     def _join(self, master_addr: str, master_port: int) -> None:
         if master_addr.startswith("127."):
@@ -135,6 +155,9 @@ class TrainerActor:
         from fusionrl.trainer.reference import ReferenceWeights
 
         model = self.config.model
+        if model.megatron_checkpoint is not None and model.ref_load is None:
+            self._reference = ReferenceWeights.of_model(self.trained.chunks, self.shape)
+            return
         flag = "--ref-load" if model.ref_load else "--hf-checkpoint"
         folder = model.ref_load or model.hf_checkpoint
         assert folder is not None

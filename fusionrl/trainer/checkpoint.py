@@ -36,6 +36,8 @@ from fusionrl.trainer.model import Trained, gather_params, unwrap
 
 DESCRIPTION = "fusionrl.json"
 FORMAT = 1
+# Where Megatron-LM says which checkpoint of a folder is the newest.
+TRACKER = "latest_checkpointed_iteration.txt"
 # How the optimizer's state is laid out; kept with the checkpoint, for Megatron asks for it when it loads.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -179,3 +181,86 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     if same_layout:
         set_rng_state(state["rng"])
     return description["counters"] | {"rng_restored": same_layout}
+
+
+def weights_folder(path: str) -> Path:
+    """The folder with Megatron's files: `path` itself, `path`/trainer of a run's checkpoint, or what
+    latest_checkpointed_iteration.txt in `path` names (iter_0000010 or release), as Megatron-LM and slime write it.
+
+    Raises:
+        ValueError: no Megatron checkpoint is there, or one in another format.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"--megatron-checkpoint {path}: there is no such folder")
+    tracker = folder / TRACKER
+    candidates = [folder, folder / "trainer"]
+    if tracker.is_file():
+        latest = tracker.read_text(encoding="utf-8").strip()
+        candidates = [folder / (latest if latest == "release" else f"iter_{int(latest):07d}")]
+    for candidate in candidates:
+        if (candidate / ".metadata").is_file():
+            return candidate
+    if any(candidate.glob("mp_rank_*") for candidate in candidates if candidate.is_dir()):
+        raise ValueError(
+            f"--megatron-checkpoint {path}: it is in Megatron's older format (mp_rank_* folders); "
+            "save it again with --ckpt-format torch_dist"
+        )
+    raise ValueError(f"--megatron-checkpoint {path}: it has no Megatron checkpoint (no .metadata, no {TRACKER})")
+
+
+def _weights_state(modules: list[torch.nn.Module]) -> dict[str, Any]:
+    metadata = _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    names = ["model"] if len(modules) == 1 else [f"model{index}" for index in range(len(modules))]
+    return {
+        name: unwrap(module).sharded_state_dict(metadata=metadata) for name, module in zip(names, modules, strict=True)
+    }
+
+
+def load_weights(path: str, modules: list[torch.nn.Module]) -> None:
+    """Read the weights of a Megatron checkpoint, and nothing else of it, at this layout; collective.
+
+    The vocabulary may be padded to any multiple; what stands in its padding is never a token.
+
+    Raises:
+        ValueError: no such checkpoint, one of another model, or a damaged one.
+    """
+    folder = weights_folder(path)
+    state = _weights_state(modules)
+    try:
+        loaded = dist_checkpointing.load(state, str(folder), get_default_load_sharded_strategy(str(folder)))
+    except (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1:] or [""]
+        raise ValueError(
+            f"--megatron-checkpoint {folder}: its weights are not those of --hf-checkpoint's model, or it is damaged "
+            f"({reason[0] or type(error).__name__})"
+        ) from error
+    for name, module in zip(state, modules, strict=True):
+        unwrap(module).load_state_dict(loaded[name])
+
+
+def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
+    """Write the weights alone as a Megatron checkpoint that Megatron-LM and slime load as a release; collective.
+
+    Raises:
+        ValueError: `path` is there already.
+    """
+    folder = Path(path)
+    partial = folder.with_name(folder.name + ".partial")
+    if folder.exists():
+        raise ValueError(f"{path}: it exists already; give another folder")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "release").mkdir(parents=True)
+    dist.barrier()
+    with in_process_writer():
+        state = _weights_state(modules) | {"checkpoint_version": 3.0, "iteration": 0}
+        dist_checkpointing.save(
+            state, str(partial / "release"), get_default_save_sharded_strategy(), content_metadata=dict(_METADATA)
+        )
+    dist.barrier()
+    if rank == 0:
+        (partial / TRACKER).write_text("release", encoding="utf-8")
+        partial.rename(folder)
+    dist.barrier()

@@ -142,11 +142,27 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.real_vocab_size = shape.vocab_size
+    for name, param in model.named_parameters():
+        # Megatron says so of experts only where they are divided. Then a model with experts has two optimizers at
+        # some expert-parallel sizes and one at others, and the state of one cannot be loaded at the other.
+        if ".mlp.experts." in name:
+            param.allreduce = False
     if shape.mla is None:
         _scale_rope(model, shape.rope_scaling)
     if device.type == "cuda":
         model.cuda(device)
     return Float16Module(transformer, model) if transformer.bf16 else model
+
+
+@torch.no_grad()
+def randomize(modules: list[torch.nn.Module], std: float = 0.02) -> None:
+    """Normal weights of `std`, and ones in the norms; replicated ones differ between ranks, so only time is real."""
+    for module in modules:
+        for param in module.parameters():
+            if param.dim() > 1:
+                param.normal_(std=std)
+            else:
+                param.fill_(1.0)
 
 
 def _scale_rope(model: GPTModel, scaling: dict[str, Any] | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusionrl.config.model_shape import ModelShape
-from fusionrl.weights.hf_io import read_local_weights
+from fusionrl.weights.hf_io import local_tensors, read_local_weights
 
 
 class ReferenceWeights:
@@ -20,10 +20,17 @@ class ReferenceWeights:
     """
 
     def __init__(self, folder: str, chunks: list[torch.nn.Module], shape: ModelShape, flag: str) -> None:
-        self._weights: list[tuple[torch.nn.Parameter, Tensor]] = [
+        self._weights: list[tuple[Tensor, Tensor]] = [
             (param, _on_host(tensor.to(param.dtype), param))
             for param, tensor in read_local_weights(folder, chunks, shape, flag)
         ]
+
+    @classmethod
+    def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> ReferenceWeights:
+        """The weights that the model has now."""
+        made = cls.__new__(cls)
+        made._weights = [(tensor, _on_host(tensor.detach(), tensor)) for _, _, tensor in local_tensors(chunks, shape)]
+        return made
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -42,6 +49,6 @@ class ReferenceWeights:
                 param.data = data
 
 
-def _on_host(tensor: Tensor, param: torch.nn.Parameter) -> Tensor:
-    tensor = tensor.clone()  # what was read is a view of a mapped file
+def _on_host(tensor: Tensor, param: Tensor) -> Tensor:
+    tensor = tensor.to("cpu", copy=True)  # what was read is a view of a mapped file
     return tensor.pin_memory() if param.is_cuda else tensor

@@ -25,6 +25,11 @@ def rollouts(workers, layout, numbers):
     return [workers.train(Samples(6, seed=i).shards(layout.dp, 2), layout, i) for i in numbers]
 
 
+def sizes_of(layout):
+    sizes = {"dp": layout.dp} | {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one"
+
+
 @pytest.fixture(scope="module")
 def fresh():
     """Processes that have trained nothing, for loading what others saved."""
@@ -56,16 +61,24 @@ def test_resume_is_bit_exact(workers, fresh, hf, tmp_path, dp, precision):
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
+    ("family", "saved", "loaded"),
     [
-        (TrainerLayout(1), TrainerLayout(2)),
-        (TrainerLayout(2), TrainerLayout(1)),
-        (TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)),
+        ("qwen2", TrainerLayout(1), TrainerLayout(2)),
+        ("qwen2", TrainerLayout(2), TrainerLayout(1)),
+        ("qwen2", TrainerLayout(2, tp=2), TrainerLayout(2, pp=2)),
+        ("qwen3", TrainerLayout(2, pp=2, vpp=2), TrainerLayout(2, cp=2)),
+        ("qwen3", TrainerLayout(1), TrainerLayout(2, pp=2, vpp=2)),
+        ("qwen3_moe", TrainerLayout(1), TrainerLayout(2, ep=2)),
+        ("qwen3_moe", TrainerLayout(2, ep=2), TrainerLayout(2)),
+        ("qwen3_moe", TrainerLayout(2, ep=2), TrainerLayout(2, tp=2, etp=2)),
+        ("deepseek_v3", TrainerLayout(2, tp=2, etp=2), TrainerLayout(2, ep=2)),
     ],
-    ids=["dp1-to-dp2", "dp2-to-dp1", "tp2-to-pp2"],
+    ids=lambda value: value if isinstance(value, str) else sizes_of(value),
 )
-def test_another_layout_goes_on_with_the_same_numbers(workers, hf, tmp_path, saved, loaded):
-    folder, _ = hf("qwen2", True, vocab_size=121)
+def test_another_layout_goes_on_with_the_same_numbers(workers, hf, tmp_path, family, saved, loaded):
+    """Weights, the optimizer's state (that of the experts as well) and the schedule fit any other layout."""
+    more = {"num_hidden_layers": 4} if family == "qwen3" else {}
+    folder, _ = hf(family, family == "qwen2", vocab_size=121, **more)
     path = str(tmp_path / "checkpoint")
     workers.start(config_of(folder, **SCHEDULE), saved)
     rollouts(workers, saved, range(2))

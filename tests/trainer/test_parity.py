@@ -65,7 +65,7 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
     assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
 
 
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3_moe", False)])
 @pytest.mark.parametrize("per_token", [True, False])
 def test_sft_gradients_equal_transformers(workers, hf, family, tied, per_token):
     folder, model = hf(family, tied)

@@ -1,0 +1,118 @@
+"""Weights of Megatron checkpoints: read at any layout, converted both ways."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import trainer_worker
+from tests.trainer.trainer_worker import Failed, config_of
+
+
+def convert(*arguments: str) -> subprocess.CompletedProcess[str]:
+    tool = Path(__file__).parents[2] / "tools" / "convert.py"
+    return subprocess.run([sys.executable, str(tool), *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "glm4_moe"])
+def test_there_and_back(workers, hf, tmp_path, family):
+    """Hugging Face → Megatron (the tool) → trainers at a layout that pads the vocabulary → Hugging Face (the tool)."""
+    from safetensors.torch import load_file
+
+    folder, _ = hf(family, False, vocab_size=121)
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    done = convert("to-megatron", "--hf-checkpoint", str(folder), "--out", str(megatron), "--precision", "fp32")
+    assert done.returncode == 0, done.stderr
+    assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+    workers.start(config_of(folder))
+    want = workers.run(trainer_worker.weights)[0]
+    # Other weights under the same shape: what is compared below can only come from the Megatron checkpoint.
+    other, _ = hf(family, False, vocab_size=121, seed=9)
+    values = {"megatron_checkpoint": str(megatron)}
+    workers.start(config_of(other, **values), TrainerLayout(2, tp=2, etp=2 if family == "glm4_moe" else 1))
+    got = workers.run(trainer_worker.weights)[0]
+    assert set(got) == set(want)
+    assert all(np.array_equal(got[name], tensor) for name, tensor in want.items())
+
+    done = convert(
+        *("to-hf", "--hf-checkpoint", str(folder), "--megatron-checkpoint", str(megatron)),
+        *("--out", str(back), "--precision", "fp32"),
+    )
+    assert done.returncode == 0, done.stderr
+    original, found = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    assert set(original) == set(found)
+    assert all(original[name].equal(found[name]) for name in original)
+
+
+def test_a_checkpoint_of_megatron_lm(workers, hf, tmp_path):
+    """Its layout of folders (iter_0000020), a vocabulary padded to 128 rows a rank, and further entries."""
+    folder, _ = hf("qwen3", True, vocab_size=121)
+    workers.start(config_of(folder), TrainerLayout(2, pp=2))
+    want = workers.run(trainer_worker.weights)[0]
+    path = tmp_path / "lm"
+    workers.run(save_as_megatron_lm, str(path))
+    other, _ = hf("qwen3", True, vocab_size=121, seed=9)
+    workers.start(config_of(other, megatron_checkpoint=str(path)), TrainerLayout(2, tp=2))
+    got = workers.run(trainer_worker.weights)[0]
+    assert all(np.array_equal(got[name], tensor) for name, tensor in want.items())
+
+
+def save_as_megatron_lm(actor, path: str) -> None:
+    """What Megatron-LM's save_checkpoint writes with --ckpt-format torch_dist."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    from fusionrl.trainer import checkpoint
+    from fusionrl.trainer.checkpoint_io import in_process_writer
+    from fusionrl.trainer.model import unwrap
+
+    modules = [unwrap(chunk) for chunk in actor.trained.chunks]
+    for module in modules:
+        for layer in (getattr(module, "embedding", None), getattr(module, "output_layer", None)):
+            layer = getattr(layer, "word_embeddings", layer)
+            if getattr(layer, "weight", None) is not None:
+                weight = layer.weight.detach()
+                layer.weight = torch.nn.Parameter(
+                    torch.cat([weight, weight.new_zeros(128 - len(weight), weight.size(1))])
+                )
+                layer.num_embeddings = layer.output_size = 128
+    state = checkpoint._weights_state(modules)
+    state |= {"args": {"num_layers": 2}, "checkpoint_version": 3.0, "iteration": 20, "opt_param_scheduler": {"lr": 1.0}}
+    folder = Path(path) / "iter_0000020"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        (Path(path) / "latest_checkpointed_iteration.txt").write_text("20")
+    dist.barrier()
+    with in_process_writer():
+        dist_checkpointing.save(state, str(folder))
+
+
+def test_what_cannot_be_read_is_named(workers, hf, tmp_path):
+    folder, _ = hf("llama", True)
+
+    def fails(path: Path, message: str) -> None:
+        with pytest.raises(Failed, match=message) as failure:
+            workers.start(config_of(folder, megatron_checkpoint=str(path)))
+        assert failure.value.kind == "ValueError"
+
+    fails(tmp_path / "none", "there is no such folder")
+    fails(tmp_path, "it has no Megatron checkpoint")
+    (tmp_path / "old" / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("5\n")
+    fails(tmp_path / "old", "Megatron's older format")
+    other, _ = hf("llama", True, num_hidden_layers=3)
+    done = convert("to-megatron", "--hf-checkpoint", str(other), "--out", str(tmp_path / "other"))
+    assert done.returncode == 0, done.stderr
+    fails(tmp_path / "other", "its weights are not those of --hf-checkpoint's model")
+    shutil.rmtree(tmp_path / "other")
+    done = convert("to-hf", "--hf-checkpoint", str(folder), "--out", str(tmp_path / "x"))
+    assert done.returncode == 2
+    assert "--megatron-checkpoint" in done.stderr
