@@ -50,6 +50,7 @@ class Session:
         self.run_dir, self.attempt = run_dir.resolve(), attempt
         self.say, self.check_stop, self.on_ray = say, check_stop, on_ray
         self.trainers: list[Any] = []
+        self._engines_away = False  # whether the engines gave their memory back
         self.engines: list[Any] = []
         self.urls: list[str] = []
         self.buffer: Any = None
@@ -216,8 +217,12 @@ class Session:
     def push(self, version: int) -> dict[str, float]:
         """Push the trainers' weights to every engine as `version`; verified as --verify-weights says."""
         weights = self.config.weights
-        if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
-            ray.get([engine.resume_memory.remote(None) for engine in self.engines])
+        shared = self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout
+        shared = shared and self._engines_away
+        if shared:
+            # First room for the engines' weights, and after the push for their caches: never all of both sides at once.
+            self._offload_trainers(keep_weights=True)
+            ray.get([engine.resume_memory.remote(["weights"]) for engine in self.engines])
         assert self.plan.transport is not None
         metrics = push_weights(
             self.trainers,
@@ -228,6 +233,10 @@ class Session:
             pause_mode=weights.pause_generation_mode,
             timeout_s=weights.update_weight_timeout_s,
         )
+        if shared:
+            self._offload_trainers()
+            ray.get([engine.resume_memory.remote(["kv_cache", "cuda_graph"]) for engine in self.engines])
+            self._engines_away = False
         is_first = self._num_pushes == 0
         self._num_pushes += 1
         if weights.verify_weights == "always" or (weights.verify_weights == "first" and is_first):
@@ -253,6 +262,7 @@ class Session:
         if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
             ray.get([engine.flush_cache.remote() for engine in self.engines])
             ray.get([engine.release_memory.remote(None) for engine in self.engines])
+            self._engines_away = True
 
     def train(self, rollout_id: int, shards: Sequence[Any]) -> dict[str, float]:
         """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
@@ -265,11 +275,19 @@ class Session:
 
     def generate(self, rollout_id: int) -> Any:
         """The Buffer's `Rollout`; an engine that dies meanwhile is reported instead of its consequences."""
+        self._offload_trainers()
         return self._watched(self.buffer.generate.remote(rollout_id))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of an evaluation on every set."""
+        self._offload_trainers()
         return self._watched(self.buffer.evaluate.remote(step))
+
+    def _offload_trainers(self, keep_weights: bool = False) -> None:
+        """Where --offload-train says so, the trainers give their memory away; they take it back by themselves."""
+        when = self.config.cluster.offload_train
+        if when == "always" or (when == "auto" and self.plan.device == "cuda" and self.plan.is_colocated):
+            ray.get([trainer.offload.remote(keep_weights) for trainer in self.trainers])
 
     def _watched(self, ref: Any) -> Any:
         """Wait for the Buffer's answer, looking after the engines: a dead one is an error at once."""

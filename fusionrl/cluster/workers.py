@@ -123,6 +123,7 @@ class TrainerWorker:
         from fusionrl.weights.families import model_rules
         from fusionrl.weights.hf_io import iter_hf_tensors
 
+        self._trainer.reload(only_weights=True)
         trained, shape = self._trainer.trained, self._trainer.shape
         dtype = torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16
         # A router's balancing bias decides between experts whose scores are close: engines keep it in fp32, too.
@@ -135,6 +136,10 @@ class TrainerWorker:
         from fusionrl.weights.checksums import engine_checksums
 
         return engine_checksums(self._export(), self._plan.shape, tp_size)
+
+    def offload(self, keep_weights: bool = False) -> int:
+        """Give memory away while engines generate; see `TrainerActor.offload`."""
+        return self._trainer.offload(keep_weights)
 
     def train(self, rollout_id: int, shard: Any) -> dict[str, float]:
         """The optimizer steps of one rollout."""

@@ -77,6 +77,14 @@ class ClusterGroup(Group):
     offload_rollout: bool = Field(
         True, description="Colocated on GPUs: engines give their memory back while the trainers work."
     )
+    offload_train: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Trainers copy weights, gradient buffers and optimizer out while engines generate: to host memory on"
+        " a GPU, to a file on a CPU. auto: when colocated on GPUs.",
+    )
+    offload_folder: str | None = Field(
+        None, description="Folder of such files on a CPU. Default: the system's for temporary files."
+    )
     distributed_timeout_minutes: int = Field(10, description="Time limit of a collective operation, minutes.", ge=1)
     placement_timeout_s: float = Field(
         120.0, description="Time limit for the cluster to provide the devices, seconds.", gt=0
@@ -104,7 +112,7 @@ class ModelGroup(Group):
     )
     ref_load: str | None = Field(
         None,
-        description="Hugging Face folder of the reference model of the KL terms. Default: the weights the run starts with.",
+        description="Hugging Face folder of the reference model of the KL terms. Default: what the run starts with.",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."

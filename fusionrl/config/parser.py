@@ -44,7 +44,6 @@ COMING: dict[str, str] = {
     "normalize_advantages": "whitened advantages",
     "use_dynamic_batch_size": "the balancer (micro-batches are already filled up to --max-tokens-per-gpu)",
     "balance_data": "the balancer",
-    "offload_train": "trainer offload",
     "multimodal_keys": "multimodal data",
     "loss_mask_type": "the other ways of chat loss masks (the prefix-difference way is built in)",
     "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",

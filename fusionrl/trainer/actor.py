@@ -26,6 +26,7 @@ from fusionrl.trainer import adam, cpu_megatron, settings
 if TYPE_CHECKING:
     from fusionrl.trainer.batch import BatchOptions, MicroBatch
     from fusionrl.trainer.model import Trained
+    from fusionrl.trainer.offload import Offload
     from fusionrl.trainer.reference import ReferenceWeights
 
 
@@ -48,6 +49,7 @@ class TrainerActor:
         self.trained: Trained
         self.device = torch.device("cpu")
         self._reference: ReferenceWeights | None = None
+        self._offload: Offload | None = None
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
 
     def node_address(self) -> tuple[str, int]:
@@ -165,6 +167,22 @@ class TrainerActor:
             raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
         self._reference = ReferenceWeights(folder, self.trained.chunks, self.shape, flag)
 
+    def offload(self, keep_weights: bool = False) -> int:
+        """Give this rank's memory of weights, gradients and optimizer away until it is needed again. Returns bytes.
+
+        Every other method takes back what it needs by itself.
+        """
+        from fusionrl.trainer.offload import Offload
+
+        if self._offload is None:
+            self._offload = Offload(self.trained, self.device, folder=self.config.cluster.offload_folder)
+        return self._offload.offload(keep_weights=keep_weights)
+
+    def reload(self, only_weights: bool = False) -> None:
+        """Take the memory back that `offload` gave away; nothing to do if it is there."""
+        if self._offload is not None:
+            self._offload.reload(only_weights=only_weights)
+
     def train(self, rollout_id: int, shard: TrainShard | list[Any]) -> dict[str, float]:
         """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
 
@@ -182,6 +200,7 @@ class TrainerActor:
         from fusionrl.trainer.loss import LossOptions
         from fusionrl.trainer.step import train_step
 
+        self.reload()
         shard = _pull(shard)
         check_shard(shard)
         loss = LossOptions.from_config(self.config)
@@ -254,6 +273,7 @@ class TrainerActor:
         from fusionrl.trainer.batch import build_micro_batch, check_shard
         from fusionrl.trainer.step import broadcast_from_last_stage, forward_log_probs
 
+        self.reload()
         shard = _pull(shard)
         check_shard(shard)
         groups = [group for step in shard.steps for group in step.micro_batches if group]
@@ -294,6 +314,7 @@ class TrainerActor:
         from fusionrl.trainer.batch import build_micro_batches, check_shard
         from fusionrl.trainer.step import evaluate
 
+        self.reload()
         shard = _pull(shard)
         check_shard(shard)
         options = self._batch_options()
@@ -305,6 +326,7 @@ class TrainerActor:
         """Write a checkpoint at `path`, complete or not at all (see `checkpoint.py`)."""
         from fusionrl.trainer import checkpoint
 
+        self.reload()
         counters = self._counters | {"rollout_id": rollout_id}
         checkpoint.save(path, self.trained, self.layout, self.shape, self.rank, counters)
 
@@ -319,6 +341,7 @@ class TrainerActor:
         """
         from fusionrl.trainer import checkpoint
 
+        self.reload()
         restored = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank)
         self._counters = {name: int(restored[name]) for name in self._counters}
         return restored
@@ -331,6 +354,7 @@ class TrainerActor:
         """
         from fusionrl.weights.hf_io import iter_hf_tensors, save_hf
 
+        self.reload()
         source = self.config.model.hf_checkpoint
         assert source is not None
         tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape)
@@ -342,6 +366,7 @@ class TrainerActor:
         from fusionrl.trainer.checkpoint import rng_state
         from fusionrl.trainer.model import gather_params
 
+        self.reload()
         gather_params(self.trained.chunks)
         weights, optimizer = hashlib.sha256(), hashlib.sha256()
         for chunk in self.trained.chunks:

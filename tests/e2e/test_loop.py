@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 PLACEMENTS = {
     "apart-broadcast": ("broadcast", ["--rollout-num-gpus", "2"]),
-    "colocated-ipc": ("ipc", ["--colocate"]),
+    "colocated-ipc": ("ipc", ["--colocate", "--offload-train", "always"]),
 }
 
 

@@ -1,13 +1,13 @@
 """Time the trainer alone: tokens a second, share of the machine's peak (MFU) and peak memory, on made-up data.
 
-    python tools/bench/trainer.py --shape qwen3-0.6b --tokens 16384 --sequence 2048 [--ranks 1] [--tp 1 --pp 1 --cp 1 --ep 1]
+    python tools/bench/trainer.py --shape qwen3-0.6b --tokens 16384 --sequence 2048 [--ranks 8 --tp 2 --pp 2 --cp 2]
     python tools/bench/trainer.py --hf-checkpoint FOLDER ...
 
-Random weights of the shape (only config.json is read), one optimizer step over --micro-batches micro-batches of --tokens
-tokens a rank, in sequences of --sequence tokens, all of them trained on. Operations are counted as
-`fusionrl.plan.balance.SequenceCost` says: 6 a weight and token, and causal attention; recomputation does not count. The
-peak is the vendor's for bf16 without sparsity on GPUs that are known here, and measured by a large product elsewhere.
-Prints one JSON object.
+Random weights of the shape (only config.json is read), one optimizer step over --micro-batches micro-batches of
+--tokens tokens a rank, in sequences of --sequence tokens, all of them trained on. Operations are counted as
+`fusionrl.plan.balance.SequenceCost` says: 6 a weight and token, and causal attention; recomputation does not count.
+The peak is the vendor's for bf16 without sparsity on GPUs that are known here, and measured by a large product
+elsewhere. Prints one JSON object.
 """
 
 from __future__ import annotations

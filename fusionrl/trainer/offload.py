@@ -1,0 +1,150 @@
+"""Give a trainer's memory away while engines generate on the same device, and take it back bit for bit.
+
+What is copied out: the buffers of weights and gradients, the optimizer's moments and its master weights. On a GPU they
+go to pinned host memory; on a CPU, where that is the same memory, to a file that has no name. Then each storage is
+shrunk to nothing and later grown again in its place, so that every view of it (parameters, shards, buckets) stays valid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from fusionrl.trainer.model import Trained
+
+
+class _Copy(Protocol):
+    def restore(self, storage: torch.UntypedStorage) -> None:
+        """Fill `storage`, which has its size again, with what was copied."""
+
+
+class _PinnedCopy:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._bytes = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        self._bytes.copy_(_as_bytes(storage), non_blocking=True)
+
+    def restore(self, storage: torch.UntypedStorage) -> None:
+        _as_bytes(storage).copy_(self._bytes, non_blocking=True)
+
+
+class _FileCopy:
+    def __init__(self, storage: torch.UntypedStorage, folder: str | None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `restore`, or with this object)
+        self._file.write(memoryview(_as_bytes(storage).numpy()))
+        self._file.flush()
+
+    def restore(self, storage: torch.UntypedStorage) -> None:
+        self._file.seek(0)
+        view = memoryview(_as_bytes(storage).numpy())
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise OSError("the file of offloaded memory is shorter than what was written")
+            done += count
+        self._file.close()
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Offload:
+    """The memory of `trained`, either where it belongs or copied out.
+
+    Args:
+        trained: what is trained.
+        device: where its memory is.
+        folder: of the files, on a CPU; the system's if None.
+    """
+
+    def __init__(self, trained: Trained, device: torch.device, folder: str | None = None) -> None:
+        self._trained, self._device, self._folder = trained, device, folder
+        # What is copied out: (storage, its size, the copy), of weights and of the rest.
+        self._weights: list[tuple[torch.UntypedStorage, int, _Copy]] = []
+        self._rest: list[tuple[torch.UntypedStorage, int, _Copy]] = []
+
+    def offload(self, *, keep_weights: bool = False) -> int:
+        """Copy out and give the memory back; what is away already stays so.
+
+        Args:
+            keep_weights: they are still needed, to be pushed.
+
+        Returns:
+            Bytes copied out now.
+        """
+        weights = {storage.data_ptr(): storage for storage in self._storages(self._weight_buffers())}
+        rest = {storage.data_ptr(): storage for storage in self._storages(self._everything())}
+        rest = {key: storage for key, storage in rest.items() if key not in weights}
+        copied = self._copy_out(rest.values(), self._rest)
+        if not keep_weights:
+            copied += self._copy_out(weights.values(), self._weights)
+        if copied and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif copied:
+            _trim()
+        return copied
+
+    def _copy_out(
+        self, storages: Iterable[torch.UntypedStorage], away: list[tuple[torch.UntypedStorage, int, _Copy]]
+    ) -> int:
+        on_gpu = self._device.type == "cuda"
+        copies: list[tuple[torch.UntypedStorage, int, _Copy]] = []
+        for storage in storages:
+            copy: _Copy = _PinnedCopy(storage) if on_gpu else _FileCopy(storage, self._folder)
+            copies.append((storage, storage.nbytes(), copy))
+        if on_gpu:
+            torch.cuda.synchronize()
+        # Only now, so that a full disk or host leaves everything where it was.
+        for storage, _, _ in copies:
+            storage.resize_(0)
+        away += copies
+        return sum(size for _, size, _ in copies)
+
+    def reload(self, *, only_weights: bool = False) -> None:
+        """Take the memory back (the weights' alone, if asked for); nothing where it is there."""
+        away, self._weights = self._weights, []
+        if not only_weights:
+            away, self._rest = away + self._rest, []
+        for storage, size, copy in away:
+            storage.resize_(size)
+            copy.restore(storage)
+        if away and self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return [s for s in storages if s.nbytes() and s.device.type == self._device.type]
+
+    def _weight_buffers(self) -> Iterator[torch.Tensor]:
+        return (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
+
+    def _buffers(self) -> Iterator[Any]:
+        return (b for chunk in self._trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
+    def _everything(self) -> Iterator[torch.Tensor]:
+        for buffer in self._buffers():
+            yield buffer.grad_data
+        for inner in self._trained.optimizer.chained_optimizers:
+            if getattr(inner, "is_stub_optimizer", False):
+                continue
+            for group in inner.optimizer.param_groups:
+                for param in group["params"]:
+                    yield param.data
+                    yield from _tensors_of(inner.optimizer.state[param])
+
+
+def _tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    return (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _trim() -> None:
+    """Let the C library give freed memory back to the system; without glibc there is nothing to do."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        pass

@@ -1,0 +1,62 @@
+"""Memory given away and taken back: every bit as it was, and really gone in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer.trainer_worker import Samples, config_of
+
+BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+
+
+def resident(actor) -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def away(actor, keep_weights: bool = False) -> tuple[int, int]:
+    """(bytes copied out, bytes by which the process became smaller)"""
+    before = resident(actor)
+    copied = actor.offload(keep_weights)
+    return copied, before - resident(actor)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bit_for_bit_and_really_gone(workers, hf, precision, tmp_path):
+    folder, _ = hf("qwen3", False, **BIG)
+    layout = TrainerLayout(2)
+    config = config_of(folder, precision=precision, offload_folder=str(tmp_path))
+    workers.start(config, layout)
+    samples = Samples(6, seed=2)
+    workers.train(samples.shards(2), layout)
+    before = workers.call("state_hashes")
+    for copied, smaller in workers.run(away):
+        # fp32: weights and gradients whole, two moments by halves; bf16: also half a master copy.
+        assert copied > 20e6
+        assert smaller > 0.8 * copied
+    assert workers.call("offload") == [0, 0]  # it is away already
+    assert list(tmp_path.iterdir()) == []  # the files have no name that could be left behind
+    assert workers.call("state_hashes") == before
+    # With the weights kept, they alone are there.
+    partly = [copied for copied, _ in workers.run(away, True)]
+    rest = [copied for copied, _ in workers.run(away)]
+    assert all(0 < weights < others for weights, others in zip(rest, partly, strict=True))
+    # Training takes everything back by itself, and goes on as if nothing had been.
+    workers.call("offload")
+    after = workers.train(samples.shards(2), layout, 1)
+    workers.start(config, layout)
+    workers.train(samples.shards(2), layout)
+    assert workers.train(samples.shards(2), layout, 1) == after
+
+
+def test_with_experts_and_stages(workers, hf, tmp_path):
+    folder, _ = hf("qwen3_moe", False)
+    for layout in (TrainerLayout(2, ep=2), TrainerLayout(2, pp=2)):
+        workers.start(config_of(folder), layout)
+        samples = Samples(6, seed=2)
+        workers.train(samples.shards(layout.dp), layout)
+        before = workers.call("state_hashes")
+        assert all(copied > 0 for copied in workers.call("offload"))
+        assert workers.call("state_hashes") == before
