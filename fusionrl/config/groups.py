@@ -79,8 +79,8 @@ class ClusterGroup(Group):
     )
     offload_train: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Trainers copy weights, gradient buffers and optimizer out while engines generate: to host memory on"
-        " a GPU, to a file on a CPU. auto: when colocated on GPUs.",
+        description="Trainers copy weights, gradient buffers and optimizer out while engines generate: to host memory"
+        " on a GPU, to a file on a CPU. auto: when colocated on GPUs.",
     )
     offload_folder: str | None = Field(
         None, description="Folder of such files on a CPU. Default: the system's for temporary files."
@@ -256,6 +256,11 @@ class TrainGroup(Group):
     adam_beta2: float = Field(0.98, description="Adam's beta 2.", ge=0, lt=1)
     adam_eps: float = Field(1e-8, description="Adam's epsilon.", gt=0)
     clip_grad: float = Field(1.0, description="Largest norm of the gradient; 0 is no clipping.", ge=0)
+    max_skipped_steps: int = Field(
+        5,
+        description="Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run.",
+        ge=1,
+    )
     log_probs_chunk_size: int = Field(1024, description="Tokens whose logits stand in memory at a time.", ge=1)
 
 

@@ -7,6 +7,7 @@ imported by `setup`, after the CPU layer is in place.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import socket
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from fusionrl.trainer.offload import Offload
     from fusionrl.trainer.reference import ReferenceWeights
 
+logger = logging.getLogger(__name__)
+
 
 class TrainerActor:
     """Trainer rank `rank` of `layout`.
@@ -50,6 +53,7 @@ class TrainerActor:
         self.device = torch.device("cpu")
         self._reference: ReferenceWeights | None = None
         self._offload: Offload | None = None
+        self._skipped_in_a_row = 0
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
 
     def node_address(self) -> tuple[str, int]:
@@ -216,7 +220,8 @@ class TrainerActor:
         history: list[dict[str, float]] = []
         for index, (step, batches) in enumerate(zip(shard.steps, steps, strict=True)):
             # After the first step the weights are no longer those that the rollout was made with.
-            metrics = train_step(self.trained, batches, loss, recompute or index == 0, self.device)
+            metrics, bad = train_step(self.trained, batches, loss, recompute or index == 0, self.device)
+            self._watch_skipped(rollout_id, index, metrics, [int(shard.fields["sample_index"][i]) for i in bad])
             metrics |= {
                 "train/num_tokens": float(step.num_tokens),
                 "train/num_samples": float(step.num_samples),
@@ -226,6 +231,29 @@ class TrainerActor:
             self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
         self._counters["rollout_id"] = rollout_id
         return mean_metrics(history)
+
+    def _watch_skipped(self, rollout_id: int, step: int, metrics: dict[str, float], bad: list[int]) -> None:
+        """Say which samples made a step that was skipped; end the run after --max-skipped-steps in a row."""
+        if not metrics["train/skipped"]:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        everyone: list[list[int]] = [[] for _ in range(self.layout.world_size)]
+        dist.all_gather_object(everyone, bad)
+        named = sorted({sample for samples in everyone for sample in samples})
+        if named:
+            shown = ", ".join(map(str, named[:10])) + (f" and {len(named) - 10} more" if len(named) > 10 else "")
+            what = f"the loss of sample{'s' * (len(named) > 1)} {shown} is not finite"
+        else:
+            what = f"the loss is finite, the gradient is not (norm {metrics['train/grad_norm']})"
+        message = f"rollout {rollout_id}, optimizer step {step}: skipped, {what}"
+        if self._skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise FloatingPointError(
+                f"{message}; that makes {self._skipped_in_a_row} in a row (--max-skipped-steps), so the run ends; "
+                "lower --lr, or look at the samples in the run's rollouts folder"
+            )
+        if self.rank == 0:
+            logger.warning("%s", message)
 
     def _keep(self, batches: list[MicroBatch], name: str) -> None:
         from fusionrl.trainer.step import forward_log_probs

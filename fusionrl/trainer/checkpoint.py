@@ -201,7 +201,7 @@ def weights_folder(path: str) -> Path:
     for candidate in candidates:
         if (candidate / ".metadata").is_file():
             return candidate
-    if any(candidate.glob("mp_rank_*") for candidate in candidates if candidate.is_dir()):
+    if any(list(candidate.glob("mp_rank_*")) for candidate in candidates):
         raise ValueError(
             f"--megatron-checkpoint {path}: it is in Megatron's older format (mp_rank_* folders); "
             "save it again with --ckpt-format torch_dist"

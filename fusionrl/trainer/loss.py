@@ -65,10 +65,25 @@ class LossOptions:
 
 @dataclass
 class LossSums:
-    """Metrics of a micro-batch, fp64: `sums` [len(SUMS)] to be added up, `peak` [1] whose maximum counts."""
+    """Metrics of a micro-batch, fp64: `sums` [len(SUMS)] to be added up, `peak` [1] whose maximum counts.
+
+    finite  [N] bool: whether each token's loss is; looked at only where a step is skipped
+    batch   the micro-batch
+    """
 
     sums: Tensor
     peak: Tensor
+    finite: Tensor | None = None
+    batch: MicroBatch | None = None
+
+    def bad_samples(self) -> list[int]:
+        """The shard's samples with a token whose loss is not finite."""
+        if self.finite is None or self.batch is None:
+            return []
+        ends = torch.tensor(self.batch.response_lengths).cumsum(0)
+        tokens = self.batch.responses[~self.finite.cpu()]
+        positions = torch.searchsorted(ends, tokens, right=True).unique()
+        return [self.batch.samples[position] for position in positions.tolist()]
 
 
 def micro_batch_loss(
@@ -106,7 +121,7 @@ def micro_batch_loss(
             peak = difference.max().double().reshape(1)
     zero = log_probs.new_zeros((), dtype=torch.float64)
     sums = torch.stack([values[name].detach().double() if name in values else zero for name in SUMS])
-    return loss, LossSums(sums, peak)
+    return loss, LossSums(sums, peak, token_loss.detach().isfinite(), batch)
 
 
 def _policy_terms(

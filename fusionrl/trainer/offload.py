@@ -1,15 +1,17 @@
 """Give a trainer's memory away while engines generate on the same device, and take it back bit for bit.
 
 What is copied out: the buffers of weights and gradients, the optimizer's moments and its master weights. On a GPU they
-go to pinned host memory; on a CPU, where that is the same memory, to a file that has no name. Then each storage is
-shrunk to nothing and later grown again in its place, so that every view of it (parameters, shards, buckets) stays valid.
+go to pinned host memory; on a CPU, where that is the same memory, to a file that has no name. Every view of it
+(parameters, shards, buckets) stays valid: on a GPU each storage is shrunk to nothing and later grown again;
+on a CPU, where torch does not resize what numpy has seen, the system takes the pages back and gives empty ones later.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -34,12 +36,12 @@ class _PinnedCopy:
 class _FileCopy:
     def __init__(self, storage: torch.UntypedStorage, folder: str | None) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `restore`, or with this object)
-        self._file.write(memoryview(_as_bytes(storage).numpy()))
+        self._file.write(_host_bytes(storage))
         self._file.flush()
 
     def restore(self, storage: torch.UntypedStorage) -> None:
         self._file.seek(0)
-        view = memoryview(_as_bytes(storage).numpy())
+        view = _host_bytes(storage)
         done = 0
         while done < len(view):
             count = self._file.readinto(view[done:])
@@ -51,6 +53,10 @@ class _FileCopy:
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_bytes(storage: torch.UntypedStorage) -> memoryview:
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 class Offload:
@@ -77,16 +83,13 @@ class Offload:
         Returns:
             Bytes copied out now.
         """
-        weights = {storage.data_ptr(): storage for storage in self._storages(self._weight_buffers())}
-        rest = {storage.data_ptr(): storage for storage in self._storages(self._everything())}
-        rest = {key: storage for key, storage in rest.items() if key not in weights}
-        copied = self._copy_out(rest.values(), self._rest)
-        if not keep_weights:
+        weights = self._storages(self._weight_buffers())
+        rest = self._storages(self._everything(), besides=weights)
+        copied = 0 if self._rest else self._copy_out(rest.values(), self._rest)
+        if not keep_weights and not self._weights:
             copied += self._copy_out(weights.values(), self._weights)
         if copied and self._device.type == "cuda":
             torch.cuda.empty_cache()
-        elif copied:
-            _trim()
         return copied
 
     def _copy_out(
@@ -101,7 +104,10 @@ class Offload:
             torch.cuda.synchronize()
         # Only now, so that a full disk or host leaves everything where it was.
         for storage, _, _ in copies:
-            storage.resize_(0)
+            if on_gpu:
+                storage.resize_(0)
+            else:
+                _drop_pages(storage)
         away += copies
         return sum(size for _, size, _ in copies)
 
@@ -111,14 +117,18 @@ class Offload:
         if not only_weights:
             away, self._rest = away + self._rest, []
         for storage, size, copy in away:
-            storage.resize_(size)
+            if storage.nbytes() != size:
+                storage.resize_(size)
             copy.restore(storage)
         if away and self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-        storages = (tensor.untyped_storage() for tensor in tensors)
-        return [s for s in storages if s.nbytes() and s.device.type == self._device.type]
+    def _storages(
+        self, tensors: Iterable[torch.Tensor], besides: Container[int] = ()
+    ) -> dict[int, torch.UntypedStorage]:
+        """Address → storage, of those on the device that are not among `besides`."""
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device.type)
+        return {s.data_ptr(): s for s in storages if s.nbytes() and s.data_ptr() not in besides}
 
     def _weight_buffers(self) -> Iterator[torch.Tensor]:
         return (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
@@ -142,9 +152,12 @@ def _tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
     return (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _trim() -> None:
-    """Let the C library give freed memory back to the system; without glibc there is nothing to do."""
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        pass
+def _drop_pages(storage: torch.UntypedStorage) -> None:
+    """Give the whole pages within a host storage back to the system; they read as zeros when they are next touched."""
+    page = mmap.PAGESIZE
+    first = -(-storage.data_ptr() // page) * page
+    last = (storage.data_ptr() + storage.nbytes()) // page * page
+    if last > first:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")

@@ -96,11 +96,14 @@ def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
 
 def train_step(
     trained: Trained, batches: list[MicroBatch], options: LossOptions, compare: bool, device: torch.device
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[int]]:
     """One optimizer step over this rank's micro-batches; metrics over all ranks.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
     as they are, and `train/skipped` is 1.
+
+    Returns:
+        The metrics; and of a skipped step the shard's samples whose loss is not finite, on the last pipeline stage.
     """
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
@@ -115,7 +118,8 @@ def train_step(
         _clip(trained.optimizer, norm)
         trained.optimizer.step_with_ready_grads()
         trained.scheduler.step(1)
-    return metrics | {"train/grad_norm": norm, "train/skipped": 0.0 if finite else 1.0}
+    bad = [] if finite else sorted({sample for part in parts for sample in part.bad_samples()})
+    return metrics | {"train/grad_norm": norm, "train/skipped": 0.0 if finite else 1.0}, bad
 
 
 def _clip(optimizer: Any, norm: float) -> None:

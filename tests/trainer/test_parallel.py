@@ -148,7 +148,7 @@ def test_scores_and_validation_loss_do_not_depend_on_the_layout(workers, hf):
 def test_a_step_that_is_not_finite_is_skipped_and_counted(workers, hf, fault):
     folder, _ = hf("llama", True)
     layout = TrainerLayout(2)
-    workers.start(config_of(folder, lr=1e-2), layout)
+    workers.start(config_of(folder, lr=1e-2, max_skipped_steps=3), layout)
     good = Samples(6, seed=15)
     workers.train(good.shards(2), layout)
     before = workers.call("state_hashes")
@@ -161,6 +161,11 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(workers, hf, fault):
         assert not np.isfinite(metrics["train/grad_norm"])
     assert metrics["train/skipped"] == 1.0
     assert workers.call("state_hashes") == before
+    if fault == "reward":
+        workers.train(Samples(6, seed=15, nan_reward=True).shards(2), layout)
+        with pytest.raises(trainer_worker.Failed, match=r"sample 0 is not finite; that makes 3 in a row") as failure:
+            workers.train(Samples(6, seed=15, nan_reward=True).shards(2), layout)
+        assert failure.value.kind == "FloatingPointError"
     after = workers.train(good.shards(2), layout)
     assert after["train/skipped"] == 0.0
     assert np.isfinite(after["train/loss"])
