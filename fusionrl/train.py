@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -36,11 +36,14 @@ class Run:
     first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
     last_trained: int  # the last rollout whose training is finished; -1: none yet
     last_saved: int = -1
+    last_step: int = -1  # what was recorded last, for the manifest of a checkpoint
+    last_values: dict[str, float] = field(default_factory=dict)
 
     # -------------------------------------------------------------------------------- pieces of a loop
     def record(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the display. `step` counts finished rollouts."""
         self.metrics.log(step, values)
+        self.last_step, self.last_values = step, {name: float(value) for name, value in values.items()}
         shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
         accuracies = [v for k, v in values.items() if k.startswith("eval/") and k.endswith("/accuracy")]
         if accuracies:
@@ -74,8 +77,12 @@ class Run:
         if self.config.checkpoint.no_save or rollout_id < 0 or rollout_id == self.last_saved:
             return
         self.progress.status("saving a checkpoint")
-        facts = {"mode": self.config.run.mode, "world_size": len(self.session.trainers)}
+        options = self.config.checkpoint
+        metrics = self.last_values if self.last_step == rollout_id + 1 else {}
+        facts = {"mode": self.config.run.mode, "world_size": len(self.session.trainers), "metrics": metrics}
         self.checkpoints.publish(rollout_id, lambda path: self.session.save(path, rollout_id), facts)
+        if options.keep_checkpoints is not None:
+            self.checkpoints.prune(options.keep_checkpoints, options.keep_best)
         self.last_saved = rollout_id
 
 

@@ -38,6 +38,28 @@ class Checkpoints:
                 found.append(Checkpoint(path, int(manifest["rollout_id"])))
         return max(found, key=lambda checkpoint: checkpoint.rollout_id, default=None)
 
+    def prune(self, keep: int, best_by: str | None = None) -> list[Path]:
+        """Delete all but the newest `keep` checkpoints, and the one whose manifest has the highest `best_by`.
+
+        `best_by` names one of the manifest's `metrics`; a checkpoint without it is not the best. Of equal ones the newer
+        counts. Returns what was deleted. A checkpoint that is being deleted loses its manifest first, so that a kill on
+        the way leaves none that looks complete.
+        """
+        found: list[tuple[int, float | None, Path]] = []
+        for path in self.folder.glob("step_*"):
+            if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
+                manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+                value = manifest.get("metrics", {}).get(best_by) if best_by else None
+                found.append((int(manifest["rollout_id"]), value, path))
+        found.sort(key=lambda one: one[0])
+        scored = [one for one in found if one[1] is not None]
+        best = max(scored, key=lambda one: (one[1], one[0]), default=None)
+        gone = [one[2] for one in found[:-keep] if one is not best]
+        for path in gone:
+            (path / _MANIFEST).unlink()
+            shutil.rmtree(path)
+        return gone
+
     def publish(self, rollout_id: int, write: Callable[[Path], None], facts: dict[str, Any]) -> Checkpoint:
         """Let `write` fill a temporary folder, add the manifest, and rename it to `step_<finished rollouts>`.
 

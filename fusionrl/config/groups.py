@@ -313,6 +313,14 @@ class CheckpointGroup(Group):
         None, description="Rollout steps between checkpoints; without it only the last step is saved.", ge=1
     )
     no_save: bool = Field(False, description="Write no checkpoints at all.")
+    keep_checkpoints: int | None = Field(
+        None, description="Keep this many of the newest checkpoints and delete older ones. Default: all.", ge=1
+    )
+    keep_best: str | None = Field(
+        None,
+        description="With --keep-checkpoints: keep also the one with the highest value of this metric"
+        " (eval/<set>/accuracy).",
+    )
     save_hf: str | None = Field(
         None,
         description="Save the weights as a Hugging Face folder here at the end ({rollout_id} is filled in).",

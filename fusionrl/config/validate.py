@@ -43,6 +43,8 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
         errors.append(f"--kl-loss-coef {config.algorithm.kl_loss_coef} has no effect without --use-kl-loss; add it")
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
+    if config.checkpoint.keep_best and config.checkpoint.keep_checkpoints is None:
+        errors.append(f"--keep-best {config.checkpoint.keep_best} needs --keep-checkpoints; without it all are kept")
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
     return Checked(shape, num_prompts), errors

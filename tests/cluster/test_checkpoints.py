@@ -35,6 +35,21 @@ def test_the_newest_one_is_found(tmp_path: Path) -> None:
     assert manifest["rollout_id"] == 1_999_999
 
 
+def test_old_ones_are_deleted_but_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for rollout_id, accuracy in enumerate([0.1, 0.7, 0.7, None, 0.3, 0.2]):
+        metrics = {} if accuracy is None else {"eval/held-out/accuracy": accuracy}
+        checkpoints.publish(rollout_id, write, {"metrics": metrics})
+    (tmp_path / "notes").mkdir()
+    checkpoints.prune(2, "eval/held-out/accuracy")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000003", "step_000005", "step_000006"]
+    checkpoints.prune(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000005", "step_000006"]
+    assert checkpoints.prune(3) == []
+    checkpoints.prune(1, "no/such/metric")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000006"]
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_write_that_fails_leaves_the_one_before(tmp_path: Path, error: type[BaseException]) -> None:
     checkpoints = Checkpoints(tmp_path)
