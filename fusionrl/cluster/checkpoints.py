@@ -41,9 +41,9 @@ class Checkpoints:
     def prune(self, keep: int, best_by: str | None = None) -> list[Path]:
         """Delete all but the newest `keep` checkpoints, and the one whose manifest has the highest `best_by`.
 
-        `best_by` names one of the manifest's `metrics`; a checkpoint without it is not the best. Of equal ones the newer
-        counts. Returns what was deleted. A checkpoint that is being deleted loses its manifest first, so that a kill on
-        the way leaves none that looks complete.
+        `best_by` names one of the manifest's `metrics`; a checkpoint without it is not best. Of equal ones the newer
+        counts. Returns what was deleted. A checkpoint loses its manifest first, so that a kill on the way leaves none
+        that looks complete.
         """
         found: list[tuple[int, float | None, Path]] = []
         for path in self.folder.glob("step_*"):

@@ -26,7 +26,8 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     evaluation = ["--eval-interval", "2", "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
     launched = run(
         [*rl_flags, *flags, *evaluation, "--actor-num-gpus-per-node", "2", "--num-rollout", "3"]
-        + ["--verify-weights", "always", "--run-dir", str(folder), "--num-steps-per-rollout", "2"],
+        + ["--verify-weights", "always", "--run-dir", str(folder), "--num-steps-per-rollout", "2"]
+        + ["--save-interval", "1", "--keep-checkpoints", "1", "--keep-best", "eval/held-out/accuracy"],
         tmp_path,
     )
     rows = metrics_of(folder)
@@ -42,6 +43,11 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     assert "eval/held-out/accuracy" in rows[0] and "eval/held-out/accuracy" in rows[2]
     for name in ("config.json", "plan.txt", "curves.png", "checkpoints/step_000003/manifest.json"):
         assert (folder / name).is_file(), name
+    # Kept are the newest and the best; the last step is evaluated as well.
+    accuracies = {row["step"]: row["eval/held-out/accuracy"] for row in rows[2:]}
+    best = max(accuracies, key=lambda step: (accuracies[step], step))
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == sorted({f"step_{step:06d}" for step in (best, 3)})
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert {"engine-0.log", "engine-1.log", "router.log", "driver.log"} <= logs
     for rollout_id in range(3):
