@@ -79,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | EXPERTS
     | {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
     "deepseek_v3": LATENT | SIGMOID,
+    "deepseek_v3 dense": LATENT | SIGMOID | {"first_k_dense_replace": 4},
 }
 
 
@@ -146,7 +147,7 @@ ROWS = [
     Row("deepseek_v2", 2, {"tp": 2}),
     Row("deepseek_v2", 2, {"ep": 2}),
     Row("deepseek_v3", 2, {"tp": 2}),
-    Row("deepseek_v3", 2, {"tp": 2}, "no sequence parallel, one expert rank", {"sequence_parallel": False}),
+    Row("deepseek_v3 dense", 2, {"tp": 2}),
     Row("deepseek_v3", 2, {"ep": 2}),
     Row("deepseek_v3", 2, {"pp": 2}),
     Row("deepseek_v3", 2, {"cp": 2}),

@@ -136,6 +136,9 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
             divide(tensor, layout.tp, shape.moe.shared_ffn_hidden_size, "rows of the shared expert")
     elif layout.ep > 1:
         errors.append(f"{expert} {layout.ep}: a {shape.model_type} model has no experts; leave it at 1")
+    if layout.tp > 1 and transformer.get("sequence_parallel") is False and (shape.moe or shape.mla):
+        needs = "experts need" if shape.moe else "latent attention needs"
+        errors.append(f"{tensor} {layout.tp}: {needs} sequence parallelism; leave --no-sequence-parallel out")
     errors += _stage_errors(layout, shape, transformer)
     return errors
 

@@ -18,10 +18,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -260,28 +257,20 @@ class DuplicatedLinear(torch.nn.Module):
 
     Megatron's local spec splits it and gathers the result; the positional part of the keys, which all heads share,
     then gets the gradient of its own rank's heads alone, because the backward pass of that gather only cuts. Here the
-    weight is whole, as in Transformer Engine's spec: under sequence parallelism each rank sees its part of the
-    sequence, and the gradients of the weight are summed over the ranks with those of the norms. Without sequence
-    parallelism every rank sees all tokens, and the gradient of the shared dimensions is summed here.
+    weight is whole, as in Transformer Engine's spec: each rank sees its part of the sequence, and the gradients of the
+    weight are summed over the ranks with those of the norms. (Without sequence parallelism Megatron would sum the
+    gradients of latent attention's norms twice; the plan refuses that.)
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, tp_group: Any = None, **unused: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel
-        # The last dimensions that all heads use as they are, without a further projection.
-        own = output_size == config.kv_lora_rank + config.qk_pos_emb_head_dim
-        self.shared = config.qk_pos_emb_head_dim if own and not config.sequence_parallel else 0
-        self.group = tp_group
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """[..., input] → ([..., output], no bias)."""
-        out = F.linear(hidden, self.weight)
-        if self.shared:
-            latent, shared = out.split([out.size(-1) - self.shared, self.shared], dim=-1)
-            out = torch.cat([latent, copy_to_tensor_model_parallel_region(shared, group=self.group)], dim=-1)
-        return out, None
+        return F.linear(hidden, self.weight), None
 
 
 class NormedSelfAttention(SelfAttention):

@@ -54,6 +54,7 @@ def shape(raw: dict[str, Any]) -> ModelShape:
             {"num_layers_in_first_pipeline_stage": 5, "num_layers_in_last_pipeline_stage": 7},
             ["--num-layers-in-first-pipeline-stage 5 does not divide into 2 virtual", "last-pipeline-stage 7"],
         ),
+        (MOE, TrainerLayout(2, tp=2, etp=2), {"sequence_parallel": False}, ["experts need sequence parallelism"]),
         (LLAMA, TrainerLayout(1), {"num_layers_in_last_pipeline_stage": 7}, ["of at least 2"]),
         (LLAMA, TrainerLayout(2, pp=2), {"num_layers_in_last_pipeline_stage": 13}, ["12 layers"]),
     ],
