@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# GRPO on the real SmolLM2-135M-Instruct: sums and differences of two or three one-digit numbers, scored by
-# reasoning-gym's verifier.
-# On two CPU cores about half an hour. Usage: bash scripts/run-smollm2-135m-grpo.sh [FOLDER] [more flags of fusionrl train]
+# GRPO on the real SmolLM2-135M-Instruct: sums and differences of two or three one-digit numbers, scored by reasoning-gym's
+# verifier. About twenty minutes on two CPU cores. Usage: bash scripts/run-smollm2-135m-grpo.sh [FOLDER] [more flags]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup-env.sh examples smollm2
