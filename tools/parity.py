@@ -287,7 +287,14 @@ def first_gradients(actor: Any) -> dict[str, np.ndarray] | None:
 
 def measure(ranks: LocalRanks, folder: Path, layout: TrainerLayout, passthrough: PassThrough, batch: Batch) -> Result:
     config = Config.from_flat(
-        {"mode": "sft", "hf_checkpoint": str(folder), "train_num_threads": 1, "lr": 1e-3, "clip_grad": 1.0},
+        {
+            "mode": "sft",
+            "hf_checkpoint": str(folder),
+            "precision": "fp32",
+            "train_num_threads": 1,
+            "lr": 1e-3,
+            "clip_grad": 1.0,
+        },
         passthrough,
     )
     ranks.start(config, layout)

@@ -1,14 +1,15 @@
 """The last one out: a small process that ends what is left of a run when its driver has ended, however it ended.
 
 Ray's own processes watch each other, but not all at every moment: an agent that is still starting when its raylet
-is killed can live on. Every process of a run on this machine inherits a token in its environment; the guard waits
-until the pipe from the driver closes, gives the others a few seconds to end by themselves, and kills the rest.
+is killed can live on. Every process of a run on this machine inherits a token in its environment; the guard notes
+who has it until the pipe from the driver closes, gives them a few seconds to end by themselves, and kills the rest.
 Standard library alone: it must start at once and outlive everything else.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 TOKEN_VARIABLE = "FUSIONRL_RUN_TOKEN"
 _GRACE_S = 4.0
 _POLL_S = 0.2
+_WATCH_S = 0.5
+_LOOKS = 20  # ten seconds
 
 
 class Guard:
@@ -45,35 +48,84 @@ class Guard:
 
 def carriers(token: str) -> list[int]:
     """Living processes whose environment, as they were started with it, has the token."""
-    needle = f"{TOKEN_VARIABLE}={token}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            is_zombie = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-            if not is_zombie and needle in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except (OSError, IndexError):  # it ended while we looked, or is another user's
-            continue
-    return found
+    return [pid for pid in _pids() if _carries(pid, token)]
 
 
-def sweep(token: str, grace_s: float = _GRACE_S) -> None:
-    """Wait up to `grace_s` seconds for the carriers to end, then kill the rest."""
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _carries(pid: int, token: str) -> bool:
+    try:
+        return f"{TOKEN_VARIABLE}={token}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended while we looked, or is another user's
+        return False
+
+
+def _start_time(pid: int) -> str | None:
+    """When the process started, in ticks; None where it has ended. With the number it names one process for ever."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+class Watch:
+    """The processes of a run, as they are found while it lives.
+
+    A look at the end is not enough: a process that gives itself a title (Ray's do) writes it over its environment,
+    token and all.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self._looks: dict[int, int] = {}  # how often each process was looked at
+        self._found: dict[int, str] = {}  # process → start time
+
+    def look(self) -> None:
+        """Look at what is new. Several times: between fork and exec a process has another environment."""
+        pids = _pids()
+        for pid in pids:
+            looks = self._looks.get(pid, 0)
+            if looks < _LOOKS and pid not in self._found and _carries(pid, self.token):
+                start = _start_time(pid)
+                if start is not None:
+                    self._found[pid] = start
+            self._looks[pid] = looks + 1
+        for gone in set(self._looks) - set(pids):
+            self._looks.pop(gone)
+            self._found.pop(gone, None)
+
+    def living(self) -> list[int]:
+        """Processes that were found and live."""
+        return [pid for pid, start in self._found.items() if _start_time(pid) == start]
+
+
+def sweep(watch: Watch, grace_s: float = _GRACE_S) -> None:
+    """Wait up to `grace_s` seconds for the run's processes to end, then kill the rest."""
     deadline = time.monotonic() + grace_s
-    while (left := carriers(token)) and time.monotonic() < deadline:
+    while True:
+        watch.look()
+        left = watch.living()
+        if not left:
+            return
+        if time.monotonic() >= deadline:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
         time.sleep(_POLL_S)
-    while left:
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        time.sleep(_POLL_S)
-        left = carriers(token)
+
+
+def main(token: str) -> None:
+    """Watch until the driver closes its end of the pipe, or is gone; then sweep."""
+    watch = Watch(token)
+    while not select.select([sys.stdin], [], [], _WATCH_S)[0]:
+        watch.look()
+    sweep(watch)
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()  # ends when the driver closes its end, or when it is gone
-    sweep(sys.argv[1])
+    main(sys.argv[1])

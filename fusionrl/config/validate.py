@@ -43,8 +43,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
         errors.append(f"--kl-loss-coef {config.algorithm.kl_loss_coef} has no effect without --use-kl-loss; add it")
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
-    if config.checkpoint.keep_best and config.checkpoint.keep_checkpoints is None:
-        errors.append(f"--keep-best {config.checkpoint.keep_best} needs --keep-checkpoints; without it all are kept")
+    _check_keep_best(config, errors)
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
     return Checked(shape, num_prompts), errors
@@ -63,10 +62,13 @@ def _check_model(config: Config) -> ModelShape | None:
     if folder is None:
         raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
     shape = read_model_shape(folder)
+    engines = config.run.mode != "sft" and not config.run.debug_train_only
     if config.model.debug_random_weights:
-        if config.run.mode != "sft" and not config.run.debug_train_only:
+        if config.model.megatron_checkpoint is not None:
+            raise ValueError("--debug-random-weights and --megatron-checkpoint exclude each other")
+        if engines:
             raise ValueError("--debug-random-weights: engines need real weights; use --mode sft or --debug-train-only")
-    else:
+    elif engines or config.model.megatron_checkpoint is None:
         check_weight_files(folder)
     names = {path.name for path in Path(folder).iterdir()}
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
@@ -153,13 +155,19 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
             f"--rollout-min-response-len {rollout.rollout_min_response_len} is over --rollout-max-response-len"
             f" {rollout.rollout_max_response_len}"
         )
-    cap = config.train.max_tokens_per_gpu * config.model.context_parallel_size
+    model = config.model
+    cap = config.train.max_tokens_per_gpu * model.context_parallel_size
+    multiple = model.tensor_model_parallel_size * (
+        2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
+    )
     longest = limit or (config.data.rollout_max_prompt_len or 1) + (rollout.rollout_max_response_len or 0)
-    if config.run.mode == "rl" and longest > cap:
+    padded = -(-longest // multiple) * multiple
+    if config.run.mode == "rl" and padded > cap:
         errors.append(
             f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size"
-            f" {config.model.context_parallel_size} = {cap} tokens of a micro-batch, but a sample may have {longest};"
-            " raise it, or lower --rollout-max-response-len or --rollout-max-context-len"
+            f" {model.context_parallel_size} = {cap} tokens of a micro-batch, but a sample may have {longest}"
+            + (f" ({padded} with padding to a multiple of {multiple})" if padded != longest else "")
+            + "; raise it, or lower --rollout-max-response-len or --rollout-max-context-len"
         )
     if rollout.rollout_ignore_eos and (rollout.rollout_stop or rollout.rollout_stop_token_ids):
         errors.append("--rollout-ignore-eos makes no sense with --rollout-stop or --rollout-stop-token-ids")
@@ -237,6 +245,21 @@ def _has_template(config: Config) -> bool | None:
         return False
     except (ValueError, AttributeError):
         return None  # the tokenizer's own loading says what is wrong with the file
+
+
+def _check_keep_best(config: Config, errors: list[str]) -> None:
+    best = config.checkpoint.keep_best
+    if best is None:
+        return
+    if config.checkpoint.keep_checkpoints is None:
+        errors.append(f"--keep-best {best} needs --keep-checkpoints; without it all are kept")
+    names = (
+        [f"eval/{name}/accuracy" for name, _ in eval_sets(config)] if not len(config.eval.eval_prompt_data) % 2 else []
+    )
+    sets = {name.rsplit("/", 1)[0] for name in names}
+    if config.eval.eval_interval is None or best.rsplit("/", 1)[0] not in sets:
+        known = " or ".join(names) or "eval/<set>/accuracy of a set of --eval-prompt-data"
+        errors.append(f"--keep-best {best}: no evaluation gives that; it can be {known}, with --eval-interval")
 
 
 def _check_path_templates(config: Config, errors: list[str]) -> None:

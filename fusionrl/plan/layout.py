@@ -136,11 +136,38 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
             divide(tensor, layout.tp, shape.moe.shared_ffn_hidden_size, "rows of the shared expert")
     elif layout.ep > 1:
         errors.append(f"{expert} {layout.ep}: a {shape.model_type} model has no experts; leave it at 1")
+    if layout.etp > 1 and shape.moe is None:
+        errors.append(
+            f"--expert-tensor-parallel-size {layout.etp}: a {shape.model_type} model has no experts; leave it out"
+        )
     if layout.tp > 1 and transformer.get("sequence_parallel") is False and (shape.moe or shape.mla):
         needs = "experts need" if shape.moe else "latent attention needs"
         errors.append(f"{tensor} {layout.tp}: {needs} sequence parallelism; leave --no-sequence-parallel out")
     errors += _stage_errors(layout, shape, transformer)
     return errors
+
+
+def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[str, Any]) -> list[list[int]] | None:
+    """Layers of each pipeline rank, all its chunks together; None where a layout of Megatron's own says which.
+
+    For sizes that divide (see `model_errors`).
+    """
+    if transformer.get("pipeline_model_parallel_layout") is not None:
+        return None
+    sizes = [0] * layout.pp
+    ends = {0: transformer.get("num_layers_in_first_pipeline_stage")}
+    ends[layout.pp - 1] = transformer.get("num_layers_in_last_pipeline_stage")
+    given = {stage: size for stage, size in ends.items() if size is not None}
+    for stage in range(layout.pp):
+        sizes[stage] = given.get(stage, (num_layers - sum(given.values())) // max(layout.pp - len(given), 1))
+    stages: list[list[int]] = [[] for _ in range(layout.pp)]
+    first = 0
+    for _ in range(layout.vpp):
+        for stage in range(layout.pp):
+            count = sizes[stage] // layout.vpp
+            stages[stage] += range(first, first + count)
+            first += count
+    return stages
 
 
 def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
@@ -153,6 +180,9 @@ def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping
         return [f"{_flag(name)} needs --pipeline-model-parallel-size of at least 2" for name in ends]
     if transformer.get("pipeline_model_parallel_layout") is not None:
         return []  # Megatron reads and checks it
+    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        if transformer.get(name):
+            return [f"{_flag(name)} is not supported; give --num-layers-in-first-pipeline-stage or the last's instead"]
     middle = layout.pp - len(ends)
     rest = shape.num_layers - sum(ends.values())
     given = "".join(f" - {_flag(name)} {value}" for name, value in ends.items())

@@ -10,7 +10,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
-from fusionrl.plan.layout import TrainerLayout, model_errors
+from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
 
 
@@ -77,6 +77,7 @@ def make_plan(
         errors = model_errors(layout, shape, config.passthrough.transformer)
         if errors:
             raise ValueError(errors[0])
+        _check_saved(config, layout, shape)
     world_size = layout.world_size if layout else 0
     rollout_gpus = _rollout_gpus(config)
     size = cluster.rollout_num_gpus_per_engine
@@ -121,7 +122,10 @@ def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = Non
     try:
         layout = _layout(config, shape)
         if layout and shape:
-            errors += model_errors(layout, shape, config.passthrough.transformer)
+            found = model_errors(layout, shape, config.passthrough.transformer)
+            errors += found
+            if not found:
+                _check_saved(config, layout, shape)
     except ValueError as error:
         errors.append(str(error))
     pieces: list[Callable[[], object]] = [
@@ -171,6 +175,20 @@ def _layout(config: Config, shape: ModelShape | None) -> TrainerLayout | None:
     )
 
 
+def _check_saved(config: Config, layout: TrainerLayout, shape: ModelShape) -> None:
+    """Megatron's optimizer has a part for experts only on the stages that have some, and such states do not load."""
+    if shape.moe is None or config.checkpoint.no_save or layout.pp == 1:
+        return
+    stages = stage_layers(layout, shape.num_layers, config.passthrough.transformer) or []
+    without = [stage for stage, layers in enumerate(stages) if not set(layers) & set(shape.moe.layers)]
+    if without:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {layout.pp}: stage {without[0]} (layers {stages[without[0]][0]} to"
+            f" {stages[without[0]][-1]}) has no experts, and a checkpoint of such a run could not be loaded again;"
+            " choose other stages, or --no-save"
+        )
+
+
 def _virtual_size(config: Config, shape: ModelShape | None) -> int:
     """Model chunks a pipeline rank holds."""
     model = config.model
@@ -182,6 +200,11 @@ def _virtual_size(config: Config, shape: ModelShape | None) -> int:
         )
     if layers is None or shape is None:
         return size or 1
+    if model.pipeline_model_parallel_size == 1:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} needs --pipeline-model-parallel-size of at least 2: one"
+            " stage has nothing to interleave"
+        )
     chunk = layers * model.pipeline_model_parallel_size
     if shape.num_layers % chunk:
         raise ValueError(

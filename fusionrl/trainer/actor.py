@@ -161,7 +161,7 @@ class TrainerActor:
         from fusionrl.trainer.reference import ReferenceWeights
 
         model = self.config.model
-        if model.megatron_checkpoint is not None and model.ref_load is None:
+        if (model.megatron_checkpoint is not None or model.debug_random_weights) and model.ref_load is None:
             self._reference = ReferenceWeights.of_model(self.trained.chunks, self.shape)
             return
         flag = "--ref-load" if model.ref_load else "--hf-checkpoint"

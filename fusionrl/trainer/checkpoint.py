@@ -150,14 +150,17 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
         ValueError: no complete checkpoint, one of another model, or files of it that are missing or damaged.
     """
     description = read_description(path)
-    saved_shape = description["shape"]
-    for name, value in shape.model_dump(mode="json").items():
-        if saved_shape.get(name) != value:
+    try:
+        saved = ModelShape(**description["shape"]).model_dump()
+        same_layout = TrainerLayout(**description["layout"]) == layout
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is of another version ({error})") from error
+    for name, value in shape.model_dump().items():
+        if saved[name] != value:
             raise ValueError(
-                f"checkpoint {path}: it is of a model with {name} {saved_shape.get(name)!r}, --hf-checkpoint "
+                f"checkpoint {path}: it is of a model with {name} {saved[name]!r}, --hf-checkpoint "
                 f"has {value!r}; give the model that the run was started with"
             )
-    same_layout = description["layout"] == dataclasses.asdict(layout)
     try:
         state = dist_checkpointing.load(
             _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout),

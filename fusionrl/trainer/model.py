@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from fusionrl.config.config import Config
@@ -151,7 +152,14 @@ def _build_chunk(
         _scale_rope(model, shape.rope_scaling)
     if device.type == "cuda":
         model.cuda(device)
-    return Float16Module(transformer, model) if transformer.bf16 else model
+    if not transformer.bf16:
+        return model
+    wrapped = Float16Module(transformer, model)
+    for module in wrapped.modules():
+        # The wrapper makes everything bf16; a router turns its bias back at its first forward pass, after loading.
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+    return wrapped
 
 
 @torch.no_grad()

@@ -65,16 +65,22 @@ def plan_feeds(
     return feeds
 
 
+# SGLang joins these two of latent attention, and drops one that comes without the other.
+TOGETHER = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+
+
 def buckets(tensors: Iterable[tuple[str, Any]], max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
     """Consecutive (name, tensor) pairs of one dtype, of at most `max_bytes` together; a larger tensor stands alone.
 
-    Lazily: at most one bucket of gathered tensors is alive at a time.
+    Two that an engine joins while it loads them (`TOGETHER`) come in one bucket, whatever its size. Lazily: at most one
+    bucket of gathered tensors is alive at a time.
     """
     bucket: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        if bucket and (size + nbytes > max_bytes or tensor.dtype != bucket[0][1].dtype):
+        joined = bool(bucket) and bucket[-1][0].endswith(TOGETHER[0]) and name.endswith(TOGETHER[1])
+        if bucket and not joined and (size + nbytes > max_bytes or tensor.dtype != bucket[0][1].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))

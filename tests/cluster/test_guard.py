@@ -13,6 +13,20 @@ from fusionrl.cluster.guard import Guard, carriers
 SLEEPER = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
 
 
+# After a second it writes a title over its environment, as Ray's processes do.
+TITLED = [
+    sys.executable,
+    "-c",
+    "import ctypes, time\n"
+    "time.sleep(1)\n"
+    "fields = open('/proc/self/stat').read().rsplit(')', 1)[1].split()\n"
+    "start, end = int(fields[47]), int(fields[48])\n"
+    "ctypes.memset(start, 32, end - start - 1)\n"
+    "print('titled', flush=True)\n"
+    "time.sleep(60)\n",
+]
+
+
 def _wait_gone(token: str, timeout_s: float = 15.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while carriers(token) and time.monotonic() < deadline:
@@ -53,3 +67,14 @@ def test_a_killed_driver_leaves_nothing() -> None:
     driver.kill()
     driver.wait()
     assert _wait_gone(token)
+
+
+def test_a_process_that_overwrites_its_environment_is_known_all_the_same() -> None:
+    guard = Guard()
+    child = subprocess.Popen(TITLED, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "titled\n"
+    assert child.pid not in carriers(guard.token)
+    guard.close()
+    assert child.wait(5) == -signal.SIGKILL
+    child.stdout.close()

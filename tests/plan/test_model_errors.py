@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
-from fusionrl.plan.layout import TrainerLayout, model_errors
+from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -55,6 +55,8 @@ def shape(raw: dict[str, Any]) -> ModelShape:
             ["--num-layers-in-first-pipeline-stage 5 does not divide into 2 virtual", "last-pipeline-stage 7"],
         ),
         (MOE, TrainerLayout(2, tp=2, etp=2), {"sequence_parallel": False}, ["experts need sequence parallelism"]),
+        (LLAMA, TrainerLayout(2, etp=2), {}, ["--expert-tensor-parallel-size 2: a llama model has no experts"]),
+        (LLAMA, TrainerLayout(2, pp=2), {"account_for_loss_in_pipeline_split": True}, ["is not supported"]),
         (LLAMA, TrainerLayout(1), {"num_layers_in_last_pipeline_stage": 7}, ["of at least 2"]),
         (LLAMA, TrainerLayout(2, pp=2), {"num_layers_in_last_pipeline_stage": 13}, ["12 layers"]),
     ],
@@ -95,3 +97,20 @@ def test_interleaving_wants_stages():
         ValueError, match=r"--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size"
     ):
         TrainerLayout(2, vpp=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "stages"),
+    [
+        (TrainerLayout(2, pp=2), {}, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]),
+        (TrainerLayout(2, pp=2, vpp=3), {}, [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]),
+        (
+            TrainerLayout(3, pp=3),
+            {"num_layers_in_last_pipeline_stage": 2},
+            [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]],
+        ),
+        (TrainerLayout(2, pp=2), {"pipeline_model_parallel_layout": "x"}, None),
+    ],
+)
+def test_layers_of_stages(layout, fields, stages):
+    assert stage_layers(layout, 12, fields) == stages

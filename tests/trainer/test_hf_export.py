@@ -58,6 +58,19 @@ def test_round_trip_is_bit_exact(workers, hf, tmp_path, layout, family, tied):
     assert failure.value.kind == "ValueError"
 
 
+@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, pp=2)], ids=str)
+def test_a_balancing_bias_stays_exact_in_bf16(workers, hf, tmp_path, layout):
+    """Rounded, it would choose other experts than the engines do."""
+    folder, model = hf("glm4_moe", False)
+    (bias,) = (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+    assert not torch.equal(bias, bias.bfloat16().float())
+    workers.start(config_of(folder, precision="bf16"), layout)
+    workers.call("save_hf", str(tmp_path / "out"))
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(saved["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
+    assert saved["model.norm.weight"].dtype is torch.bfloat16
+
+
 def test_what_was_trained_is_what_is_saved(workers, hf, tmp_path):
     folder, model = hf("qwen3", True)
     samples = Samples(5, seed=21)

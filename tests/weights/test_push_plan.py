@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
+from fusionrl.weights.families import hf_shapes
 from fusionrl.weights.plan import EngineTarget, buckets, plan_feeds
+from tests.trainer import hf_models
 
 
 def target(index: int, bundles: tuple[int, ...], node: str = "a") -> EngineTarget:
@@ -78,3 +82,20 @@ def test_one_bucket_of_tensors_is_alive_at_a_time() -> None:
     made = buckets(tensors(), max_bytes=80)
     next(made)
     assert gathered == [0, 1, 2]
+
+
+@pytest.mark.parametrize("limit", range(1, 400, 7))
+def test_what_an_engine_joins_comes_in_one_bucket(limit: int) -> None:
+    """SGLang drops a q_a_proj whose kv_a_proj_with_mqa comes with another request."""
+    shape = hf_models_shape("deepseek_v3")
+    tensors = [(name, torch.zeros(sizes)) for name, sizes in hf_shapes(shape).items()]
+    made = list(buckets(iter(tensors), limit * 64))
+    assert [name for bucket in made for name, _ in bucket] == [name for name, _ in tensors]
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}.self_attn."
+        pair = {prefix + "q_a_proj.weight", prefix + "kv_a_proj_with_mqa.weight"}
+        assert sum(bool(pair & {name for name, _ in bucket}) for bucket in made) == 1
+
+
+def hf_models_shape(family: str) -> ModelShape:
+    return shape_from_hf_config(json.loads(hf_models.config_of(family, False).to_json_string(use_diff=False)))

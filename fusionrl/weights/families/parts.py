@@ -96,15 +96,17 @@ def latent_attention(shape: ModelShape, layer: int) -> Iterator[Rule]:
     to, of = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     h, heads = shape.hidden_size, shape.num_attention_heads
     q_rows = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    down = {f"{of}.kv_a_proj_with_mqa.weight": (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, h)}
     if mla.q_lora_rank is None:
         yield Rule(f"{to}.linear_q_proj.weight", {f"{of}.q_proj.weight": (q_rows, h)}, split="rows")
     else:
+        # Next to each other, and so in one bucket of a push: SGLang joins the two, and drops one that comes alone.
         yield Rule(f"{to}.linear_q_down_proj.weight", {f"{of}.q_a_proj.weight": (mla.q_lora_rank, h)})
+    yield Rule(f"{to}.linear_kv_down_proj.weight", down)
+    if mla.q_lora_rank is not None:
         yield norm(f"{to}.q_layernorm", f"{of}.q_a_layernorm", mla.q_lora_rank)
         up = {f"{of}.q_b_proj.weight": (q_rows, mla.q_lora_rank)}
         yield Rule(f"{to}.linear_q_up_proj.weight", up, split="rows")
-    down = {f"{of}.kv_a_proj_with_mqa.weight": (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, h)}
-    yield Rule(f"{to}.linear_kv_down_proj.weight", down)
     yield norm(f"{to}.kv_layernorm", f"{of}.kv_a_layernorm", mla.kv_lora_rank)
     up = {f"{of}.kv_b_proj.weight": (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)}
     yield Rule(f"{to}.linear_kv_up_proj.weight", up, split="rows")
