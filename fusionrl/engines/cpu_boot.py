@@ -4,8 +4,8 @@ SGLang imports a handful of GPU or multimedia packages at module level even wher
 calls them. `install` appends one finder to the end of `sys.meta_path` that answers for those packages:
 
 * it comes last, so an installed package always wins;
-* it answers only when an `sglang` module is the importer, so torch and transformers go on seeing "not
-  installed" and choose their own CPU paths;
+* it answers only when a module of `sglang` (or of Megatron-core, which imports triton since 0.19) is the importer, so
+  torch and transformers go on seeing "not installed" and choose their own CPU paths;
 * nothing is emulated: calling a stand-in raises `NotImplementedError`. Triton's decorators are the one
   exception, as they are applied while a module is imported: the kernel gets defined and cannot run.
 
@@ -130,4 +130,4 @@ def _importer_is_sglang() -> bool:
     frame = sys._getframe(2)
     while frame is not None and "importlib" in frame.f_globals.get("__name__", ""):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "sglang"
+    return frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("sglang", "megatron")

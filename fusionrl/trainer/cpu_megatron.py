@@ -112,6 +112,9 @@ def install() -> bool:
     if _state["installed"]:
         return True
     assert "megatron.core" not in sys.modules, "cpu_megatron.install() must run before megatron.core is imported"
+    from fusionrl.engines import cpu_boot
+
+    cpu_boot.install()  # Megatron-core 0.19 imports triton, which a machine without CUDA need not have
     _install_jit()
     _install_cuda_functions()
     _install_factories()

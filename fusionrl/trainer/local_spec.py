@@ -7,6 +7,7 @@ scaled_dot_product_attention.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -301,7 +303,11 @@ def add_output_norms(block: TransformerBlockSubmodules) -> None:
     """Give every layer of a spec norms after attention and after the MLP."""
     for layer in block.layer_specs:
         layer.submodules.self_attention.module = NormedSelfAttention
-        layer.submodules.mlp.module = NormedMLP
+        mlp = layer.submodules.mlp
+        if isinstance(mlp, ModuleSpec):
+            mlp.module = NormedMLP
+        else:  # Megatron-core 0.19 has a function that builds it here
+            layer.submodules.mlp = functools.partial(NormedMLP.as_mlp_submodule, *mlp.args, **mlp.keywords)
 
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -324,7 +330,9 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
         attention.core_attention = SDPACoreAttention
         if latent:
             attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
-            attention.q_layernorm = attention.kv_layernorm = LocalNorm
+            attention.kv_layernorm = LocalNorm
+            # Megatron-core 0.19 refuses a norm of queries that are not compressed.
+            attention.q_layernorm = LocalNorm if config.q_lora_rank is not None else IdentityOp
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = LocalNorm
         return spec
