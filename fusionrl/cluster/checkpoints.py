@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ class Checkpoints:
 
     def latest(self) -> Checkpoint | None:
         """The newest finished checkpoint; one without its manifest was never published and does not count."""
-        found = []
+        found = [Checkpoint(path, int(manifest["rollout_id"])) for path, manifest in self._finished()]
+        return max(found, key=lambda checkpoint: checkpoint.rollout_id, default=None)
+
+    def _finished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """(folder, manifest) of every checkpoint that was published, in no order."""
         for path in self.folder.glob("step_*"):
             if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
-                manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-                found.append(Checkpoint(path, int(manifest["rollout_id"])))
-        return max(found, key=lambda checkpoint: checkpoint.rollout_id, default=None)
+                yield path, json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
 
     def prune(self, keep: int, best_by: str | None = None) -> list[Path]:
         """Delete all but the newest `keep` checkpoints, and the one whose manifest has the highest `best_by`.
@@ -45,12 +47,10 @@ class Checkpoints:
         counts. Returns what was deleted. A checkpoint loses its manifest first, so that a kill on the way leaves none
         that looks complete.
         """
-        found: list[tuple[int, float | None, Path]] = []
-        for path in self.folder.glob("step_*"):
-            if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
-                manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-                value = manifest.get("metrics", {}).get(best_by) if best_by else None
-                found.append((int(manifest["rollout_id"]), value, path))
+        found: list[tuple[int, float | None, Path]] = [
+            (int(manifest["rollout_id"]), manifest.get("metrics", {}).get(best_by) if best_by else None, path)
+            for path, manifest in self._finished()
+        ]
         found.sort(key=lambda one: one[0])
         scored = [one for one in found if one[1] is not None]
         best = max(scored, key=lambda one: (one[1], one[0]), default=None)

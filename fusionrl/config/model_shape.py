@@ -132,6 +132,8 @@ def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:
         if raw.get("use_sliding_window"):
             raise ValueError("sliding-window attention is not supported")
         fields = family.read(raw)
+        if "moe" in fields and not fields["moe"]["layers"]:
+            del fields["moe"]  # every layer is one of the dense ones
         _check_rope(fields)
     except KeyError as error:
         raise ValueError(f"{where}: config.json lacks {error.args[0]!r}") from error

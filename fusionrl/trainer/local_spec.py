@@ -318,6 +318,7 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
         multi_latent_attention.Linear = DuplicatedLinear
 
     def layer_spec(num_experts: int | None) -> ModuleSpec:
+        """Megatron's local layer, dense or with experts, with the norms and attention of this file in it."""
         spec: ModuleSpec = get_gpt_layer_local_spec(
             num_experts=num_experts,
             qk_layernorm=config.qk_layernorm,

@@ -172,3 +172,16 @@ def test_a_family_of_ones_own(tmp_path, monkeypatch):
         shape_from_hf_config(raw | {"model_type": "empty"})
     with pytest.raises(ValueError, match="model_type 'mamba' is not supported; supported are llama, "):
         shape_from_hf_config(raw | {"model_type": "mamba"})
+
+
+def test_groups_that_megatron_ranks_otherwise_are_refused():
+    assert shape_of("deepseek_v3").moe.group_topk == 2
+    with pytest.raises(ValueError, match="num_experts_per_tok 6 with topk_group 2 is not supported"):
+        shape_of("deepseek_v3", num_experts_per_tok=6)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_a_model_of_dense_layers_alone_has_no_experts(family):
+    shape = shape_of(family, first_k_dense_replace=2)
+    assert shape.moe is None
+    assert not any("experts" in name for name in families.hf_shapes(shape))

@@ -28,8 +28,7 @@ def latent(raw: dict[str, Any]) -> dict[str, Any]:
 def read(raw: dict[str, Any]) -> dict[str, Any]:
     if not raw.get("rope_interleave", True):
         raise ValueError("rope_interleave false is not supported")
-    moe = sigmoid_experts(raw)
-    return parts.common(raw) | latent(raw) | ({"moe": moe} if moe["layers"] else {})
+    return parts.common(raw) | latent(raw) | {"moe": sigmoid_experts(raw)}
 
 
 def layer(shape: ModelShape, number: int) -> Iterator[Rule]:
