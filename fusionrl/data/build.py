@@ -72,14 +72,15 @@ def _divide(chosen: Sequence[Sample], dp_size: int, balance: Balance) -> list[li
     """rank → micro-batch → positions in `chosen`."""
     lengths = np.array([len(sample.tokens) for sample in chosen])
     prompts = lengths - np.array([sample.response_length for sample in chosen])
-    try:
-        return divide(lengths, prompts, _siblings(chosen), dp_size, balance)
-    except ValueError as error:
-        sample = chosen[error.args[1]]
+    padded = balance.padded(lengths)
+    if int(padded.max(initial=0)) > balance.max_tokens:
+        longest = int(padded.argmax())
         raise ValueError(
-            f"sample {sample.index}: {error.args[0]} (--max-tokens-per-gpu x --context-parallel-size); raise "
+            f"sample {chosen[longest].index} has {lengths[longest]} tokens ({padded[longest]} with padding), over the "
+            f"{balance.max_tokens} of a micro-batch (--max-tokens-per-gpu x --context-parallel-size); raise "
             "--max-tokens-per-gpu, or bound the length with --rollout-max-context-len"
-        ) from error
+        )
+    return divide(lengths, prompts, _siblings(chosen), dp_size, balance)
 
 
 def _siblings(chosen: Sequence[Sample]) -> list[list[int]]:

@@ -90,17 +90,10 @@ def divide(
         balance: see there.
 
     Returns:
-        rank → micro-batch → samples.
-
-    Raises:
-        ValueError: a sample is over `max_tokens`; its number in the step is the exception's second argument.
+        rank → micro-batch → samples. No sample may be over `max_tokens` with its padding.
     """
     padded = balance.padded(lengths)
-    if padded.size and int(padded.max()) > balance.max_tokens:
-        longest = int(padded.argmax())
-        raise ValueError(
-            f"a sample has {int(lengths[longest])} tokens, over the {balance.max_tokens} of a micro-batch", longest
-        )
+    assert int(padded.max(initial=0)) <= balance.max_tokens, "a sample over the cap"
     singles = [[i] for group in groups for i in group]
     best = _divide(singles, padded, prompts, ranks, balance)
     if balance.share_prompts and len(singles) > len(groups):

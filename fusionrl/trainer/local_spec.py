@@ -275,28 +275,25 @@ class DuplicatedLinear(torch.nn.Module):
         return F.linear(hidden, self.weight), None
 
 
-class NormedSelfAttention(SelfAttention):
-    """Self-attention whose output is normalised before it is added to the residual (GLM-4)."""
+class _OutputNorm:
+    """Before a Megatron module: its output is normalised before it is added to the residual (GLM-4)."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.output_norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As the module's own; the first of what it returns, [s, b, h], normalised."""
         output, bias = super().forward(*args, **kwargs)
         return self.output_norm(output), bias
 
 
-class NormedMLP(MLP):
-    """An MLP whose output is normalised before it is added to the residual (GLM-4)."""
+class NormedSelfAttention(_OutputNorm, SelfAttention):
+    """Self-attention with a norm of its output."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.output_norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(*args, **kwargs)
-        return self.output_norm(output), bias
+class NormedMLP(_OutputNorm, MLP):
+    """An MLP with a norm of its output."""
 
 
 def add_output_norms(block: TransformerBlockSubmodules) -> None:

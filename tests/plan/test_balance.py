@@ -153,13 +153,6 @@ def test_a_group_that_does_not_fit_is_taken_apart():
     assert list(map(len, micro[0])) == [1, 1, 1, 1]
 
 
-def test_a_sample_over_the_cap_is_refused():
-    balance = Balance(SequenceCost(1.0, 0.0), max_tokens=120, pad_to=16)
-    with pytest.raises(ValueError, match="a sample has 115 tokens, over the 120 of a micro-batch") as caught:
-        divide(np.array([10, 115]), np.array([1, 1]), [[0], [1]], 1, balance)
-    assert caught.value.args[1] == 1
-
-
 def test_small_micro_batches_stand_at_both_ends():
     costs = np.array([3.0, 9.0, 1.0, 7.0, 5.0, 2.0])
     ordered = [costs[i] for i in pipeline_order(costs)]

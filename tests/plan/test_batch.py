@@ -125,8 +125,10 @@ def test_a_rollout_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="sample 7: loss_mask has 2 values for 1 response tokens"):
         build_shards([bad], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 9), rollout_id=0)
     long = Sample(index=8, tokens=list(range(10)), response_length=1)
-    with pytest.raises(ValueError, match=r"sample 8: a sample has 10 tokens, over the 9 .*raise --max-tokens-per-gpu"):
+    with pytest.raises(ValueError, match=r"sample 8 has 10 tokens .*over the 9 .*raise --max-tokens-per-gpu"):
         build_shards([long], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 9), rollout_id=0)
+    with pytest.raises(ValueError, match=r"sample 8 has 10 tokens \(16 with padding\), over the 15"):
+        build_shards([long], [0.0], [0.0], BatchPlan(1, 1, 1, 1, 1), Balance(COST, 15, pad_to=8), rollout_id=0)
 
 
 @pytest.mark.parametrize(
