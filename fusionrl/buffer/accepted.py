@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.data.sample import Sample, Status
-from fusionrl.observe.values import json_line
+from fusionrl.observe.values import json_line, write_atomically
 
 
 class AcceptedSamples:
@@ -72,7 +72,7 @@ class AcceptedSamples:
             kept = [
                 line for line in lines if line.endswith("\n") and json.loads(line).get("rollout_id", -1) <= rollout_id
             ]
-            _replace(self.path, "".join(kept))
+            write_atomically(self.path, "".join(kept))
         rollouts = {number: counts for number, counts in self._rollouts().items() if int(number) <= rollout_id}
         if self.summary_path.is_file():
             self._write_summary(rollouts)
@@ -95,7 +95,7 @@ class AcceptedSamples:
         names = dict.fromkeys(name for counts in rollouts.values() for name in counts)
         total = {name: sum(counts.get(name, 0) for counts in rollouts.values()) for name in names}
         summary = {"threshold": self.threshold, "per_prompt": self.per_prompt, "total": total, "rollouts": rollouts}
-        _replace(self.summary_path, json.dumps(summary, indent=1) + "\n")
+        write_atomically(self.summary_path, json.dumps(summary, indent=1) + "\n")
 
 
 def _row(rollout_id: int, sample: Sample, reward: float) -> dict[str, Any]:
@@ -107,9 +107,3 @@ def _row(rollout_id: int, sample: Sample, reward: float) -> dict[str, Any]:
 
 def _digest(row: dict[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps([row["prompt"], row["response"]], sort_keys=True).encode()).digest()
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

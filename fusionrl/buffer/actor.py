@@ -143,10 +143,7 @@ class BufferActor:
         assert self._source is None or rollout_id in self._states, f"no state of rollout {rollout_id} is kept"
         source = self._states.get(rollout_id)
         state = {"rollout_id": rollout_id, "source": source}
-        target = Path(path)
-        temporary = target.with_name(target.name + ".tmp")
-        temporary.write_text(json.dumps(state), encoding="utf-8")
-        temporary.replace(target)
+        write_atomically(Path(path), json.dumps(state))
 
     async def load(self, path: str) -> int:
         """Go on from a file that `save` wrote; returns its rollout id.
@@ -319,14 +316,14 @@ class BufferActor:
         return groups, {**metrics, **dropped}
 
     def _call_rollout(self, args: Any, rollout_id: int) -> Any:
+        path = self.config.rollout.rollout_function_path
+        if path == type(self.config.rollout)().rollout_function_path:
+            return self._rollout_function(args, rollout_id, self._source)
         try:
             return self._rollout_function(args, rollout_id, self._source)
         except (RolloutAborted, RewardError, HookError):
             raise  # these say themselves whose fault it was
-        except Exception as error:
-            path = self.config.rollout.rollout_function_path
-            if path == type(self.config.rollout)().rollout_function_path:
-                raise
+        except Exception as error:  # a user's function may raise anything
             raise HookError(f"--rollout-function-path {path}: {type(error).__name__}: {error}") from error
 
     def _finish(self, args: Any, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
@@ -405,6 +402,7 @@ class BufferActor:
         itself = path is not None and call_hook(field, path, rollout_id, args, result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),
+            **{f"eval/reward_{reason}": float(count) for reason, count in take_lost().items()},
             **result.metrics,
             "perf/time_eval_s": time.perf_counter() - start,
         }

@@ -22,7 +22,7 @@ async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers
         RuntimeError: a 4xx answer, or the last failed try; with the server's text.
     """
     key = os.environ.get(ROUTER_KEY)
-    if key and any(url.startswith(known) for known in os.environ.get(ROUTER_URLS, "").split()):
+    if key and any(f"{url}/".startswith(f"{known}/") for known in os.environ.get(ROUTER_URLS, "").split()):
         headers = {**auth_headers(key), **(headers or {})}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         for attempt in range(max_retries):

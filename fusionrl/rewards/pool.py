@@ -10,25 +10,30 @@ One thread talks to all processes. It is not bound to an event loop: rollouts ea
 from __future__ import annotations
 
 import atexit
+import hashlib
 import itertools
 import mmap
 import os
 import pickle
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.frames import LENGTH, STATE, frame
+from fusionrl.frames import LENGTH, frame
 
+# What a process is at, in memory that both see: beats of its event loop, number of the job whose code runs.
+STATE = struct.Struct("QQ")
 TICK_S = 0.05
 # A process that has been at one sample for so long does not count any more: another does its share meanwhile.
 SLOW_S = 0.5
@@ -62,10 +67,17 @@ class _Job:
     limit_s: float
     is_async: bool
     future: Future[Any] = field(default_factory=Future)
-    since: float = 0.0  # when it was given to a loop; time that its loop was blocked by another does not count
-    company: int | None = (
-        None  # how many a loop may have at once beside it: it was in one that died, and nobody knew why
-    )
+    since: float = 0.0  # when a loop that is ready was given it; anew where it is given to another
+    # How many a loop may have together with it: it was in one that died, and nobody knew by whom. None: any number.
+    company: int | None = None
+
+    def settle(self, value: Any = None, error: Exception | None = None) -> None:
+        """End the wait for it, if somebody still waits: its caller may give up at any moment."""
+        with suppress(InvalidStateError):
+            if error is not None:
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(value)
 
 
 class _Process:
@@ -215,7 +227,7 @@ class RewardPool:
             is_async: whether it runs on an event loop.
         """
         payload = pickle.dumps(list(samples))
-        key = hash(args).to_bytes(8, "big", signed=True)
+        key = hashlib.blake2b(args, digest_size=16).digest()
         job = _Job(next(self._numbers), (key, args), call, kwargs, list(samples), payload, limit_s, is_async)
         with self._lock:
             if self._closed:
@@ -281,12 +293,12 @@ class RewardPool:
             if job is None or job.future.done():
                 continue
             if kind == "error":
-                job.future.set_exception(RewardRaised(value))
+                job.settle(error=RewardRaised(value))
                 continue
             for sample, changed in zip(job.samples, changes, strict=True):
                 for name, new in changed.items():
                     setattr(sample, name, new)
-            job.future.set_result(value)
+            job.settle(value)
         if gone:
             self._died(process)
 
@@ -305,8 +317,7 @@ class RewardPool:
 
     def _lose(self, jobs: Sequence[_Job], reason: str) -> None:
         for job in jobs:
-            if not job.future.done():
-                job.future.set_result(Lost(reason))
+            job.settle(Lost(reason))
 
     def _remove(self, process: _Process) -> None:
         """End a process; what it had and is not done waits again, in front."""

@@ -6,7 +6,7 @@ Messages are pickles behind their length. In: ("args", key, args), ("job", numbe
 Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, []), and first of all
 (0, "ready", None, []). It ends when the pool's end of the connection is closed.
 
-The memory of the descriptor MEMFD says what the process is at, even while it answers nothing (see `frames.STATE`).
+The memory of the descriptor MEMFD says what the process is at, even while it answers nothing (see `pool.STATE`).
 """
 
 from __future__ import annotations
@@ -27,29 +27,13 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 from fusionrl.data.sample import Sample
+from fusionrl.frames import frame, receive
 from fusionrl.rewards.calls import call_reward
-from fusionrl.rewards.frames import LENGTH, STATE, frame
+from fusionrl.rewards.pool import STATE
 
 BEAT_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
 READY = frame((0, "ready", None, []))
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
-def _receive(connection: socket.socket) -> Any:
-    (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    return pickle.loads(_read(connection, length))
 
 
 class _Job:
@@ -107,7 +91,7 @@ def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
     inbox = _Inbox()
     connection.sendall(READY)
     while True:
-        message = _receive(connection)
+        message = receive(connection)
         if message[0] == "job":
             state[8:16] = struct.pack("Q", message[1])
         job = inbox.take(message)
@@ -154,7 +138,7 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
 
     def on_readable() -> None:
         try:
-            job = inbox.take(_receive(connection))
+            job = inbox.take(receive(connection))
         except (EOFError, OSError):
             loop.stop()
             return

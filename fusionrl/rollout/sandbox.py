@@ -150,6 +150,11 @@ class _Run:
                     self._process.terminate()  # the launcher takes everything with it
 
     def result(self) -> SandboxResult:
+        """Start the launcher in a folder of its own, wait for its end and its report, and remove the folder.
+
+        Raises:
+            RuntimeError: no report came.
+        """
         folder = tempfile.mkdtemp(prefix="sandbox-")
         read_end, write_end = os.pipe()
         try:

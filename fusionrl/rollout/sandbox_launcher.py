@@ -81,7 +81,10 @@ def mount_view(folder: str, limits: dict[str, Any]) -> str:
     for place in HIDDEN:
         if os.path.isdir(place) and not os.path.islink(place):
             hide(place, [prefix for prefix in python if (prefix + "/").startswith(place + "/")])
-    home = folder if any((prefix + "/").startswith("/tmp/") for prefix in python) else "/tmp"
+    home, inside = "/tmp", [prefix for prefix in python if (prefix + "/").startswith("/tmp/")]
+    if inside:
+        home = os.path.join("/tmp", os.path.basename(folder))
+        hide("/tmp", inside, empty=home)
     size = f"size={limits['disk_bytes']},nr_inodes={limits['num_files'] + 2},mode=700"  # + the folder and main.py
     mount("none", home, "tmpfs", MS_NOSUID | MS_NODEV, size)
     try:
@@ -91,14 +94,16 @@ def mount_view(folder: str, limits: dict[str, Any]) -> str:
     return home
 
 
-def hide(place: str, kept: list[str]) -> None:
-    """Cover a folder by an empty one in which only the folders `kept` are still there."""
+def hide(place: str, kept: list[str], empty: str | None = None) -> None:
+    """Cover a folder by an empty one in which only the folders `kept` are still there, and a new one, `empty`."""
     opened = [os.open(path, os.O_PATH) for path in kept]
     mount("none", place, "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=755")
     for path, descriptor in zip(kept, opened, strict=True):
         os.makedirs(path, exist_ok=True)
         mount(f"/proc/self/fd/{descriptor}", path, None, MS_BIND | MS_REC)
         os.close(descriptor)
+    if empty is not None:
+        os.mkdir(empty)
     mount("none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 

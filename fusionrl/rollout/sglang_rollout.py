@@ -314,7 +314,7 @@ async def _stop_and_keep(args: Any, data_source: Any, pending: dict[asyncio.Task
     count = 0
     for task in [task for task in pending if task.done()]:
         blank = pending.pop(task)
-        group = blank if task.cancelled() or task.exception() else task.result()
+        group = task.result()  # what it raised, a reward function's error say, ends the rollout as at any time
         one_each = len(group) == len(blank)  # of a function that returns several samples for one, none can go on
         data_source.add_samples([group if one_each else blank])
         count += sum(s.status == Sample.Status.ABORTED and s.response_length > 0 for s in group) if one_each else 0

@@ -102,9 +102,9 @@ def load_corpus(path: str) -> tuple[Sequence[str], Any]:
     """Passages of a corpus file and their BM25 index, once a process."""
     bm25s = _bm25s()
     passages: list[str] = []
-    for number, row in read_rows(path, "search corpus"):
+    for place, row in read_rows(path, "search corpus"):
         if not isinstance(row.get("text"), str):
-            raise ValueError(f"search corpus {path}: line {number}: no column 'text'; it has {sorted(row)}")
+            raise ValueError(f"search corpus {path}: {place}: no column 'text'; it has {sorted(row)}")
         passages.append(f"{row['title']}: {row['text']}" if row.get("title") else row["text"])
     if not passages:
         raise ValueError(f"search corpus {path}: the file has no rows")

@@ -92,7 +92,7 @@ class TrainerActor:
             ValueError: a checkpoint or a flag that does not fit; names it.
         """
         config = self.config
-        if config.checkpoint.async_save:
+        if config.checkpoint.async_save and not config.checkpoint.no_save:
             from fusionrl.trainer.checkpoint_io import WriterProcess
 
             self._writer = WriterProcess()

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import queue
 import select
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,8 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusionrl.frames import frame, receive
+
 _ALIGNMENT = 64
-_LENGTH = struct.Struct("!Q")
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -63,8 +62,10 @@ def write_buckets(transforms: list[Any], buckets: list[Any]) -> dict[int, Any]:
     with ThreadPoolExecutor(max_workers=len(buckets)) as pool:
         reports = list(pool.map(write_one, range(len(buckets))))
     for report in reports:
-        if isinstance(report, Exception):
+        if isinstance(report, OSError):
             raise report
+        if isinstance(report, Exception):  # torch's own writers say so of a full disk, too
+            raise OSError(f"{type(report).__name__}: {report}") from report
     return dict(enumerate(reports))
 
 
@@ -128,7 +129,7 @@ class WriterProcess:
         descriptor, size, shared = _share(buckets)
         try:
             socket.send_fds(self._socket, [b"m"], [descriptor])
-            _send(self._socket, (size, transforms, shared))
+            self._socket.sendall(frame((size, transforms, shared)))
         except OSError as error:
             raise OSError(f"the process that writes checkpoints is gone ({self._end()})") from error
         finally:
@@ -143,7 +144,7 @@ class WriterProcess:
     def result(self) -> dict[int, Any]:
         """Wait for what was submitted."""
         try:
-            outcome = _receive(self._socket)
+            outcome = receive(self._socket)
         except (OSError, EOFError) as error:
             raise OSError(f"the process that writes checkpoints is gone ({self._end()})") from error
         if isinstance(outcome, Exception):
@@ -163,26 +164,6 @@ class WriterProcess:
         self._process.wait()
 
 
-def _send(connection: socket.socket, message: Any) -> None:
-    data = pickle.dumps(message)
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(connection: socket.socket) -> Any:
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    return pickle.loads(_read(connection, length))
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        part = connection.recv(min(length - len(parts), 1 << 20))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
-
-
 def _serve(connection: socket.socket) -> None:
     """The writer process: until the trainer's end of the connection is closed."""
     from fusionrl.trainer import cpu_megatron
@@ -195,7 +176,7 @@ def _serve(connection: socket.socket) -> None:
             mark, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
             if not mark:
                 return
-            _send(connection, _write_shared(descriptors[0], *_receive(connection)))
+            connection.sendall(frame(_write_shared(descriptors[0], *receive(connection))))
 
 
 def _write_shared(descriptor: int, size: int, transforms: list[Any], shared: list[Any]) -> dict[int, Any] | OSError:
@@ -211,8 +192,6 @@ def _write_shared(descriptor: int, size: int, transforms: list[Any], shared: lis
         return write_buckets(transforms, buckets)
     except OSError as error:
         return OSError(*error.args)  # without its traceback, which would keep the memory
-    except Exception as error:  # whatever it is, it is the trainer's to report
-        return OSError(f"{type(error).__name__}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------ all ranks

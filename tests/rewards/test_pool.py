@@ -157,6 +157,15 @@ class Strange:
         return len, (3,)
 
 
+def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> None:
+    args = pickle.dumps(argparse.Namespace(custom_rm_path=f"{hooks}:waits", rm_type=None, group_rm=False))
+    kwargs: dict[str, Any] = {"call": "sample", "kwargs": {}, "limit_s": 5.0, "is_async": True}
+    futures = [pool.submit(args, [Sample(index=i, response="x" * i)], **kwargs) for i in range(100)]
+    for future in futures[::2]:
+        future.cancel()
+    assert [future.result(30) for future in futures[1::2]] == [float(i) for i in range(1, 100, 2)]
+
+
 def test_a_group_is_one_call(pool: RewardPool, hooks: str) -> None:
     args = pickle.dumps(argparse.Namespace(custom_rm_path=f"{hooks}:group", rm_type=None, group_rm=True))
     group = [Sample(index=i) for i in range(4)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -206,9 +208,28 @@ def test_local_sockets_are_out_of_reach(tmp_path: Path) -> None:
         server.bind(str(tmp_path / "s"))
         server.listen()
         code = f"import socket; socket.socket(socket.AF_UNIX).connect({str(tmp_path / 's')!r}); print('connected')"
-        result = run_python_sync(code)
-        # Not there, or in a folder that the code's user may not enter.
-        assert result.stdout == "" and ("FileNotFoundError" in result.stderr or "PermissionError" in result.stderr)
+        assert "FileNotFoundError" in run_python_sync(code).stderr
+
+
+def test_an_interpreter_under_tmp_shows_nothing_else_of_it(tmp_path: Path) -> None:
+    if not HAS_NAMESPACES or not str(tmp_path).startswith("/tmp/"):
+        pytest.skip("needs namespaces, and a test folder under /tmp")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    (tmp_path / "secret").write_text("text")
+    code = (
+        "import os, pathlib; pathlib.Path('mine').write_text('ok'); print(pathlib.Path('mine').read_text())\n"
+        f"print(os.path.exists({str(tmp_path / 'secret')!r}), os.listdir({str(tmp_path)!r}))"
+    )
+    driver = f"from fusionrl.rollout.sandbox import run_python_sync as run; print(run({code!r}))"
+    paths = os.pathsep.join([os.getcwd(), *(path for path in sys.path if path.endswith("site-packages"))])
+    found = subprocess.run(
+        [tmp_path / "env/bin/python", "-c", driver],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "ok\\nFalse ['env']\\n" in found.stdout, found
 
 
 def test_many_at_once_do_not_disturb_each_other() -> None:
