@@ -50,6 +50,7 @@ __all__ = [
     "generate_and_rm",
     "generate_rollout",
     "get_deepscaler_rule_based_reward",
+    "get_log_probs_and_entropy",
     "grade_answer_verl",
     "load_function",
     "load_tokenizer",
@@ -89,6 +90,13 @@ class GenerateState:
         """Whether the rollout has enough and what still runs is being stopped."""
         is_stopping = getattr(self.args, "is_stopping", None)
         return bool(is_stopping is not None and is_stopping())
+
+
+def get_log_probs_and_entropy(*args: Any, **kwargs: Any) -> Any:
+    """For a custom loss, in a trainer: see `fusionrl.trainer.custom_loss.get_log_probs_and_entropy`."""
+    from fusionrl.trainer import custom_loss  # Megatron, which only trainers import
+
+    return custom_loss.get_log_probs_and_entropy(*args, **kwargs)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -26,8 +26,9 @@ from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, rollout_metrics, set_metrics
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.hooks import HookError, call_hook, load_function
+from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.data.build import build_shards
+from fusionrl.data.convert import samples_of
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
 from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS
@@ -115,8 +116,12 @@ class BufferActor:
         )
         self._eval_sets = eval_sets(self._args())
         if self.config.data.prompt_data is not None and run.mode != "eval" and not run.load_debug_rollout_data:
-            make = load_function(self.config.data.data_source_path)
-            self._source = await asyncio.to_thread(make, self._args())
+            path = self.config.data.data_source_path
+            make = load_function(path)
+            if path == type(self.config.data)().data_source_path:
+                self._source = await asyncio.to_thread(make, self._args())
+            else:
+                self._source = await asyncio.to_thread(call_hook, "data_source_path", path, self._args())
             self._states[-1] = self._source_state()
         return {
             "num_prompts": len(self._source) if self._source is not None else 0,
@@ -254,6 +259,12 @@ class BufferActor:
             metrics.update({f"rollout/{name}": float(count) for name, count in counts.items()})
         shards: list[Any] = []
         if self.plan.balance is not None and self.plan.batch is not None and mode in ("rl", "sft"):
+            extra: dict[str, list[Any]] = {}
+            path = self.config.reward.custom_convert_samples_to_train_data_path
+            if path is not None and mode == "rl":
+                field = "custom_convert_samples_to_train_data_path"
+                data = call_hook(field, path, self._args(), samples)
+                samples, rewards, raw, extra = samples_of(data, samples, f"{flag_of(field)} {path}")
             built = build_shards(
                 samples,
                 rewards,
@@ -261,6 +272,7 @@ class BufferActor:
                 self.plan.batch,
                 self.plan.balance,
                 rollout_id=rollout_id,
+                extra=extra,
             )
             shards = [self._put(shard) for shard in built]
         return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0))
@@ -315,29 +327,33 @@ class BufferActor:
             check_samples("rollout_function_path", options.rollout_function_path, group)
         return groups, {**metrics, **dropped}
 
-    def _call_rollout(self, args: Any, rollout_id: int) -> Any:
-        path = self.config.rollout.rollout_function_path
-        if path == type(self.config.rollout)().rollout_function_path:
-            return self._rollout_function(args, rollout_id, self._source)
+    def _call_rollout(self, args: Any, rollout_id: int, evaluation: bool = False) -> Any:
+        """Call the rollout function, or with `evaluation` the one that evaluates."""
+        rollout = self.config.rollout
+        field = "eval_function_path" if evaluation and rollout.eval_function_path else "rollout_function_path"
+        path = getattr(rollout, field)
+        function = self._eval_function if evaluation else self._rollout_function
+        keywords = {"evaluation": True} if evaluation else {}
+        if path == type(rollout)().rollout_function_path:
+            return function(args, rollout_id, self._source, **keywords)
         try:
-            return self._rollout_function(args, rollout_id, self._source)
+            return function(args, rollout_id, self._source, **keywords)
         except (RolloutAborted, RewardError, HookError):
             raise  # these say themselves whose fault it was
         except Exception as error:  # a user's function may raise anything
-            raise HookError(f"--rollout-function-path {path}: {type(error).__name__}: {error}") from error
+            raise HookError(f"{flag_of(field)} {path}: {type(error).__name__}: {error}") from error
 
     def _finish(self, args: Any, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
         """Rewards that are still missing are computed; groups that got them here are filtered here."""
         if self.config.run.mode == "sft":
             return groups
         kept: list[list[Sample]] = []
-        path = self.config.rollout.dynamic_sampling_filter_path
         for group in groups:
             missing = [s for s in group if s.reward is None and s.status not in (Status.FAILED, Status.ABORTED)]
             if missing:
                 for sample, reward in zip(missing, asyncio.run(batched_async_rm(args, missing)), strict=True):
                     sample.reward = reward
-                verdict = apply_filter(args, load_function(path) if path else None, group)
+                verdict = apply_filter(args, group)
                 if not verdict.keep:
                     dropped[f"{DROPPED}{verdict.reason or 'filtered'}"] += 1
                     continue
@@ -387,9 +403,7 @@ class BufferActor:
         self._set_phase(f"evaluation {rollout_id}")
         start = time.perf_counter()
         try:
-            output = await asyncio.to_thread(
-                self._eval_function, self._args(), rollout_id, self._source, evaluation=True
-            )
+            output = await asyncio.to_thread(self._call_rollout, self._args(), rollout_id, evaluation=True)
         finally:
             self._set_phase("idle")
         result = as_eval_output(output)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionrl.config.hooks import load_function
+from fusionrl.config.hooks import call_hook
 from fusionrl.data.mixture import Mixture, PromptSequence
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.rows import parse_sets
@@ -36,7 +36,6 @@ class RolloutDataSourceWithBuffer:
         self.num_groups = 0
         self.num_samples = 0
         self.num_too_long = 0
-        self._filter = load_function(args.buffer_filter_path) if args.buffer_filter_path else None
         specs = [args.prompt_data] if isinstance(args.prompt_data, str) else list(args.prompt_data)
         self._names: list[str] = []
         self._fingerprints: list[str] = []
@@ -101,12 +100,13 @@ class RolloutDataSourceWithBuffer:
     def _from_buffer(self, num_samples: int) -> list[list[Sample]]:
         if not self.buffer or num_samples <= 0:
             return []
-        if self._filter is None:
+        if self.args.buffer_filter_path is None:
             groups, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
             return groups
         # slime's data source does not know the rollout either, and passes None.
-        groups = self._filter(self.args, None, self.buffer, num_samples)
-        flag = f"--buffer-filter-path {self.args.buffer_filter_path}"
+        path = self.args.buffer_filter_path
+        groups = call_hook("buffer_filter_path", path, self.args, None, self.buffer, num_samples)
+        flag = f"--buffer-filter-path {path}"
         _check_groups(groups, f"{flag}: it returned")
         if len(groups) > num_samples:
             raise ValueError(f"{flag}: it returned {len(groups)} groups, but at most {num_samples} were asked for")

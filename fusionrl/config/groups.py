@@ -300,6 +300,9 @@ class RewardGroup(Group):
     custom_reward_post_process_path: str | None = Field(
         None, description="Function that turns raw rewards into the rewards that are trained on."
     )
+    custom_convert_samples_to_train_data_path: str | None = Field(
+        None, description="Function that makes the train data of a rollout's samples: a dict of lists."
+    )
 
 
 class AlgorithmGroup(Group):
@@ -316,6 +319,13 @@ class AlgorithmGroup(Group):
     entropy_coef: float = Field(0.0, description="Coefficient of the entropy bonus.", ge=0)
     calculate_per_token_loss: bool = Field(
         True, description="Average the loss over all tokens; off: over samples of their token means."
+    )
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
+        "policy_loss",
+        description="The loss of --mode rl; custom_loss is --custom-loss-function-path's. --mode sft has its own.",
+    )
+    custom_loss_function_path: str | None = Field(
+        None, description="Function that computes the loss of a micro-batch from its logits (--loss-type custom_loss)."
     )
     use_rollout_logprobs: bool = Field(
         False, description="Take the engine's log-probs as the old policy's instead of computing them."
@@ -355,6 +365,21 @@ class TrainGroup(Group):
         5,
         description="Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run.",
         ge=1,
+    )
+    custom_advantage_function_path: str | None = Field(
+        None, description="Function that sets advantages (and returns) of a rank's samples in the trainers."
+    )
+    rollout_data_postprocess_path: str | None = Field(
+        None, description="Function that sees, and may change, a rank's train data right before the first step."
+    )
+    custom_megatron_init_path: str | None = Field(
+        None, description="Function called in each trainer when Megatron's groups are there, before the model."
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = Field(
+        None, description="Function called in each trainer before log-probs are computed."
+    )
+    custom_megatron_before_train_step_hook_path: str | None = Field(
+        None, description="Function called in each trainer before an optimizer step."
     )
     log_probs_chunk_size: int = Field(1024, description="Tokens whose logits stand in memory at a time.", ge=1)
 

@@ -37,6 +37,17 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "custom_rollout_log_function_path": (5, (), "log(rollout_id, args, samples, metrics, time_s)"),
     "custom_eval_rollout_log_function_path": (4, (), "log(rollout_id, args, data, metrics)"),
     "custom_reward_post_process_path": (2, (), "post_process(args, samples)"),
+    "custom_convert_samples_to_train_data_path": (2, (), "convert(args, samples)"),
+    "custom_advantage_function_path": (2, (), "advantages(args, rollout_data)"),
+    "rollout_data_postprocess_path": (3, (), "postprocess(args, rollout_id, rollout_data)"),
+    "custom_loss_function_path": (4, (), "loss(args, batch, logits, sum_of_sample_mean)"),
+    "custom_megatron_init_path": (1, (), "init(args)"),
+    "custom_megatron_before_log_prob_hook_path": (3, (), "hook(args, model, store_prefix)"),
+    "custom_megatron_before_train_step_hook_path": (
+        6,
+        (),
+        "hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
+    ),
     "buffer_filter_path": (4, (), "buffer_filter(args, rollout_id, buffer, num_samples)"),
     "data_source_path": (1, (), "class DataSource(args)"),
 }
@@ -71,7 +82,12 @@ async def awaited_hook(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _told(field: str, path: str, error: Exception) -> HookError:
-    return HookError(f"--{field.replace('_', '-')} {path}: {type(error).__name__}: {error}")
+    return HookError(f"{flag_of(field)} {path}: {type(error).__name__}: {error}")
+
+
+def flag_of(field: str) -> str:
+    """`rollout_batch_size` → `--rollout-batch-size`."""
+    return "--" + field.replace("_", "-")
 
 
 @functools.cache
@@ -122,7 +138,7 @@ def _load_file(path: Path) -> Any:
 
 def check_hook(field: str, path: str) -> str | None:
     """What is wrong with the hook `path` of the flag of `field`, or None: it loads and takes the call made of it."""
-    flag = "--" + field.replace("_", "-")
+    flag = flag_of(field)
     num_positional, keywords, readable = SIGNATURES[field]
     try:
         function = load_function(path)

@@ -17,15 +17,12 @@ from pydantic.fields import FieldInfo
 from fusionrl.config import upstream
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.groups import GROUPS
+from fusionrl.config.hooks import flag_of
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {
     "max_staleness": "the asynchronous pipelines",
     "update_weights_interval": "the asynchronous pipelines",
-    "custom_convert_samples_to_train_data_path": "the conversion hook",
-    "rollout_data_postprocess_path": "the train data hook",
-    "custom_loss_function_path": "the custom loss hook",
-    "custom_advantage_function_path": "the custom advantage hook",
     "custom_model_provider_path": "the model provider hook",
     "use_tis": "truncated importance sampling",
     "tis_clip": "truncated importance sampling",
@@ -62,11 +59,6 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         if action.nargs == argparse.OPTIONAL:  # to argparse optional, to a user not
             return self._metavar_formatter(action, default_metavar)(1)[0]
         return super()._format_args(action, default_metavar)
-
-
-def flag_of(field: str) -> str:
-    """`rollout_batch_size` → `--rollout-batch-size`."""
-    return "--" + field.replace("_", "-")
 
 
 def inner_type(info: FieldInfo) -> Any:

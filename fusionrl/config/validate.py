@@ -46,6 +46,9 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     _check_path_templates(config, errors)
     if config.algorithm.kl_loss_coef and not config.algorithm.use_kl_loss:
         errors.append(f"--kl-loss-coef {config.algorithm.kl_loss_coef} has no effect without --use-kl-loss; add it")
+    algorithm = config.algorithm
+    if (algorithm.loss_type == "custom_loss") != (algorithm.custom_loss_function_path is not None):
+        errors.append("--loss-type custom_loss and --custom-loss-function-path go together; give both")
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     _check_keep_best(config, errors)

@@ -17,7 +17,7 @@ from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
 
-OPTIONAL = tuple(name for name, spec in FIELDS.items() if not spec.required)
+OPTIONAL = tuple(name for name, spec in FIELDS.items() if not (spec.required or spec.by_trainer))
 
 
 def build_shards(
@@ -28,11 +28,13 @@ def build_shards(
     balance: Balance,
     *,
     rollout_id: int,
+    extra: dict[str, list[Any]] | None = None,
 ) -> list[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
 
     samples  in the order in which they are trained; siblings of one group stand side by side and stay in one step
              where the step's size allows it.
+    extra    a user's columns: one value a sample.
 
     Raises:
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
@@ -62,6 +64,7 @@ def build_shards(
             present,
             rollout_id=rollout_id,
             steps=s,
+            extra={name: [values[i] for i in members] for name, values in (extra or {}).items()},
         )
         for members, s in zip(per_rank, steps, strict=True)
     ]
@@ -113,7 +116,7 @@ def _siblings(chosen: Sequence[Sample]) -> list[list[int]]:
 
 def _has(sample: Sample, name: str) -> bool:
     """Whether the sample has the field; one that trains nothing does not need it."""
-    return getattr(sample, name) is not None or not response_mask(sample).any()
+    return getattr(sample, name, None) is not None or not response_mask(sample).any()
 
 
 def response_mask(sample: Sample) -> np.ndarray:
@@ -133,6 +136,7 @@ def _shard(
     *,
     rollout_id: int,
     steps: list[TrainStep],
+    extra: dict[str, list[Any]],
 ) -> TrainShard:
     """One rank's shard. `present` is decided over all ranks: a field stands in every shard or in none."""
     fields: dict[str, np.ndarray] = {
@@ -145,7 +149,7 @@ def _shard(
         "truncated": flat_field("truncated", [s.status == Status.TRUNCATED for s in samples]),
     }
     for name in present:
-        values: list[Any] = [getattr(s, name) for s in samples]
+        values: list[Any] = [getattr(s, name, None) for s in samples]
         blank = [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
         fields[name] = flat_field(name, blank)
     return TrainShard(
@@ -155,6 +159,7 @@ def _shard(
         fields=fields,
         steps=steps,
         metadata=[s.train_metadata if s.train_metadata is not None else s.metadata for s in samples],
+        extra=extra,
     )
 
 

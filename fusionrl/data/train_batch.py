@@ -1,8 +1,8 @@
 """The train batch: what the Buffer hands to the trainers, declared in one place.
 
 A rollout becomes one `TrainShard` per data-parallel rank. Ragged values stand flat, sample after sample, in one
-array a field; `FIELDS` says for each field over what it runs. A value a user's hook adds flows through `metadata`
-(one dict a sample) or through a field of its own that the shard carries as `extra`.
+array a field; `FIELDS` says for each field over what it runs. A value that a user's hook adds flows through `metadata`
+(one dict a sample) or through a column of its own, `extra`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,25 @@ class FieldSpec:
     dtype: type
     required: bool
     description: str
+    by_trainer: bool = False  # made by a forward pass of the trainers, or from what these give
 
 
 FIELDS: dict[str, FieldSpec] = {
     "tokens": FieldSpec("token", np.int32, True, "prompt and response token ids"),
     "loss_mask": FieldSpec("response", np.float32, True, "1 where the token is trained on, else 0"),
     "rollout_log_probs": FieldSpec("response", np.float32, False, "the engine's log-prob of each response token"),
+    "teacher_log_probs": FieldSpec("response", np.float32, False, "the teacher's log-prob of each response token"),
     "weight_versions": FieldSpec("response", np.int32, False, "weight version that generated each token"),
     "rewards": FieldSpec("sample", np.float32, True, "reward that is trained on, after post-processing"),
     "raw_rewards": FieldSpec("sample", np.float32, True, "reward as the reward function gave it"),
     "sample_index": FieldSpec("sample", np.int64, True, "Sample.index"),
     "group_index": FieldSpec("sample", np.int64, True, "Sample.group_index"),
     "truncated": FieldSpec("sample", np.bool_, True, "whether the response hit its length limit"),
+    "log_probs": FieldSpec("response", np.float32, False, "the trainers' log-probs before the first step", True),
+    "ref_log_probs": FieldSpec("response", np.float32, False, "the reference model's log-probs", True),
+    "values": FieldSpec("response", np.float32, False, "the critic's value before each response token", True),
+    "advantages": FieldSpec("response", np.float32, False, "advantage of each response token", True),
+    "returns": FieldSpec("response", np.float32, False, "what the critic's value is trained towards", True),
 }
 
 
@@ -56,6 +63,7 @@ class TrainShard:
     response_lengths  [num_samples] int32
     fields            name of `FIELDS` → flat array of its extent
     metadata          one dict a sample, untouched from Sample.train_metadata / Sample.metadata
+    extra             a user's columns (--custom-convert-samples-to-train-data-path): one value a sample
     """
 
     rollout_id: int
@@ -64,6 +72,7 @@ class TrainShard:
     fields: dict[str, np.ndarray]
     steps: list[TrainStep]
     metadata: list[dict[str, Any]] = field(default_factory=list)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:

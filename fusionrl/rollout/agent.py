@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.config.hooks import load_function
+from fusionrl.config.hooks import call_hook
 from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
@@ -29,7 +29,9 @@ from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """One sample with the tools of --tools-path."""
-    tools: Sequence[Tool] = load_function(args.tools_path)(args, sample) if args.tools_path else [PythonTool()]
+    tools: Sequence[Tool] = (
+        call_hook("tools_path", args.tools_path, args, sample) if args.tools_path else [PythonTool()]
+    )
     return await run_agent(args, sample, sampling_params, tools)
 
 

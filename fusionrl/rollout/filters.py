@@ -16,3 +16,10 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     if max(rewards) - min(rewards) > 1e-8:
         return DynamicFilterOutput(True)
     return DynamicFilterOutput(False, f"all_{rewards[0]:.1f}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """The same, but such a group is kept where without it more prompts would have to be sampled."""
+    output = check_reward_nonzero_std(args, samples, **kwargs)
+    output.keep_when_insufficient = True
+    return output

@@ -12,13 +12,12 @@ import functools
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.hooks import awaited_hook, load_function
+from fusionrl.config.hooks import awaited_hook, call_hook, load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, as_version, reward_value
 from fusionrl.engines.client import GenerateClient, Generation, abort_all
@@ -217,14 +216,16 @@ async def generate_group(args: Any, group: list[Sample], params: dict[str, Any])
     return samples
 
 
-def apply_filter(args: Any, filter_function: Callable[..., Any] | None, group: list[Sample]) -> DynamicFilterOutput:
-    """Ask the dynamic sampling filter about a finished group; a bare bool is accepted."""
-    if filter_function is None:
+def apply_filter(args: Any, group: list[Sample]) -> DynamicFilterOutput:
+    """Ask the dynamic sampling filter, if there is one, about a finished group; a bare bool is accepted."""
+    path = args.dynamic_sampling_filter_path
+    if path is None:
         return DynamicFilterOutput(True)
-    verdict = filter_function(args, group)
+    verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
     if isinstance(verdict, bool):
         return DynamicFilterOutput(verdict)
-    return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None))
+    fallback = bool(getattr(verdict, "keep_when_insufficient", False))
+    return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)
 
 
 def _check_filter_keeps(args: Any, num_kept: int, dropped: Counter[str], target: int) -> None:
@@ -245,8 +246,6 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
     params = sampling_params(args)
     target = args.rollout_batch_size
     batch = args.over_sampling_batch_size or target
-    path = args.dynamic_sampling_filter_path
-    filter_function = load_function(path) if path else None
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set
     num_partial = 0
@@ -269,8 +268,8 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
                 for task in done:
                     blank = pending.pop(task)
                     group = task.result()
-                    verdict = apply_filter(args, filter_function, group)
-                    if not verdict.keep:
+                    verdict = apply_filter(args, group)
+                    if not verdict.keep and not (verdict.keep_when_insufficient and len(kept) + len(pending) < target):
                         dropped[verdict.reason or "filtered"] += 1
                         _check_filter_keeps(args, len(kept), dropped, target)
                     else:

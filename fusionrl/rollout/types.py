@@ -29,10 +29,14 @@ class RolloutFnEvalOutput:
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether a group is kept; the reason, where not, is counted in the metrics."""
+    """Whether a group is kept; the reason, where not, is counted in the metrics.
+
+    With `keep_when_insufficient` a group is kept all the same where, without it, more prompts would have to be sampled.
+    """
 
     keep: bool
     reason: str | None = None
+    keep_when_insufficient: bool = False
 
 
 class RolloutAborted(RuntimeError):

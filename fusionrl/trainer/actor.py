@@ -13,6 +13,7 @@ import os
 import random
 import socket
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,18 @@ import torch
 import torch.distributed as dist
 
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import call_hook, flag_of
 from fusionrl.config.model_shape import read_model_shape
-from fusionrl.data.train_batch import TrainShard
+from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
 
 if TYPE_CHECKING:
-    from fusionrl.trainer.batch import BatchOptions, MicroBatch
+    from fusionrl.trainer.batch import BatchOptions
     from fusionrl.trainer.checkpoint import Saving
     from fusionrl.trainer.checkpoint_io import WriterProcess
+    from fusionrl.trainer.custom_loss import CustomLoss
+    from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.model import Trained
     from fusionrl.trainer.offload import Offload
     from fusionrl.trainer.weight_sets import WeightSet
@@ -176,6 +180,7 @@ class TrainerActor:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        self._call_hook("custom_megatron_init_path")
 
     def _read_reference(self) -> None:
         model = self.config.model
@@ -246,22 +251,22 @@ class TrainerActor:
         from fusionrl.trainer.step import train_step
 
         self.reload()
-        shard = _pull(shard)
+        pulled = _pull(shard)
+        # What the trainers find out is added to the fields, and in one process these may be somebody else's.
+        shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
         loss = LossOptions.from_config(self.config)
+        if loss.mode == "rl":
+            self._prepare(rollout_id, shard, loss)
         options = self._batch_options()
-        steps = [build_micro_batches(shard, step, options, self.layout) for step in shard.steps]
-        everything = [batch for batches in steps for batch in batches]
-        if "ref" in self._weight_sets and everything:
-            with self._weight_sets["ref"].lent():
-                self._keep(everything, "ref_log_probs")
-        recompute = loss.mode == "rl" and len(steps) > 1 and not loss.use_rollout_log_probs
-        if recompute:
-            self._keep(everything, "old_log_probs")
         history: list[dict[str, float]] = []
-        for index, (step, batches) in enumerate(zip(shard.steps, steps, strict=True)):
+        for index, step in enumerate(shard.steps):
+            batches = build_micro_batches(shard, step, options, self.layout)
+            self._call_hook("custom_megatron_before_train_step_hook_path", rollout_id, index, *self._megatron())
             # After the first step the weights are no longer those that the rollout was made with.
-            metrics, bad = train_step(self.trained, batches, loss, recompute or index == 0, self.device)
+            compare = index == 0 or "log_probs" in shard.fields
+            custom = self._custom_loss(shard, step) if loss.is_custom else None
+            metrics, bad = train_step(self.trained, batches, loss, compare, self.device, custom)
             self._watch_skipped(rollout_id, index, metrics, [int(shard.fields["sample_index"][i]) for i in bad])
             metrics |= {
                 "train/num_tokens": float(step.num_tokens),
@@ -272,6 +277,73 @@ class TrainerActor:
             self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
         self._counters["rollout_id"] = rollout_id
         return mean_metrics(history)
+
+    def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> None:
+        """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages."""
+        from fusionrl.trainer.advantages import spread_rewards
+        from fusionrl.trainer.rollout_data import as_rollout_data, take_back
+
+        if "ref" in self._weight_sets:
+            self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "ref_")
+            shard.fields["ref_log_probs"] = self._scored(shard, "ref")
+        if (len(shard.steps) > 1 and not loss.use_rollout_log_probs) or loss.needs_log_probs:
+            self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "")
+            shard.fields["log_probs"] = self._scored(shard)
+        shard.fields["advantages"] = spread_rewards(shard)
+        for field, first in (("custom_advantage_function_path", ()), ("rollout_data_postprocess_path", (rollout_id,))):
+            path = getattr(self.config.train, field)
+            if path is None:
+                continue
+            data = as_rollout_data(shard)
+            self._call_hook(field, *first, data)
+            take_back(shard, data, told := f"{flag_of(field)} {path}")
+            if "advantages" not in shard.fields:
+                raise ValueError(f"{told}: it left no 'advantages'; set a list of one tensor a sample")
+            shard.steps = self._counted(shard)
+
+    def _counted(self, shard: TrainShard) -> list[TrainStep]:
+        """The shard's steps with the counts of the masks that it has now, over all data-parallel ranks."""
+        from megatron.core import parallel_state
+
+        masks = shard.split("loss_mask")
+        sums = [float(mask.sum()) for mask in masks]
+        local = [[sums[i] for bins in step.micro_batches for i in bins] for step in shard.steps]
+        counts = torch.tensor([[sum(tokens), sum(n > 0 for n in tokens)] for tokens in local], dtype=torch.float64)
+        counts = counts.to(self.device)
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        return [
+            replace(step, num_tokens=round(tokens), num_samples=round(samples))
+            for step, (tokens, samples) in zip(shard.steps, counts.tolist(), strict=True)
+        ]
+
+    def _custom_loss(self, shard: TrainShard, step: TrainStep) -> CustomLoss:
+        from fusionrl.trainer.custom_loss import CustomLoss
+
+        path = self.config.algorithm.custom_loss_function_path
+        assert path is not None
+        return CustomLoss(
+            path,
+            lambda: hook_args(self.config, self.rank, self.run_dir),
+            shard,
+            step,
+            per_token=self.config.algorithm.calculate_per_token_loss,
+            vocab_size=self.shape.vocab_size,
+        )
+
+    def _scored(self, shard: TrainShard, weights: str | None = None) -> np.ndarray:
+        """[response tokens] fp32 log-probs of the tokens that are trained on, 0 elsewhere."""
+        parts = self._score(shard, weights, all_responses=False)
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def _call_hook(self, field: str, *args: Any) -> None:
+        """Call the function of a flag of the training group, if there is one, with a fresh copy of the flags first."""
+        path = getattr(self.config.train, field)
+        if path is not None:
+            call_hook(field, path, hook_args(self.config, self.rank, self.run_dir), *args)
+
+    def _megatron(self) -> tuple[Any, Any, Any]:
+        """Model chunks, optimizer and schedule, as Megatron has them."""
+        return self.trained.chunks, self.trained.optimizer, self.trained.scheduler
 
     def _watch_skipped(self, rollout_id: int, step: int, metrics: dict[str, float], bad: list[int]) -> None:
         """Say which samples made a step that was skipped; end the run after --max-skipped-steps in a row."""
@@ -296,13 +368,6 @@ class TrainerActor:
         if self.rank == 0:
             logger.warning("%s", message)
 
-    def _keep(self, batches: list[MicroBatch], name: str) -> None:
-        from fusionrl.trainer.step import forward_log_probs
-
-        # Empty but on the last pipeline stage, the only one that needs them.
-        for batch, output in zip(batches, forward_log_probs(self.trained, batches), strict=False):
-            setattr(batch, name, output[0])
-
     def _batch_options(self, all_responses: bool = False) -> BatchOptions:
         from megatron.core import parallel_state
 
@@ -322,9 +387,9 @@ class TrainerActor:
             local_attention=settings.resolve_impl(config, self.device) == "local",
             share_prompts=self.shape.mla is None,
             per_token=config.algorithm.calculate_per_token_loss,
-            advantages=not sft,
             entropy_grad=not sft and config.algorithm.entropy_coef > 0,
             all_responses=all_responses,
+            whole_sequences=not sft and config.algorithm.loss_type == "custom_loss" and not all_responses,
         )
 
     def score(self, shard: TrainShard | list[Any], weights: str | None = None) -> list[np.ndarray]:
@@ -341,19 +406,24 @@ class TrainerActor:
         Raises:
             ValueError: see `train`.
         """
-        from megatron.core import parallel_state
-
-        from fusionrl.trainer.batch import build_micro_batch, check_shard
-        from fusionrl.trainer.step import broadcast_from_last_stage, forward_log_probs
+        from fusionrl.trainer.batch import check_shard
 
         self.reload()
         shard = _pull(shard)
         check_shard(shard)
+        return self._score(shard, weights, all_responses=True)
+
+    def _score(self, shard: TrainShard, weights: str | None, all_responses: bool) -> list[np.ndarray]:
+        from megatron.core import parallel_state
+
+        from fusionrl.trainer.batch import build_micro_batch
+        from fusionrl.trainer.step import broadcast_from_last_stage, forward_log_probs
+
         groups = [group for step in shard.steps for group in step.micro_batches if group]
         planned = {i for group in groups for i in group}
         groups += [[i] for i in range(shard.num_samples) if i not in planned]
         groups += [[]] * (self._common_count(len(groups)) - len(groups))
-        options = self._batch_options(all_responses=True)
+        options = replace(self._batch_options(all_responses=True), all_responses=all_responses)
         batches = [build_micro_batch(shard, group, None, options) for group in groups]
         with self._weight_sets[weights].lent() if weights is not None else nullcontext():
             outputs = forward_log_probs(self.trained, batches) if batches else []
@@ -512,6 +582,11 @@ class TrainerActor:
             parallel_state.destroy_model_parallel()
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # which it forgets
             dist.destroy_process_group()
+
+
+def hook_args(config: Config, rank: int, run_dir: str) -> Any:
+    """A fresh copy of the flags for one call of a hook in a trainer."""
+    return config.to_args(rank=rank, run_dir=run_dir, save=f"{run_dir}/checkpoints")
 
 
 def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:

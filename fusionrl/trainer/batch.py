@@ -9,13 +9,13 @@ samples a prompt that is as long as their responses, the model runs over five to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.local_spec import PackedLayout, plan_buckets, zigzag_positions
 
@@ -57,28 +57,27 @@ class MicroBatch:
     position_ids     [1, T] int64
     layout           where the sequences stand
     selection        what the output layer computes
-    loss_mask        [N] fp32
     weights          [N] fp32: `loss = sum(weights * token losses)` over all ranks
-    advantages       [N] fp32, or None in sft
-    rollout_log_probs  [N] fp32, or None where the engine gave none
+    fields           [N] fp32 each: what the shard has for every response token, by its name there (loss_mask,
+                     advantages, rollout_log_probs, log_probs, ref_log_probs, …)
     responses        [N] int64: where each chosen token stands among the micro-batch's response tokens
+    sequences        [N] int64: which of `samples` each belongs to
+    samples          indices into the shard
     response_lengths  response tokens of each sample
-    old_log_probs, ref_log_probs  [N] fp32, filled in by forward passes before the step
+    starts           where each sample's first token stands in the packed row of all context-parallel ranks
     """
 
     tokens: Tensor
     position_ids: Tensor
     layout: PackedLayout
     selection: Selection
-    loss_mask: Tensor
     weights: Tensor
-    advantages: Tensor | None
-    rollout_log_probs: Tensor | None
+    fields: dict[str, Tensor]
     responses: Tensor
+    sequences: Tensor
     samples: list[int]
     response_lengths: list[int]
-    old_log_probs: Tensor | None = field(default=None)
-    ref_log_probs: Tensor | None = field(default=None)
+    starts: list[int]
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,7 @@ class BatchOptions:
         embeddings are then given, which latent attention, with embeddings of its own, cannot take.
     per_token: weights are mask / tokens of the step; else mask / (samples of the step * tokens of the
         sample).
+    whole_sequences: the model runs over every token of every sample, its last one and each copy of a prompt included.
     """
 
     slicing: Slicing
@@ -99,9 +99,9 @@ class BatchOptions:
     local_attention: bool
     share_prompts: bool = True
     per_token: bool = True
-    advantages: bool = False
     entropy_grad: bool = False
     all_responses: bool = False
+    whole_sequences: bool = False
 
 
 def check_shard(shard: TrainShard) -> None:
@@ -131,26 +131,25 @@ def build_micro_batch(
         step: the optimizer step whose counts give the weights; None for weights of 0 (scoring).
         options: as above.
     """
-    masks = shard.split("loss_mask")
-    engine = shard.split("rollout_log_probs") if "rollout_log_probs" in shard.fields else None
-    tokens = shard.split("tokens")
+    tokens, masks = shard.split("tokens"), shard.split("loss_mask")
+    present = {name: shard.split(name) for name in _TOKEN_FIELDS if name in shard.fields}
     prompts = [int(shard.total_lengths[i] - shard.response_lengths[i]) for i in samples]
     packed = _pack([tokens[i] for i in samples], prompts, options)
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *present)}
     response_lengths, first_response = [], 0
-    for i, prompt, row in zip(samples, prompts, packed.rows, strict=False):
+    for position, (i, prompt, row) in enumerate(zip(samples, prompts, packed.rows, strict=False)):
         num_response, mask = int(shard.response_lengths[i]), masks[i]
         offsets = np.arange(num_response) if options.all_responses else np.flatnonzero(mask)
         columns["positions"].append(row[prompt - 1 + offsets])
         columns["targets"].append(tokens[i][prompt + offsets])
         columns["responses"].append(first_response + offsets)
-        columns["loss_mask"].append(mask[offsets])
+        columns["sequences"].append(np.full(offsets.size, position))
         columns["weights"].append(mask[offsets] * _weight(mask, step, options.per_token))
-        columns["advantages"].append(np.full(offsets.size, shard.fields["rewards"][i]))
-        columns["engine"].append(engine[i][offsets] if engine is not None else np.zeros(0))
+        for name, values in present.items():
+            columns[name].append(values[i][offsets])
         response_lengths.append(num_response)
         first_response += num_response
-    flat = {name: _join(parts, _COLUMNS[name]) for name, parts in columns.items()}
+    flat = {name: _join(parts, _COLUMNS.get(name, torch.float32)) for name, parts in columns.items()}
 
     slicing = options.slicing
     held = zigzag_positions(packed.lengths, slicing.cp_size, slicing.cp_rank)
@@ -173,13 +172,13 @@ def build_micro_batch(
             chunk_size=options.chunk_size,
             entropy_grad=options.entropy_grad,
         ),
-        loss_mask=pick("loss_mask"),
         weights=pick("weights"),
-        advantages=pick("advantages") if options.advantages else None,
-        rollout_log_probs=pick("engine") if engine is not None and samples else None,
+        fields={name: pick(name) for name in present},
         responses=flat["responses"][chosen],
+        sequences=pick("sequences"),
         samples=list(samples),
         response_lengths=response_lengths,
+        starts=[int(row[0]) for row in packed.rows[: len(samples)]],
     )
 
 
@@ -205,11 +204,10 @@ _COLUMNS: dict[str, torch.dtype] = {
     "positions": torch.int64,
     "targets": torch.int64,
     "responses": torch.int64,
-    "loss_mask": torch.float32,
+    "sequences": torch.int64,
     "weights": torch.float32,
-    "advantages": torch.float32,
-    "engine": torch.float32,
 }
+_TOKEN_FIELDS = tuple(name for name, spec in FIELDS.items() if spec.extent == "response" and spec.dtype == np.float32)
 
 
 def _join(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -236,7 +234,8 @@ class _Packed:
 
 def _pack(sequences: list[np.ndarray], prompts: list[int], options: BatchOptions) -> _Packed:
     multiple = options.slicing.multiple
-    share = options.share_prompts and options.local_attention and options.slicing.cp_size == 1
+    whole = options.whole_sequences
+    share = options.share_prompts and options.local_attention and options.slicing.cp_size == 1 and not whole
     pieces: list[np.ndarray] = []
     places: list[np.ndarray] = []
     rows: list[np.ndarray] = []
@@ -255,7 +254,7 @@ def _pack(sequences: list[np.ndarray], prompts: list[int], options: BatchOptions
         return start - length + np.arange(tokens.size)
 
     for sequence, prompt in zip(sequences or [np.zeros(2, np.int64)], prompts or [1], strict=True):
-        fed = sequence[: max(sequence.size - 1, 1)]
+        fed = sequence if whole else sequence[: max(sequence.size - 1, 1)]
         if not share:
             rows.append(put(fed, 0, -(-fed.size // multiple) * multiple))
             continue

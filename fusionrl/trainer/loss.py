@@ -7,7 +7,7 @@ changes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,22 +18,6 @@ from fusionrl.algorithms.policy_loss import policy_loss
 from fusionrl.algorithms.sft import sft_loss
 from fusionrl.config.config import Config
 from fusionrl.trainer.batch import MicroBatch
-
-# Added up over micro-batches and ranks. `tokens` and `compared` are the denominators of means over tokens.
-SUMS = (
-    "loss",
-    "pg_loss",
-    "kl_loss",
-    "entropy",
-    "clip_fraction",
-    "advantage_mean",
-    "tokens",
-    "logprob_diff",
-    "logprob_k3",
-    "compared",
-)
-# Means over all tokens that are trained on, whatever the loss's own weights.
-TOKEN_MEANS = ("clip_fraction", "advantage_mean")
 
 
 @dataclass(frozen=True)
@@ -47,31 +31,41 @@ class LossOptions:
     kl_type: str
     entropy_coef: float
     use_rollout_log_probs: bool
+    needs_log_probs: bool  # the trainers' log-probs of before the first step, even where there is only one
+    is_custom: bool  # --loss-type custom_loss
 
     @classmethod
     def from_config(cls, config: Config) -> LossOptions:
         """The options of `config`."""
-        algorithm = config.algorithm
+        algorithm, train = config.algorithm, config.train
         return cls(
-            mode="sft" if config.run.mode == "sft" else "rl",
+            mode="sft" if "sft" in (config.run.mode, algorithm.loss_type[:3]) else "rl",
             eps_low=algorithm.eps_clip,
             eps_high=algorithm.eps_clip_high if algorithm.eps_clip_high is not None else algorithm.eps_clip,
             kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else None,
             kl_type=algorithm.kl_loss_type,
             entropy_coef=algorithm.entropy_coef,
             use_rollout_log_probs=algorithm.use_rollout_logprobs,
+            needs_log_probs=algorithm.loss_type == "custom_loss"
+            or train.custom_advantage_function_path is not None
+            or train.rollout_data_postprocess_path is not None,
+            is_custom=algorithm.loss_type == "custom_loss",
         )
 
 
 @dataclass
 class LossSums:
-    """Metrics of a micro-batch, fp64: `sums` [len(SUMS)] to be added up, `peak` [1] whose maximum counts.
+    """Metrics of a micro-batch, to be added up; fp64.
 
-    finite  [N] bool: whether each token's loss is; looked at only where a step is skipped
-    batch   the micro-batch
+    sums        reported as they are: the loss's weights are in them
+    token_sums  divided by the tokens that are trained on, `tokens`; those of `compared_…` by `compared`
+    peak        [1], whose maximum counts
+    finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
+    batch       the micro-batch
     """
 
-    sums: Tensor
+    sums: dict[str, Tensor]
+    token_sums: dict[str, Tensor]
     peak: Tensor
     finite: Tensor | None = None
     batch: MicroBatch | None = None
@@ -80,10 +74,17 @@ class LossSums:
         """The shard's samples with a token whose loss is not finite."""
         if self.finite is None or self.batch is None:
             return []
-        ends = torch.tensor(self.batch.response_lengths).cumsum(0)
-        tokens = self.batch.responses[~self.finite.cpu()]
-        positions = torch.searchsorted(ends, tokens, right=True).unique()
+        positions = self.batch.sequences[~self.finite].unique()
         return [self.batch.samples[position] for position in positions.tolist()]
+
+
+@dataclass
+class _Terms:
+    """The loss of each token and what is reported of it."""
+
+    loss: Tensor
+    weighted: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
 
 
 def micro_batch_loss(
@@ -102,74 +103,63 @@ def micro_batch_loss(
     Raises:
         ValueError: the engine's log-probs are to be the old policy's, and the shard has none.
     """
-    values: dict[str, Tensor] = {"tokens": batch.loss_mask.sum()}
-    if options.mode == "sft":
-        token_loss = sft_loss(log_probs)
-    else:
-        token_loss, parts = _policy_terms(log_probs, entropy, batch, options)
-        values |= parts
-    loss = (batch.weights * token_loss).sum()
-    values["loss"] = loss.detach()
+    mask = batch.fields["loss_mask"]
+    terms = _Terms(sft_loss(log_probs)) if options.mode == "sft" else _policy_terms(log_probs, entropy, batch, options)
+    loss = (batch.weights * terms.loss).sum()
+    sums = {"loss": loss} | {name: (batch.weights * value).sum() for name, value in terms.weighted.items()}
+    token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in terms.means.items()}
     peak = log_probs.new_zeros(1, dtype=torch.float64)
-    if options.mode == "rl" and compare and batch.rollout_log_probs is not None:
-        reference = batch.old_log_probs if batch.old_log_probs is not None else log_probs.detach()
-        difference = (reference - batch.rollout_log_probs).abs() * batch.loss_mask
-        values["logprob_diff"] = difference.sum()
-        values["logprob_k3"] = (k3(batch.rollout_log_probs, reference) * batch.loss_mask).sum()
-        values["compared"] = batch.loss_mask.sum()
+    if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
+        engine = batch.fields["rollout_log_probs"]
+        reference = batch.fields.get("log_probs", log_probs.detach())
+        difference = (reference - engine).abs() * mask
+        token_sums["compared"] = mask.sum()
+        token_sums["compared_logprob_diff_mean"] = difference.sum()
+        token_sums["compared_logprob_k3"] = (k3(engine, reference) * mask).sum()
         if difference.numel():
             peak = difference.max().double().reshape(1)
-    zero = log_probs.new_zeros((), dtype=torch.float64)
-    sums = torch.stack([values[name].detach().double() if name in values else zero for name in SUMS])
-    return loss, LossSums(sums, peak, token_loss.detach().isfinite(), batch)
+    return loss, LossSums(_kept(sums), _kept(token_sums), peak, terms.loss.detach().isfinite(), batch)
 
 
-def _policy_terms(
-    log_probs: Tensor, entropy: Tensor, batch: MicroBatch, options: LossOptions
-) -> tuple[Tensor, dict[str, Tensor]]:
-    assert batch.advantages is not None
+def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().double() for name, value in values.items()}
+
+
+def _policy_terms(log_probs: Tensor, entropy: Tensor, batch: MicroBatch, options: LossOptions) -> _Terms:
+    fields = batch.fields
     if options.use_rollout_log_probs:
-        if batch.rollout_log_probs is None and batch.samples:
+        if "rollout_log_probs" not in fields:
             raise ValueError(
                 "--use-rollout-logprobs: the rollout has no log-probs; let the engines return them, "
                 "or leave the flag out"
             )
-        old = batch.rollout_log_probs if batch.samples else log_probs.detach()
+        old = fields["rollout_log_probs"]
     else:
         # One optimizer step a rollout: the policy that acted is the one of this very forward pass.
-        old = batch.old_log_probs if batch.old_log_probs is not None else log_probs.detach()
-    loss, clipped = policy_loss(log_probs, old, batch.advantages, options.eps_low, options.eps_high)
-    values = {
-        "pg_loss": (batch.weights * loss).sum(),
-        "entropy": (batch.weights * entropy).sum(),
-        "clip_fraction": (batch.loss_mask * clipped).sum(),
-        "advantage_mean": (batch.loss_mask * batch.advantages).sum(),
-    }
+        old = fields.get("log_probs", log_probs.detach())
+    loss, clipped = policy_loss(log_probs, old, fields["advantages"], options.eps_low, options.eps_high)
+    terms = _Terms(
+        loss,
+        {"pg_loss": loss, "entropy": entropy},
+        {"clip_fraction": clipped, "advantage_mean": fields["advantages"]},
+    )
     if options.entropy_coef > 0:
-        loss = loss + entropy_bonus(entropy, options.entropy_coef)
+        terms.loss = terms.loss + entropy_bonus(entropy, options.entropy_coef)
     if options.kl_coef is not None:
-        assert batch.ref_log_probs is not None or not batch.samples, "the reference's forward pass comes first"
-        reference = batch.ref_log_probs if batch.ref_log_probs is not None else log_probs.detach()
-        kl = KL_ESTIMATORS[options.kl_type](log_probs, reference)
-        values["kl_loss"] = (batch.weights * kl).sum()
-        loss = loss + options.kl_coef * kl
-    return loss, values
+        terms.weighted["kl_loss"] = KL_ESTIMATORS[options.kl_type](log_probs, fields["ref_log_probs"])
+        terms.loss = terms.loss + options.kl_coef * terms.weighted["kl_loss"]
+    return terms
 
 
-def step_metrics(sums: Tensor, peak: Tensor, options: LossOptions) -> dict[str, float]:
+def step_metrics(sums: dict[str, float], token_sums: dict[str, float], peak: float) -> dict[str, float]:
     """Metrics of one optimizer step, of `LossSums` already added up over all micro-batches and ranks."""
-    total = dict(zip(SUMS, sums.tolist(), strict=True))
-    tokens = max(total["tokens"], 1.0)
-    metrics = {"train/loss": total["loss"]}
-    if options.mode == "sft":
-        return metrics
-    metrics["train/pg_loss"] = total["pg_loss"]
-    metrics["train/entropy"] = total["entropy"]
-    if options.kl_coef is not None:
-        metrics["train/kl_loss"] = total["kl_loss"]
-    metrics |= {f"train/{name}": total[name] / tokens for name in TOKEN_MEANS}
-    if total["compared"]:
-        metrics["train/logprob_diff_mean"] = total["logprob_diff"] / total["compared"]
-        metrics["train/logprob_k3"] = total["logprob_k3"] / total["compared"]
-        metrics["train/logprob_diff_max"] = float(peak)
+    metrics = {f"train/{name}": value for name, value in sums.items()}
+    tokens, compared = max(token_sums["tokens"], 1.0), token_sums.get("compared", 0.0)
+    for name, value in token_sums.items():
+        if name.startswith("compared_") and compared:
+            metrics[f"train/{name.removeprefix('compared_')}"] = value / compared
+        elif name not in ("tokens", "compared") and not name.startswith("compared_"):
+            metrics[f"train/{name}"] = value / tokens
+    if compared:
+        metrics["train/logprob_diff_max"] = peak
     return metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from fusionrl.trainer.batch import MicroBatch
-from fusionrl.trainer.loss import SUMS, LossOptions, LossSums, micro_batch_loss, step_metrics
+from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss, step_metrics
 from fusionrl.trainer.model import Trained
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.custom_loss import CustomLoss
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 
 
-def _run(trained: Trained, batches: list[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
-    """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list."""
+def _run(
+    trained: Trained, batches: list[MicroBatch], loss: LossFunction, forward_only: bool, logits: bool = False
+) -> list[Any]:
+    """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list.
+
+    `logits`: it is given logits [1, T, V / tp] instead of what the selection asks for.
+    """
 
     def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
-        output = model(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
+        labels = None if logits else batch.selection
+        output = model(batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=batch.layout)
         return output, partial(loss, batch)
 
     chunks = trained.chunks
@@ -63,27 +72,51 @@ def forward_log_probs(trained: Trained, batches: list[MicroBatch]) -> list[Tenso
             chunk.train()
 
 
-def _loss_function(options: LossOptions, compare: bool) -> LossFunction:
+def _loss_function(options: LossOptions, compare: bool, custom: CustomLoss | None) -> LossFunction:
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-        value, sums = micro_batch_loss(output[0], output[1], batch, options, compare)
+        if custom is not None:
+            value, sums = custom(batch, output)
+        else:
+            value, sums = micro_batch_loss(output[0], output[1], batch, options, compare)
         # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
         return value, torch.zeros((), dtype=torch.int, device=output.device), sums
 
     return loss
 
 
-def reduce_sums(parts: list[LossSums], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(sums, peak) over micro-batches and ranks, on every rank; `parts` is [] but on the last stage."""
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-    peak = torch.zeros(1, dtype=torch.float64, device=device)
-    for part in parts:
-        sums += part.sums
-        peak = torch.maximum(peak, part.peak)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+def reduce_sums(
+    parts: list[LossSums], device: torch.device, same_names: bool = True
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """(sums, token_sums, peak) over micro-batches and ranks, on every rank; `parts` is [] but on the last stage.
+
+    same_names: every rank is known to report the same.
+    """
+    found: list[Any] = [None]
+    if parallel_state.is_pipeline_last_stage():
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        names = sorted(
+            {(kind, name) for part in parts for kind in (0, 1) for name in (part.sums, part.token_sums)[kind]}
+        )
+        if not same_names:
+            everywhere: list[Any] = [None] * group.size()
+            dist.all_gather_object(everywhere, names, group=group)
+            names = sorted({name for found in everywhere for name in found})
+        values = torch.zeros(len(names), dtype=torch.float64, device=device)
+        peak = torch.zeros(1, dtype=torch.float64, device=device)
+        for part in parts:
+            kinds = (part.sums, part.token_sums)
+            values += torch.stack([kinds[kind].get(name, peak.new_zeros(())) for kind, name in names])
+            peak = torch.maximum(peak, part.peak)
+        if group.size() > 1:
+            dist.all_reduce(values, group=group)
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        total = dict(zip(names, values.tolist(), strict=True))
+        found = [(*({n: v for (k, n), v in total.items() if k == kind} for kind in (0, 1)), float(peak))]
+    group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    return broadcast_from_last_stage(sums), broadcast_from_last_stage(peak)
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(found, src=last, group=group, device=device)
+    return found[0]
 
 
 def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
@@ -95,9 +128,16 @@ def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
 
 
 def train_step(
-    trained: Trained, batches: list[MicroBatch], options: LossOptions, compare: bool, device: torch.device
+    trained: Trained,
+    batches: list[MicroBatch],
+    options: LossOptions,
+    compare: bool,
+    device: torch.device,
+    custom: CustomLoss | None = None,
 ) -> tuple[dict[str, float], list[int]]:
     """One optimizer step over this rank's micro-batches; metrics over all ranks.
+
+    `custom` takes the place of the losses that `options` choose.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
     as they are, and `train/skipped` is 1.
@@ -108,8 +148,9 @@ def train_step(
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
-    parts = _run(trained, batches, _loss_function(options, compare), forward_only=False)
-    metrics = step_metrics(*reduce_sums(parts, device), options)
+    loss = _loss_function(options, compare, custom)
+    parts = _run(trained, batches, loss, forward_only=False, logits=custom is not None)
+    metrics = step_metrics(*reduce_sums(parts, device, same_names=custom is None))
     metrics["train/lr"] = float(trained.optimizer.param_groups[0]["lr"])
     found_inf = trained.optimizer.prepare_grads()
     norm = float(trained.optimizer.get_grad_norm())
@@ -140,9 +181,8 @@ def evaluate(trained: Trained, batches: list[MicroBatch], device: torch.device) 
     """(sum over trained-on tokens of -log p, number of such tokens), over all ranks."""
     parts = []
     for batch, output in zip(batches, forward_log_probs(trained, batches), strict=False):
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-        sums[SUMS.index("loss")] = -(output[0] * batch.loss_mask).sum()
-        sums[SUMS.index("tokens")] = batch.loss_mask.sum()
-        parts.append(LossSums(sums, sums.new_zeros(1)))
-    total, _ = reduce_sums(parts, device)
-    return float(total[SUMS.index("loss")]), float(total[SUMS.index("tokens")])
+        mask = batch.fields["loss_mask"]
+        loss = -(output[0] * mask).sum()
+        parts.append(LossSums({"loss": loss.double()}, {"tokens": mask.sum().double()}, mask.new_zeros(1).double()))
+    sums, token_sums, _ = reduce_sums(parts, device)
+    return sums["loss"], token_sums["tokens"]

@@ -447,12 +447,20 @@ def test_a_function_may_report_in_place_of_the_usual_metrics(buffer: MakeBuffer,
         "rollout_all_samples_process_path",
         "custom_rollout_log_function_path",
         "custom_reward_post_process_path",
+        "custom_convert_samples_to_train_data_path",
+        "dynamic_sampling_filter_path",
+        "data_source_path",
+        "eval_function_path",
+        "custom_eval_rollout_log_function_path",
     ],
 )
 def test_a_hook_that_raises_is_named(buffer: MakeBuffer, field: str) -> None:
-    made = buffer(**{field: f"{HOOKS}:breaks"})
+    def call() -> None:
+        made = buffer(**{field: f"{HOOKS}:breaks"})
+        run(made.evaluate(0) if "eval_" in field else made.generate(0))
+
     with pytest.raises(HookError) as caught:
-        run(made.generate(0))
+        call()
     assert str(caught.value) == f"--{field.replace('_', '-')} {HOOKS}:breaks: KeyError: 'mine'"
 
 

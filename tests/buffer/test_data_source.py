@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import check_hook, load_function
+from fusionrl.config.hooks import HookError, check_hook, load_function
 from fusionrl.data.sample import Sample
 
 HOOKS = Path(__file__).with_name("buffer_hooks.py")
@@ -207,6 +207,11 @@ def test_what_a_filter_left_in_the_buffer_is_not_served_twice(source: Any) -> No
 def test_a_filter_that_returns_something_else(source: Any, name: str, part: str) -> None:
     with pytest.raises(ValueError, match=f"--buffer-filter-path .*:{name}: {part}"):
         with_filter(source, name).get_samples(2)
+
+
+def test_a_filter_that_raises(source: Any) -> None:
+    with pytest.raises(HookError, match=r"--buffer-filter-path .*:breaks: KeyError: 'mine'"):
+        with_filter(source, "breaks").get_samples(2)
 
 
 def test_a_filters_signature_is_checked_before_the_run() -> None:

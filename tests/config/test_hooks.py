@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from fusionrl.config.hooks import SIGNATURES, check_hook, load_function
+from fusionrl.config.parser import read_args
+from fusionrl.config.validate import validate
 
 GOOD = """
 CALLS = []
@@ -82,6 +84,20 @@ def test_keywords_of_the_call_are_checked(module: str) -> None:
     assert message is not None
     assert "evaluation" in message
     assert check_hook("data_source_path", f"{module}:Source") is None
+
+
+@pytest.mark.parametrize("field", SIGNATURES)
+def test_every_hook_is_checked_before_a_run(tmp_path: Path, field: str) -> None:
+    file = tmp_path / f"for_{field}.py"
+    file.write_text("def nothing(): ...\ndef anything(*args, **kwargs): ...\n")
+    flag = "--" + field.replace("_", "-")
+    assert check_hook(field, f"{file}:anything") is None
+    for path, part in ((f"{file}:nothing", "its signature () does not fit"), (f"{file}:lost", "has no 'lost'")):
+        message = str(check_hook(field, path))
+        assert message.startswith(flag) and path in message and part in message
+        assert f"expected {SIGNATURES[field][2]}" in message
+    namespace = read_args([flag, f"{file}:nothing"])[0]
+    assert any(f"{flag} {file}:nothing: its signature" in error for error in validate(namespace)[1])
 
 
 def test_a_hook_that_needs_megatron_lm_is_told_so(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
+from tests.e2e.all_hooks import HOOKS
 from tests.e2e.launch import metrics_of, run
 
 pytestmark = pytest.mark.e2e
@@ -35,39 +37,13 @@ def _loss_by_transformers(folder: Path, conversations: Path) -> float:
     return sum(losses) / len(losses)
 
 
-def test_sft_eval_and_reject_sampling(task: Path, tmp_path: Path) -> None:
-    """sft lowers the loss and saves a folder; eval scores it; reject-sampling writes what sft reads again."""
-    sft = [
-        "--mode",
-        "sft",
-        "--device",
-        "cpu",
-        "--rollout-batch-size",
-        "64",
-        "--lr",
-        "1e-3",
-        "--input-key",
-        "messages",
-    ]
+def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
+    """sft -> reject-sampling -> sft on what it accepted -> eval, and rl with a function of a user in every place."""
+    sft = ["--mode", "sft", "--device", "cpu", "--lr", "1e-3", "--input-key", "messages", "--no-save"]
     run(
-        [
-            *sft,
-            "--hf-checkpoint",
-            str(task / "model"),
-            "--prompt-data",
-            str(task / "sft.jsonl"),
-            "--num-rollout",
-            "40",
-        ]
-        + [
-            "--actor-num-gpus-per-node",
-            "2",
-            "--rollout-shuffle",
-            "--run-dir",
-            str(tmp_path / "sft"),
-            "--no-save",
-        ]
-        + ["--save-hf", str(tmp_path / "model")]
+        [*sft, "--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "sft.jsonl"), "--rollout-shuffle"]
+        + ["--num-rollout", "40", "--rollout-batch-size", "64", "--actor-num-gpus-per-node", "2"]
+        + ["--run-dir", str(tmp_path / "sft"), "--save-hf", str(tmp_path / "model")]
         + ["--eval-prompt-data", "val", str(_validation_set(task, tmp_path)), "--eval-interval", "20"],
         tmp_path,
     )
@@ -80,48 +56,43 @@ def test_sft_eval_and_reject_sampling(task: Path, tmp_path: Path) -> None:
         assert validation[step] == pytest.approx(_loss_by_transformers(model, tmp_path / "val.jsonl"), rel=1e-4)
     assert not list((tmp_path / "sft" / "logs").glob("engine-*.log")), "sft starts no engine"
 
-    common = ["--device", "cpu", "--hf-checkpoint", str(tmp_path / "model"), "--input-key", "prompt"]
-    common += ["--label-key", "label", "--apply-chat-template", "--rollout-max-response-len", "6"]
-    run(
-        [
-            *common,
-            "--mode",
-            "eval",
-            "--eval-prompt-data",
-            "held-out",
-            str(task / "eval.jsonl"),
-            "--rm-type",
-            "exact",
-        ]
-        + ["--eval-temperature", "0", "--run-dir", str(tmp_path / "eval")],
-        tmp_path,
-    )
-    (row,) = metrics_of(tmp_path / "eval")
-    assert 0 <= row["eval/held-out/accuracy"] <= 1 and row["eval/held-out/num_samples"] == 32
-    assert not list((tmp_path / "eval" / "logs").glob("trainer-*.log")), "eval starts no trainer"
-
+    common = ["--device", "cpu", "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"]
+    common += ["--rollout-max-response-len", "6"]
+    prompts = ["--prompt-data", str(task / "train.jsonl"), "--rollout-batch-size", "16", "--n-samples-per-prompt", "4"]
     accepted = tmp_path / "accepted.jsonl"
     run(
-        [*common, "--mode", "reject-sampling", "--no-trainer", "--prompt-data", str(task / "train.jsonl")]
+        [*common, *prompts, "--mode", "reject-sampling", "--no-trainer", "--hf-checkpoint", str(tmp_path / "model")]
         + ["--custom-rm-path", "tests/e2e/hooks.py:partial_credit", "--reject-sampling-threshold", "0.3"]
-        + ["--rollout-batch-size", "16", "--n-samples-per-prompt", "4", "--num-rollout", "2"]
-        + ["--reject-sampling-output", str(accepted), "--run-dir", str(tmp_path / "reject")],
+        + ["--num-rollout", "2", "--reject-sampling-output", str(accepted), "--run-dir", str(tmp_path / "reject")],
         tmp_path,
     )
     rows = [json.loads(line) for line in accepted.read_text().splitlines()]
     assert rows and all(row["reward"] >= 0.3 for row in rows)
     assert len({json.dumps(row["messages"][:-1]) for row in rows}) == len(rows), "one accepted sample a prompt"
+
     run(
-        [
-            *sft,
-            "--hf-checkpoint",
-            str(tmp_path / "model"),
-            "--prompt-data",
-            str(accepted),
-            "--num-rollout",
-            "1",
-        ]
-        + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--no-save"],
+        [*sft, "--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(accepted), "--num-rollout", "1"]
+        + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--save-hf", str(tmp_path / "refined")],
         tmp_path,
     )
     assert metrics_of(tmp_path / "again")[0]["train/num_samples"] == 4
+
+    common += ["--hf-checkpoint", str(tmp_path / "refined"), "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
+    common += ["--eval-temperature", "0"]
+    run([*common, "--mode", "eval", "--rm-type", "exact", "--run-dir", str(tmp_path / "eval")], tmp_path)
+    (row,) = metrics_of(tmp_path / "eval")
+    assert 0 <= row["eval/held-out/accuracy"] <= 1 and row["eval/held-out/num_samples"] == 32
+    assert not list((tmp_path / "eval" / "logs").glob("trainer-*.log")), "eval starts no trainer"
+
+    seen = tmp_path / "seen"
+    (tmp_path / "mine.yaml").write_text(f"seen: {seen}\n")
+    run(
+        [*common, *prompts, "--mode", "rl", "--num-rollout", "2", "--lr", "1e-4", "--custom-config-path"]
+        + [str(tmp_path / "mine.yaml"), "--loss-type", "custom_loss", "--run-dir", str(tmp_path / "rl"), "--no-save"]
+        + [part for field, name in HOOKS.items() for part in (flag_of(field), f"tests/e2e/all_hooks.py:{name}")],
+        tmp_path,
+    )
+    assert set(seen.read_text().split()) == set(HOOKS) == set(SIGNATURES) - {"tools_path"}  # of agents: test_agent
+    _, *steps = metrics_of(tmp_path / "rl")
+    assert [step["train/num_samples"] for step in steps] == [63.0, 63.0], "one sample of each rollout is removed"
+    assert all(step["train/difference_of_mine"] < 1e-5 for step in steps)

@@ -98,6 +98,10 @@ def only_odd(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOu
     return DynamicFilterOutput(samples[0].reward == 1.0, "even")
 
 
+def odd_while_there_are(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    return DynamicFilterOutput(samples[0].reward == 1.0, "even", keep_when_insufficient=True)
+
+
 def bare_bool(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
     return samples[0].reward == 1.0
 
@@ -127,6 +131,10 @@ async def mask_too_long(args: Any, sample: Sample, params: dict[str, Any]) -> Sa
 
 async def a_string(args: Any, sample: Sample, params: dict[str, Any]) -> Any:
     return "text"
+
+
+def breaks_at_once(args: Any, samples: list[Sample], **kwargs: Any) -> Any:
+    raise KeyError("mine")
 
 
 async def breaks(args: Any, sample: Sample, *rest: Any, **kwargs: Any) -> Any:

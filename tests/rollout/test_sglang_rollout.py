@@ -94,6 +94,14 @@ def test_dropped_groups_are_counted_and_replaced(start: Any, state: Any) -> None
     assert source.offset == 4 + even + surplus + returned / 2
 
 
+def test_a_filter_may_keep_what_would_else_have_to_be_replaced(start: Any, state: Any) -> None:
+    args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:odd_while_there_are", over_sampling_batch_size=6)
+    output = generate_rollout(args, 0, source)
+    assert len(output.samples) == 4 and source.offset == 6, "nothing more was sampled"
+    odd = sum(int(group[0].label) % 2 for group in output.samples)
+    assert odd == 3 and output.metrics["rollout/dropped_even"] == 2
+
+
 def test_a_filter_may_return_a_bare_bool(start: Any) -> None:
     args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:bare_bool")
     assert generate_rollout(args, 0, source).metrics["rollout/dropped_filtered"] >= 1
@@ -411,6 +419,7 @@ def test_the_default_generation_goes_on_behind_what_is_there(start: Any) -> None
         ("custom_generate_function_path", "breaks", "KeyError: 'mine'"),
         ("rollout_sample_hook_path", "breaks", "KeyError: 'mine'"),
         ("rollout_sample_hook_path", "a_string", "unexpected keyword"),
+        ("dynamic_sampling_filter_path", "breaks_at_once", "KeyError: 'mine'"),
     ],
 )
 def test_what_a_hook_did_wrong_is_said_with_its_name(start: Any, field: str, name: str, message: str) -> None:

@@ -1,0 +1,64 @@
+"""What a user's conversion function returns (slime's dict of lists), as samples of which shards are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fusionrl.data.sample import Sample, Status
+
+REQUIRED = ("tokens", "response_lengths", "rewards")
+_KNOWN = (
+    *REQUIRED,
+    *("raw_reward", "loss_masks", "rollout_log_probs", "teacher_log_probs", "weight_versions"),
+    *("truncated", "sample_indices", "group_index", "metadata", "total_lengths"),
+)
+
+
+def samples_of(
+    data: Any, originals: Sequence[Sample], flag: str
+) -> tuple[list[Sample], list[float], list[float], dict[str, list[Any]]]:
+    """Samples, rewards, raw rewards and a user's own columns, of `data`: name -> list with one entry a sample.
+
+    tokens, response_lengths and rewards must be there; raw_reward, loss_masks, rollout_log_probs, teacher_log_probs,
+    weight_versions, truncated, sample_indices, group_index and metadata may be. A sample whose index is that of one of
+    `originals` is of its group.
+
+    Raises:
+        ValueError: names `flag` and what is missing or of another length.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{flag}: it returned {type(data).__name__}; expected a dict of lists")
+    missing = [name for name in REQUIRED if name not in data]
+    if missing:
+        raise ValueError(f"{flag}: its dict lacks {', '.join(map(repr, missing))}; it has {sorted(data)}")
+    count = len(data["tokens"])
+    for name, values in data.items():
+        if not hasattr(values, "__len__") or len(values) != count:
+            size = len(values) if hasattr(values, "__len__") else "no"
+            raise ValueError(f"{flag}: {name!r} has {size} entries, 'tokens' has {count}")
+    groups = {s.index: s.group_index for s in originals}
+    samples = []
+    for i in range(count):
+        index = int(data["sample_indices"][i]) if "sample_indices" in data else i
+        sample = Sample(
+            index=index,
+            group_index=int(data["group_index"][i]) if "group_index" in data else groups.get(index, -2 - i),
+            tokens=data["tokens"][i],
+            response_length=int(data["response_lengths"][i]),
+            loss_mask=data["loss_masks"][i] if "loss_masks" in data else None,
+            rollout_log_probs=data["rollout_log_probs"][i] if "rollout_log_probs" in data else None,
+            weight_versions=data["weight_versions"][i] if "weight_versions" in data else None,
+            status=Status.TRUNCATED if "truncated" in data and data["truncated"][i] else Status.COMPLETED,
+            metadata=data["metadata"][i] if "metadata" in data else {},
+        )
+        if "teacher_log_probs" in data:
+            sample.teacher_log_probs = data["teacher_log_probs"][i]  # type: ignore[attr-defined]
+        try:
+            sample.validate()
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from error
+        samples.append(sample)
+    rewards = [float(value) for value in data["rewards"]]
+    raw = [float(value) for value in data["raw_reward"]] if "raw_reward" in data else rewards
+    return samples, rewards, raw, {name: list(data[name]) for name in data if name not in _KNOWN}

@@ -1,0 +1,212 @@
+"""--loss-type custom_loss: a user's function gets the logits, as with slime and Megatron, and returns the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from fusionrl.config.hooks import HookError, call_hook, flag_of
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.trainer.batch import MicroBatch
+from fusionrl.trainer.local_spec import zigzag_positions
+from fusionrl.trainer.loss import LossSums
+from fusionrl.trainer.rollout_data import as_rollout_data
+
+FIELD = "custom_loss_function_path"
+
+
+class CustomLoss:
+    """The user's loss of one optimizer step's micro-batches.
+
+    `loss_fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`:
+
+    batch               the lists of `as_rollout_data` for the micro-batch's samples, with unconcat_tokens, tokens (the
+                        packed row) and packed_seq_params
+    logits              [1, T, V / tp] with gradient: token `starts[i] + j` is token j of sample i, at any
+                        context-parallel size; the vocabulary is split as Megatron splits it, and what pads it is
+                        improbable
+    sum_of_sample_mean  values of all response tokens, sample after sample, in one tensor -> their mean over the whole
+                        step as the loss takes it (--calculate-per-token-loss), of which this is one summand; what it
+                        gives adds up over micro-batches and ranks
+
+    Raises:
+        HookError: the function raised, or what it returned is no loss.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        make_args: Callable[[], Any],
+        shard: TrainShard,
+        step: TrainStep,
+        *,
+        per_token: bool,
+        vocab_size: int,
+    ) -> None:
+        self.path, self.make_args, self.step = path, make_args, step
+        self.per_token, self.vocab_size = per_token, vocab_size
+        self._data = as_rollout_data(shard)
+
+    def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, LossSums]:
+        """As `loss.micro_batch_loss`; `output` [1, T, V / tp] are the logits of this rank's tokens."""
+        peak = output.new_zeros(1, dtype=torch.float64)
+        if not batch.samples:
+            return output.sum() * 0.0, LossSums({}, {"tokens": peak[0]}, peak)
+        logits = _whole_row(self._without_padding(output), batch)
+        data = self._of(batch)
+        tokens = torch.cat(data["loss_masks"]).sum()
+        found = call_hook(FIELD, self.path, self.make_args(), data, logits, self._reducer(data["loss_masks"]))
+        loss, metrics = self._checked(found)
+        # Every context-parallel rank has computed all of it, and each one's gradient reaches all of them.
+        size = parallel_state.get_context_parallel_world_size()
+        loss = loss / size
+        sums = {"loss": loss} | {name: torch.as_tensor(value, device=loss.device) for name, value in metrics.items()}
+        kept = {name: value.detach().double() / (1 if name == "loss" else size) for name, value in sums.items()}
+        return loss, LossSums(kept, {"tokens": tokens.double() / size}, peak)
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        num_valid = self.vocab_size - group.rank() * logits.size(-1)
+        if num_valid >= logits.size(-1):
+            return logits
+        padding = torch.arange(logits.size(-1), device=logits.device) >= num_valid
+        return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 4)
+
+    def _checked(self, found: Any) -> tuple[Tensor, dict[str, Any]]:
+        where = f"{flag_of(FIELD)} {self.path}"
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+            raise HookError(f"{where}: it returned {type(found).__name__}; expected (loss, dict of metrics)")
+        loss, metrics = found
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise HookError(f"{where}: its loss must be a tensor of one element with a gradient")
+        for name, value in metrics.items():
+            if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+                raise HookError(f"{where}: its metric {name!r} is no single number")
+        return loss.reshape(()), {name: torch.as_tensor(value).reshape(()) for name, value in metrics.items()}
+
+    def _of(self, batch: MicroBatch) -> dict[str, Any]:
+        device = batch.tokens.device
+        chosen: dict[str, Any] = {}
+        for name, values in self._data.items():
+            picked = [values[i] for i in batch.samples]
+            chosen[name] = [v.to(device) if isinstance(v, Tensor) else v for v in picked]
+        chosen["unconcat_tokens"] = chosen["tokens"]
+        row = torch.zeros(sum(batch.layout.lengths), dtype=torch.int64, device=device)
+        for start, tokens in zip(batch.starts, chosen["tokens"], strict=True):
+            row[start : start + tokens.numel()] = tokens
+        chosen["tokens"], chosen["starts"], chosen["packed_seq_params"] = row[None], batch.starts, batch.layout
+        return chosen
+
+    def _reducer(self, masks: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        counts = [self.step.num_tokens if self.per_token else self.step.num_samples * float(m.sum()) for m in masks]
+        weights = torch.cat([mask / max(count, 1e-12) for mask, count in zip(masks, counts, strict=True)])
+
+        def sum_of_sample_mean(values: Tensor) -> Tensor:
+            # Not a product: what is masked may be anything, and 0 times infinity is no number.
+            return (torch.where(weights > 0, values.reshape(-1), 0.0) * weights).sum()
+
+        return sum_of_sample_mean
+
+
+def _whole_row(output: Tensor, batch: MicroBatch) -> Tensor:
+    """[1, T / cp, V / tp] of each context-parallel rank -> [1, T, V / tp] in the row's order, on each of them."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return output
+    lengths = list(batch.layout.lengths)
+    order = torch.cat([zigzag_positions(lengths, group.size(), rank) for rank in range(group.size())])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel())
+    return _Gather.apply(output, group).index_select(1, places.to(output.device))
+
+
+class _Gather(torch.autograd.Function):
+    """[1, t, v] of each rank -> [1, t * ranks, v]; the gradient of each part is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.size = group, part.size(1)
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.narrow(1, ctx.group.rank() * ctx.size, ctx.size), None
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    starts: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Log-probs, with gradient, of a custom loss's response tokens, at the rollout's temperature.
+
+    Args:
+        logits: [1, T, V / tp] as the loss function got them.
+        args: the flags.
+        unconcat_tokens, total_lengths, response_lengths: of its batch.
+        with_entropy: the entropies too.
+        starts: of its batch. Default: one sample follows the other without padding.
+
+    Returns:
+        (an empty tensor, {"log_probs": one [response_length] a sample, "entropy": the same}); slime's shape.
+    """
+    rows, targets, start = [], [], 0
+    for index, (tokens, total, length) in enumerate(zip(unconcat_tokens, total_lengths, response_lengths, strict=True)):
+        first = starts[index] if starts is not None else start
+        rows.append(torch.arange(first + total - length - 1, first + total - 1, device=logits.device))
+        targets.append(tokens[total - length :])
+        start += total
+    chosen = logits[0].index_select(0, torch.cat(rows)) / args.rollout_temperature
+    log_probs, entropy = _VocabularyParallel.apply(chosen.float(), torch.cat(targets), with_entropy)
+    found = {"log_probs": list(log_probs.split(list(response_lengths)))}
+    if with_entropy:
+        found["entropy"] = list(entropy.split(list(response_lengths)))
+    return logits.new_zeros(0), found
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """logits [N, V / tp], targets [N] -> (log-probs [N], entropies [N]); the formulas are those of `log_probs.py`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        width = logits.size(1)
+        local = targets - group.rank() * width
+        owned = (local >= 0) & (local < width)
+        local = local.clamp(0, width - 1)
+        peak = logits.amax(-1)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        exp = (logits - peak[:, None]).exp()
+        predicted = logits.gather(-1, local[:, None])[:, 0] * owned
+        sums = torch.stack([exp.sum(-1), torch.linalg.vecdot(exp, logits), predicted])
+        dist.all_reduce(sums, group=group)
+        lse = peak + sums[0].log()
+        entropy = lse - sums[1] / sums[0]
+        ctx.save_for_backward(logits, lse, entropy, local, owned)
+        ctx.entropy_grad = entropy_grad
+        return sums[2] - lse, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
+        logits, lse, entropy, local, owned = ctx.saved_tensors
+        scores = logits - lse[:, None]
+        grad = -scores.exp() * grad_log_probs[:, None]
+        if ctx.entropy_grad:
+            grad -= scores.exp() * (scores + entropy[:, None]) * grad_entropy[:, None]
+        grad.scatter_add_(-1, local[:, None], (grad_log_probs * owned)[:, None])
+        return grad, None, None

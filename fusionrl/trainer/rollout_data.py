@@ -1,0 +1,70 @@
+"""One rank's rollout as hooks see it: slime's names, a list with one entry a sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusionrl.data.train_batch import FIELDS, TrainShard
+
+# Where slime calls a field otherwise. What has a value for each response token stands as a tensor [response_length].
+NAMES = {"loss_mask": "loss_masks", "raw_rewards": "raw_reward", "sample_index": "sample_indices"}
+_FREE = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "teacher_log_probs", "rollout_log_probs")
+
+
+def as_rollout_data(shard: TrainShard) -> dict[str, Any]:
+    """The shard as a dict of lists, one entry a sample: tensors of tokens, plain numbers else.
+
+    tokens [total_length] int64; loss_masks and all log-probs, values, advantages, returns [response_length] fp32, 0
+    where the mask is 0; total_lengths, response_lengths, rewards, raw_reward, sample_indices, group_index, truncated,
+    metadata; and a user's own columns.
+    """
+    data: dict[str, Any] = {
+        "total_lengths": shard.total_lengths.tolist(),
+        "response_lengths": shard.response_lengths.tolist(),
+        "metadata": shard.metadata or [{} for _ in range(shard.num_samples)],
+        **shard.extra,
+    }
+    for name, array in shard.fields.items():
+        if FIELDS[name].extent == "sample":
+            data[NAMES.get(name, name)] = array.tolist()
+        else:
+            parts = shard.split(name)[: shard.num_samples]
+            kind = torch.int64 if FIELDS[name].dtype is np.int32 else torch.float32
+            data[NAMES.get(name, name)] = [torch.tensor(part, dtype=kind) for part in parts]
+    return data
+
+
+def take_back(shard: TrainShard, data: dict[str, Any], flag: str) -> None:
+    """Put what a hook made of `as_rollout_data` into the shard.
+
+    Masks and what the loss is made of may change; tokens and lengths, by which samples are shared out, may not.
+
+    Raises:
+        ValueError: names the hook, the field and the sample.
+    """
+    for name in ("loss_mask", *_FREE):
+        values = data.get(NAMES.get(name, name))
+        if values is None:
+            shard.fields.pop(name, None)
+            continue
+        shown = f"{flag}: {NAMES.get(name, name)!r}"
+        if len(values) != shard.num_samples:
+            raise ValueError(f"{shown} has {len(values)} entries for {shard.num_samples} samples")
+        parts = [np.asarray(torch.as_tensor(value).detach().cpu(), np.float32).reshape(-1) for value in values]
+        for index, (part, length) in enumerate(zip(parts, shard.response_lengths, strict=True)):
+            if part.size != length:
+                which = int(shard.fields["sample_index"][index])
+                raise ValueError(f"{shown} has {part.size} values for {length} response tokens of sample {which}")
+        shard.fields[name] = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    for name in ("total_lengths", "response_lengths"):
+        if list(data[name]) != getattr(shard, name).tolist():
+            raise ValueError(f"{flag}: {name!r} may not change; set the loss mask of a token to 0 to leave it out")
+    known = {"tokens", "metadata", "total_lengths", "response_lengths", *(NAMES.get(n, n) for n in FIELDS)}
+    shard.extra = {
+        name: list(value)
+        for name, value in data.items()
+        if name not in known and isinstance(value, list | tuple) and len(value) == shard.num_samples
+    }

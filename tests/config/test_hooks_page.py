@@ -1,0 +1,27 @@
+"""docs/hooks.md: every place stands in its table, and its examples load and fit their places."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n# (--[\w-]+) \w+\.py:(\w+)\n(.*?)```", PAGE, re.DOTALL)
+ELSEWHERE = {"rollout_function_path", "custom_rm_path", "tools_path"}  # README.md, docs/rewards.md, docs/agents.md
+
+
+def test_every_place_is_there() -> None:
+    assert {flag for flag, _, _ in EXAMPLES} == {flag_of(field) for field in SIGNATURES if field not in ELSEWHERE}
+    table = PAGE.split("## ")[0]
+    assert all(f"| `{flag_of(field)}`" in table for field in SIGNATURES)
+
+
+@pytest.mark.parametrize(("flag", "name", "code"), EXAMPLES, ids=[name for _, name, _ in EXAMPLES])
+def test_an_example_fits_its_place(tmp_path: Path, flag: str, name: str, code: str) -> None:
+    file = tmp_path / f"page_{name}.py"
+    file.write_text(code)
+    assert check_hook(flag[2:].replace("-", "_"), f"{file}:{name}") is None

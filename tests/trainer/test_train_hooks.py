@@ -1,0 +1,104 @@
+"""A user's functions in the trainers: what they get, what they may change, and what is said of their mistakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer.test_parallel import assert_same, history
+from tests.trainer.trainer_worker import Failed, Samples, config_of
+
+HOOKS = "tests/trainer/train_hooks.py"
+CUSTOM = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:ppo_with_kl"}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_a_custom_loss_has_the_gradients_of_the_same_built_in_one(workers, hf, sizes):
+    folder, _ = hf("qwen3", False, vocab_size=121)
+    samples = Samples(5, seed=41, vocab=121, share=2)
+    built_in = history(workers, folder, samples, TrainerLayout(1), steps=2)
+    custom = history(workers, folder, samples, TrainerLayout(2, **sizes), micro=2, steps=2, **CUSTOM)
+    shown = ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy", "train/grad_norm")
+    for metrics, others in zip(custom[0], built_in[0], strict=True):
+        assert {name: metrics[name] for name in shown} == pytest.approx({n: others[n] for n in shown}, abs=3e-6)
+    assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
+
+
+def test_sample_means_are_those_of_the_loss(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = Samples(5, seed=42)
+    values = {"calculate_per_token_loss": False}
+    built_in = history(workers, folder, samples, TrainerLayout(1), **values)
+    custom = history(workers, folder, samples, TrainerLayout(2), micro=1, **values, **CUSTOM)
+    assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
+
+
+def test_metadata_and_columns_reach_a_custom_loss(workers, hf):
+    folder, _ = hf("llama", True)
+    values = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:knows_its_data"}
+    workers.start(config_of(folder, **values), TrainerLayout(1))
+    (shard,) = Samples(5, seed=43).shards()
+    lengths = shard.response_lengths.tolist()
+    shard.metadata, shard.extra = [{"note": {"length": n}} for n in lengths], {"weight_of_mine": lengths}
+    assert workers.train([shard], TrainerLayout(1), 0)["train/seen"] == 2.0  # micro-batches
+
+
+def test_advantages_and_masks_of_a_user(workers, hf):
+    folder, _ = hf("llama", True)
+    samples, values = Samples(6, seed=44), {"use_kl_loss": False}
+    path = {"custom_advantage_function_path": f"{HOOKS}:doubled"}
+    by_hook = history(workers, folder, samples, TrainerLayout(2), **values, **path)
+    samples.rewards = samples.rewards * 2
+    assert_same(by_hook, history(workers, folder, samples, TrainerLayout(1), **values), 1e-6)
+    path = {"rollout_data_postprocess_path": f"{HOOKS}:only_first_halves"}
+    by_hook = history(workers, folder, samples, TrainerLayout(2), steps=2, **values, **path)
+    for mask in samples.mask:
+        mask[(mask.size + 1) // 2 :] = 0
+    assert_same(by_hook, history(workers, folder, samples, TrainerLayout(1), steps=2, **values), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"custom_advantage_function_path": "forgets"}, "forgets: it left no 'advantages'"),
+        ({"custom_advantage_function_path": "too_short"}, r"too_short: 'advantages' has \d+ values for \d+ response"),
+        ({"custom_advantage_function_path": "raises"}, "--custom-advantage-function-path .*raises: KeyError: 'mine'"),
+        ({"rollout_data_postprocess_path": "raises"}, "--rollout-data-postprocess-path .*raises: KeyError: 'mine'"),
+        ({"custom_loss_function_path": "raises"}, "--custom-loss-function-path .*raises: KeyError: 'mine'"),
+        (
+            {"custom_loss_function_path": "no_tuple"},
+            r"no_tuple: it returned Tensor; expected \(loss, dict of metrics\)",
+        ),
+        ({"custom_loss_function_path": "no_gradient"}, "its loss must be a tensor of one element with a gradient"),
+        ({"custom_megatron_before_log_prob_hook_path": "raises", "use_kl_loss": True}, "before-log-prob.*'mine'"),
+        ({"custom_megatron_before_train_step_hook_path": "raises"}, "before-train-step.*'mine'"),
+    ],
+    ids=str,
+)
+def test_mistakes_name_flag_and_function(workers, hf, values, message):
+    folder, _ = hf("llama", True)
+    values = {name: f"{HOOKS}:{value}" if name.endswith("path") else value for name, value in values.items()}
+    if "custom_loss_function_path" in values:
+        values["loss_type"] = "custom_loss"
+    workers.start(config_of(folder, **values), TrainerLayout(1))
+    with pytest.raises(Failed, match=message):
+        workers.train(Samples(3, seed=45).shards(), TrainerLayout(1), 0)
+
+
+def test_megatrons_objects_are_handed_out(workers, hf, tmp_path):
+    folder, _ = hf("llama", True)
+    names = ("init_path", "before_log_prob_hook_path", "before_train_step_hook_path")
+    seen = tmp_path / "seen"
+    values = {f"custom_megatron_{name}": f"{HOOKS}:say" for name in names}
+    passthrough = {"custom": {"seen": str(seen)}}
+    config = config_of(folder, use_kl_loss=True, kl_loss_coef=0.1, passthrough=passthrough, **values)
+    workers.start(config, TrainerLayout(1))
+    workers.train(Samples(4, seed=46).shards(steps=2), TrainerLayout(1), 7)
+    step = "ChainedOptimizer OptimizerParamScheduler"
+    assert seen.read_text().splitlines() == [
+        "HookArgs",
+        "HookArgs list 'ref_'",
+        "HookArgs list ''",
+        f"HookArgs 7 0 list {step}",
+        f"HookArgs 7 1 list {step}",
+    ]

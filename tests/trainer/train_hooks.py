@@ -1,0 +1,80 @@
+"""Functions of a user's in the trainers, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusionrl.plugin_api import get_log_probs_and_entropy
+
+
+def ppo_with_kl(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    """What --use-kl-loss and --entropy-coef give, written out."""
+    _, found = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+        starts=batch["starts"],
+    )
+    log_probs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
+    old, reference, advantages = (torch.cat(batch[k]) for k in ("log_probs", "ref_log_probs", "advantages"))
+    ratio = (log_probs - old).exp()
+    policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip))
+    kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
+    losses = [sum_of_sample_mean(part) for part in (policy, kl, entropy)]
+    loss = losses[0] + args.kl_loss_coef * losses[1] - args.entropy_coef * losses[2]
+    names = ("pg_loss", "kl_loss", "entropy")
+    return loss, {name: part.detach() for name, part in zip(names, losses, strict=True)}
+
+
+def knows_its_data(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    """A loss that looks at metadata and a user's own column."""
+    for index, length in enumerate(batch["response_lengths"]):
+        assert batch["metadata"][index] == {"note": {"length": length}}, batch["metadata"]
+        assert batch["weight_of_mine"][index] == length
+    return logits.sum() * 0.0, {"seen": float(len(batch["tokens"]))}
+
+
+def no_tuple(args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    return logits.sum()
+
+
+def no_gradient(args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    return torch.zeros(()), {}
+
+
+def doubled(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Advantages of twice the rewards."""
+    lengths = rollout_data["response_lengths"]
+    rewards = rollout_data["rewards"]
+    rollout_data["advantages"] = [torch.full((n,), 2 * r) for r, n in zip(rewards, lengths, strict=True)]
+    rollout_data["returns"] = rollout_data["advantages"]
+
+
+def forgets(args: Any, rollout_data: dict[str, Any]) -> None:
+    del rollout_data["advantages"]
+
+
+def too_short(args: Any, rollout_data: dict[str, Any]) -> None:
+    rollout_data["advantages"] = [part[:-1] for part in rollout_data["advantages"]]
+
+
+def only_first_halves(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Train on the first half of each response alone."""
+    for mask in rollout_data["loss_masks"]:
+        mask[(mask.numel() + 1) // 2 :] = 0
+
+
+def raises(*args: Any) -> None:
+    raise KeyError("mine")
+
+
+def say(args: Any, *rest: Any) -> None:
+    """Write down that it was called, and what with."""
+    with open(args.seen, "a") as out:
+        names = [type(part).__name__ if not isinstance(part, int | str) else repr(part) for part in (args, *rest)]
+        out.write(" ".join(names) + "\n")
