@@ -1,0 +1,147 @@
+"""Advantages of whole samples, each against its paper's formula in plain loops over float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
+from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.algorithms.rloo import leave_one_out
+
+SIZES = [4, 1, 2, 5, 8]
+
+
+def batch(seed: int, rewards: np.ndarray | None = None, k: int = 1) -> SampleBatch:
+    """Groups of unlike sizes whose members are strewn over the rollout."""
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat([7, 3, 11, 2, 9], SIZES))
+    n = groups.size
+    drawn = rng.normal(size=n) if rewards is None else rewards
+    return SampleBatch(drawn, groups, rng.integers(0, 900, n), rng.normal(size=n), k)
+
+
+def members(of: SampleBatch, i: int) -> list[int]:
+    return [j for j, g in enumerate(of.group_index) if g == of.group_index[i]]
+
+
+def grpo(of: SampleBatch, i: int, group: list[int]) -> float:
+    rewards = [float(of.rewards[j]) for j in group]
+    return (rewards[group.index(i)] - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+
+
+def centered(of: SampleBatch, i: int, group: list[int]) -> float:
+    return float(of.rewards[i]) - statistics.fmean(float(of.rewards[j]) for j in group)
+
+
+def rloo(of: SampleBatch, i: int, group: list[int]) -> float:
+    return float(of.rewards[i]) - statistics.fmean(float(of.rewards[j]) for j in group if j != i)
+
+
+def opo(of: SampleBatch, i: int, group: list[int]) -> float:
+    assert of.lengths is not None
+    total = sum(int(of.lengths[j]) for j in group)
+    return float(of.rewards[i]) - sum(int(of.lengths[j]) * float(of.rewards[j]) for j in group) / total
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("grpo", grpo),
+        ("dr_grpo", centered),
+        ("rloo", rloo),
+        ("reinforce_plus_plus_baseline", centered),
+        ("opo", opo),
+    ],
+)
+def test_equals_its_formula_in_loops(name: str, formula: Callable[[SampleBatch, int, list[int]], float]) -> None:
+    of = batch(0)
+    got = GROUP_ADVANTAGES[name](of)
+    for i in range(of.rewards.size):
+        group = members(of, i)
+        want = formula(of, i, group) if len(group) > 1 else 0.0
+        assert got[i] == pytest.approx(want, rel=1e-12, abs=1e-14), (i, group)
+
+
+def test_remax_takes_the_greedy_answers_reward() -> None:
+    of = batch(1)
+    assert of.baselines is not None
+    assert GROUP_ADVANTAGES["remax"](of).tolist() == [r - b for r, b in zip(of.rewards, of.baselines, strict=True)]
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_mean_over_all_teams(k: int, wrong: float) -> None:
+    right = np.random.default_rng(k).random(sum(SIZES)) < 0.4
+    of = batch(2, np.where(right, 1.0, wrong), k)
+    got = GROUP_ADVANTAGES["pass_at_k"](of)
+    spoke = 0
+    for i in range(right.size):
+        group = members(of, i)
+        teams = list(itertools.combinations(group, k))
+        scores = [float(any(right[j] for j in team)) for team in teams]
+        want = 0.0
+        if len(set(scores)) == 2:
+            mean, deviation = statistics.fmean(scores), statistics.pstdev(scores)
+            want = statistics.fmean((s - mean) / deviation for s, team in zip(scores, teams, strict=True) if i in team)
+            spoke += 1
+        assert got[i] == pytest.approx(want, rel=1e-9, abs=1e-12)
+    assert spoke >= 5
+
+
+def test_pass_at_k_of_one_is_grpo_with_the_deviation_of_all() -> None:
+    rewards = np.array([1.0, 0.0, 0.0, 0.0])
+    got = GROUP_ADVANTAGES["pass_at_k"](SampleBatch(rewards, np.zeros(4, int)))
+    assert got == pytest.approx((rewards - 0.25) / math.sqrt(0.25 * 0.75), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(GROUP_ADVANTAGES) - {"remax"}))
+def test_groups_that_say_nothing_get_exactly_zero(name: str) -> None:
+    # 0.1 three times: its mean is not 0.1 in floating point. pass@k takes none but right and wrong.
+    same, alone = (1.0, 1.0) if name == "pass_at_k" else (0.1, 5.0)
+    rewards = np.array([same, same, same, alone, 1.0, 0.0])
+    got = GROUP_ADVANTAGES[name](SampleBatch(rewards, np.array([0, 0, 0, 1, 2, 2]), np.array([3, 1, 9, 4, 2, 2])))
+    assert got[:4].tolist() == [0.0] * 4
+    assert got[4] > 0 > got[5]
+
+
+@pytest.mark.parametrize("name", sorted(GROUP_ADVANTAGES))
+def test_of_nothing_is_nothing(name: str) -> None:
+    got = GROUP_ADVANTAGES[name](SampleBatch(np.zeros(0), np.zeros(0, int), np.zeros(0), np.zeros(0)))
+    assert got.shape == (0,) and got.dtype == np.float64
+
+
+def test_opo_of_a_group_without_tokens_is_finite() -> None:
+    got = GROUP_ADVANTAGES["opo"](SampleBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.zeros(2, int)))
+    assert got.tolist() == [0.5, -0.5]
+
+
+def test_leave_one_out_leaves_out_samples_without_a_value() -> None:
+    values = np.array([1.0, 2.0, np.nan, 6.0, 5.0, np.nan])
+    assert leave_one_out(values, np.array([4, 4, 4, 4, 8, 9])).tolist() == [4.0, 3.5, 3.0, 1.5, 5.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("opo", {}, "OPO weighs 2 rewards by their samples' lengths"),
+        ("opo", {"lengths": np.array([3, -1])}, "lengths >= 0"),
+        ("remax", {}, "ReMax needs the reward of a greedy answer for each of 2 samples, not none"),
+        ("remax", {"baselines": np.array([0.0, np.nan])}, "greedy answer's reward nan for sample 1"),
+        ("pass_at_k", {"k": 3}, "pass@3 advantages of groups of at most 2 samples.*--n-samples-per-prompt"),
+        ("pass_at_k", {"k": 0}, "pass@0"),
+        ("pass_at_k", {"rewards": np.array([1.0, 0.5])}, "reward 0.5 of sample 1: pass@k takes 1"),
+        ("grpo", {"rewards": np.array([1.0, np.inf])}, "reward inf of sample 1 is not finite"),
+        ("rloo", {"rewards": np.zeros(3)}, "two equal 1-d shapes"),
+    ],
+)
+def test_refuses_what_it_cannot_use(name: str, given: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GROUP_ADVANTAGES[name](
+            SampleBatch(**{"rewards": np.array([1.0, 0.0]), "group_index": np.zeros(2, int)} | given)
+        )

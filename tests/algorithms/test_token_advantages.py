@@ -1,0 +1,240 @@
+"""Scan, GAE, returns and rewards of tokens, against plain recursions over Python's floats."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fusionrl.algorithms.distillation import add_reverse_kl
+from fusionrl.algorithms.gae import gae, truncated_values
+from fusionrl.algorithms.reinforce_plus_plus import discounted_returns
+from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.scan import discounted_sums
+from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
+
+# Empty, one token, on both sides of a chunk's 128, more chunks than one round takes.
+LENGTHS = [0, 1, 127, 128, 129, 0, 300, 128 * 128 + 5, 2]
+
+
+def draw(seed: int, size: int) -> Tensor:
+    return torch.tensor(np.random.default_rng(seed).normal(size=size))
+
+
+def ragged(seed: int, share: float = 0.6) -> Responses:
+    """Responses with tools' answers in them; the last has no trained token."""
+    mask = np.random.default_rng(seed).random(sum(LENGTHS)) < share
+    mask[-2:] = False
+    return Responses(torch.tensor(mask), torch.tensor(LENGTHS))
+
+
+def samples(responses: Responses) -> list[list[int]]:
+    """For each sample, where its trained tokens stand."""
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    return [[t for t in range(starts[i], starts[i + 1]) if responses.mask[t]] for i in range(len(LENGTHS))]
+
+
+def trained_rewards(seed: int, responses: Responses) -> Tensor:
+    return torch.where(responses.mask, draw(seed, responses.mask.numel()), 0.0)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95, 0.999, 1.0])
+def test_discounted_sums_equal_the_recursion(decay: float) -> None:
+    values = draw(0, sum(LENGTHS))
+    got, want = discounted_sums(values, torch.tensor(LENGTHS), decay), []
+    for part in values.split(LENGTHS):
+        carry, sums = 0.0, []
+        for x in reversed(part.tolist()):
+            carry = x + decay * carry
+            sums.append(carry)
+        want += sums[::-1]
+    expected = torch.tensor(want, dtype=torch.float64)
+    assert float((got - expected).norm() / expected.norm()) < 1e-12
+    assert (got - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def plain_gae(
+    rewards: Tensor, values: Tensor, responses: Responses, gamma: float, lam: float, after: list[float]
+) -> tuple[Tensor, Tensor]:
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for tokens, last in zip(samples(responses), after, strict=True):
+        advantage, following = 0.0, last
+        for t in reversed(tokens):
+            value = float(values[t])
+            advantage = float(rewards[t]) + gamma * following - value + gamma * lam * advantage
+            following = value
+            advantages[t], returns[t] = advantage, advantage + value
+    return advantages, returns
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.9, 0.0)])
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_gae_equals_the_recursion_over_trained_tokens(gamma: float, lam: float, bootstrap: bool) -> None:
+    responses = ragged(1)
+    rewards, values = trained_rewards(2, responses), draw(3, sum(LENGTHS))
+    values[~responses.mask] = math.nan  # a critic may say anything of a tool's answer
+    last = draw(4, len(LENGTHS)) if bootstrap else None
+    got = gae(rewards, values, responses, gamma, lam, last)
+    want = plain_gae(rewards, values, responses, gamma, lam, [0.0] * len(LENGTHS) if last is None else last.tolist())
+    for g, w in zip(got, want, strict=True):
+        w = torch.where(responses.mask, w, 0.0)
+        assert float((g - w).norm() / w.norm()) < 1e-12
+        assert not g[~responses.mask].any()
+
+
+def test_a_tools_answer_takes_no_time_and_no_advantage() -> None:
+    """A reward after a tool's answer is discounted once on its way over it, however long the answer is."""
+    mask = torch.tensor([True, False, False, False, True])
+    rewards = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    responses = Responses(mask, torch.tensor([5]))
+    assert discounted_returns(rewards, responses, 0.5).tolist() == [0.5, 0.0, 0.0, 0.0, 1.0]
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), responses, 1.0, 0.5)
+    assert advantages.tolist() == [0.5, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_truncated_sample_may_be_bootstrapped() -> None:
+    """Cut off with nothing earned, a perfect critic's values need no change: bootstrapped, the advantages are 0."""
+    values = torch.full((6,), 0.7, dtype=torch.float64)
+    responses = Responses(torch.ones(6), torch.tensor([3, 3, 0]))
+    last = truncated_values(values, responses, torch.tensor([True, False, True]))
+    assert last.tolist() == [0.7, 0.0, 0.0]
+    advantages, returns = gae(torch.zeros(6), values, responses, 1.0, 1.0, last)
+    assert advantages.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.7, -0.7, -0.7])
+    assert returns.tolist() == pytest.approx([0.7, 0.7, 0.7, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.97])
+def test_discounted_returns_equal_a_double_loop(gamma: float) -> None:
+    responses = ragged(5, 0.02)
+    rewards = trained_rewards(6, responses)
+    got = discounted_returns(rewards, responses, gamma)
+    want = torch.zeros_like(rewards)
+    for tokens in samples(responses):
+        for i, t in enumerate(tokens):
+            want[t] = sum(gamma**j * float(rewards[s]) for j, s in enumerate(tokens[i:]))
+    assert float((got - want).norm() / want.norm()) < 1e-12
+
+
+def test_float32_comes_back_as_float32_and_close() -> None:
+    responses = ragged(7)
+    rewards, values = trained_rewards(8, responses), draw(9, sum(LENGTHS))
+    exact, _ = gae(rewards, values, responses, 1.0, 0.95)
+    got, _ = gae(rewards.float(), values.float(), responses, 1.0, 0.95)
+    assert got.dtype == torch.float32
+    assert float((got - exact).norm() / exact.norm()) < 1e-6
+
+
+def test_no_split_over_ranks_changes_a_samples_numbers() -> None:
+    responses, cut = ragged(10), 4
+    rewards, values = trained_rewards(11, responses), draw(12, sum(LENGTHS))
+    whole, _ = gae(rewards, values, responses, 0.99, 0.95)
+    at, parts = sum(LENGTHS[:cut]), []
+    for piece, lengths in ((slice(0, at), LENGTHS[:cut]), (slice(at, None), LENGTHS[cut:])):
+        own = Responses(responses.mask[piece], torch.tensor(lengths))
+        parts.append(gae(rewards[piece], values[piece], own, 0.99, 0.95)[0])
+    assert torch.allclose(torch.cat(parts), whole, rtol=1e-12, atol=1e-14)
+
+
+def test_score_stands_on_the_last_trained_token() -> None:
+    responses = Responses(torch.tensor([1, 1, 0, 0, 0, 1.0]), torch.tensor([3, 0, 2, 1]))
+    scores = torch.tensor([2.0, 3.0, 4.0, 5.0])
+    assert score_rewards(scores, responses).tolist() == [0.0, 2.0, 0.0, 0.0, 0.0, 5.0]
+    assert responses.spread(scores).tolist() == [2.0, 2.0, 0.0, 0.0, 0.0, 5.0]
+    assert responses.mean(torch.arange(6.0), "x").nan_to_num(-1.0).tolist() == [0.5, -1.0, -1.0, 5.0]
+
+
+def test_a_batch_without_a_trained_token_gives_zeros() -> None:
+    for responses in (
+        Responses(torch.zeros(4), torch.tensor([3, 0, 1])),
+        Responses(torch.zeros(0), torch.zeros(2).long()),
+        Responses(torch.zeros(0), torch.zeros(0).long()),
+    ):
+        zeros, scores = torch.zeros(responses.mask.numel()), torch.ones(responses.lengths.numel())
+        advantages, returns = gae(zeros, zeros, responses, 1.0, 0.9)
+        assert not advantages.any() and not returns.any() and advantages.shape == zeros.shape
+        assert not score_rewards(scores, responses).any() and not discounted_returns(zeros, responses, 0.9).any()
+        assert not truncated_values(zeros, responses, scores > 0).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "formula"),
+    [
+        ("k1", lambda x, y: x - y),
+        ("k2", lambda x, y: (x - y) ** 2 / 2),
+        ("k3", lambda x, y: math.exp(y - x) - 1 - (y - x)),
+        ("low_var_kl", lambda x, y: min(math.exp(y - x) - 1 - (y - x), 10.0)),
+    ],
+)
+def test_kl_rewards_leave_out_and_count_what_is_not_finite(kind, formula) -> None:
+    policy, reference = draw(13, 60), draw(14, 60) * 2
+    mask = torch.arange(60) % 3 != 0
+    policy[[3, 4]] = math.nan  # token 3 is untrained: it is not counted
+    reference[5] = -math.inf
+    rewards, excluded = kl_rewards(policy, reference, mask, kind, 0.3)
+    assert int(excluded) == 2
+    for t in range(60):
+        known = bool(mask[t]) and t not in (4, 5)
+        want = -0.3 * formula(float(policy[t]), float(reference[t])) if known else 0.0
+        assert float(rewards[t]) == pytest.approx(want, rel=1e-12, abs=1e-15)
+
+
+def test_kl_that_overflows_is_refused() -> None:
+    with pytest.raises(ValueError, match="--kl-loss-type k3: .* up to 120 nats apart.*low_var_kl"):
+        kl_rewards(torch.tensor([-120.0]), torch.tensor([0.0]), torch.ones(1), "k3", 0.1)
+
+
+def test_reverse_kl_pulls_towards_the_teacher() -> None:
+    advantages, student, teacher = draw(15, 40), draw(16, 40), draw(17, 40)
+    mask = torch.arange(40) % 4 != 0
+    teacher[1], student[4] = -math.inf, math.nan
+    got, excluded = add_reverse_kl(advantages, student, teacher, mask, 0.7)
+    assert int(excluded) == 1
+    for t in range(40):
+        known = bool(mask[t]) and t != 1
+        change = 0.7 * (float(student[t]) - float(teacher[t])) if known else 0.0
+        assert float(got[t]) == pytest.approx(float(advantages[t]) - change, rel=1e-12)
+
+
+def test_reverse_kl_is_the_gradient_of_the_kl() -> None:
+    """By enumeration: the expected policy gradient with these advantages is minus the gradient of KL(p || q)."""
+    logits = draw(18, 9).requires_grad_()
+    log_p, log_q = logits.log_softmax(0), draw(19, 9).log_softmax(0)
+    (want,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)
+    advantages, _ = add_reverse_kl(torch.zeros(9).double(), log_p.detach(), log_q, torch.ones(9), 1.0)
+    (got,) = torch.autograd.grad((log_p.exp().detach() * advantages * log_p).sum(), logits)
+    assert torch.allclose(got, -want, rtol=1e-12, atol=1e-14)
+
+
+TWO = Responses(torch.tensor([1, 1, 1, 0]), torch.tensor([2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gae(torch.zeros(4), torch.zeros(4), TWO, 1.1, 1.0), "--gamma 1.1: must be from 0 to 1"),
+        (lambda: gae(torch.zeros(4), torch.zeros(4), TWO, 1.0, -0.1), "--lambd -0.1"),
+        (
+            lambda: gae(torch.zeros(4), torch.tensor([0, 0, math.nan, 0]), TWO, 1.0, 1.0),
+            "value nan at response token 0 of sample 1",
+        ),
+        (
+            lambda: gae(torch.zeros(4), torch.zeros(4), TWO, 1.0, 1.0, torch.tensor([0, math.inf])),
+            "after the last token is not finite: inf",
+        ),
+        (
+            lambda: discounted_returns(torch.tensor([0, math.inf, 0, 0]), TWO, 1.0),
+            "reward inf at response token 1 of sample 0",
+        ),
+        (
+            lambda: discounted_returns(torch.tensor([0, 0, 0, 1.0]), TWO, 1.0),
+            "1 rewards stand on tokens that are not trained on",
+        ),
+        (lambda: score_rewards(torch.tensor([0, math.nan]), TWO), "reward nan of sample 1 is not finite"),
+    ],
+)
+def test_refuses_what_would_become_nan(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

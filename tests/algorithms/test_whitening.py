@@ -1,0 +1,69 @@
+"""Whitening against statistics over the trained tokens, whole and in parts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.algorithms.whitening import moments, whiten
+
+
+def draws(seed: int, size: int = 500) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    values, mask = torch.tensor(rng.normal(3.0, 2.0, size)), torch.tensor(rng.random(size) < 0.6)
+    values[~mask] = math.nan
+    return values, mask
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_equals_the_formula(shift_mean: bool) -> None:
+    values, mask = draws(0)
+    trained = values[mask].tolist()
+    mean, variance = statistics.fmean(trained), statistics.variance(trained)
+    got = whiten(values, mask, moments(values, mask), shift_mean)
+    for x, m, g in zip(values.tolist(), mask.tolist(), got.tolist(), strict=True):
+        want = (x - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift_mean else mean) if m else 0.0
+        assert g == pytest.approx(want, rel=1e-12, abs=1e-12)
+    assert statistics.fmean(got[mask].tolist()) == pytest.approx(0.0 if shift_mean else mean, abs=1e-12)
+
+
+def test_no_split_changes_it() -> None:
+    values, mask = draws(1)
+    whole = whiten(values, mask, moments(values, mask))
+    parts = torch.randperm(500, generator=torch.Generator().manual_seed(1)).split(90)
+    total = torch.stack([moments(values[p], mask[p]) for p in parts]).sum(0)
+    got = torch.empty_like(whole)
+    for p in parts:
+        got[p] = whiten(values[p], mask[p], total)
+    assert float((got - whole).norm() / whole.norm()) < 1e-12
+
+
+def test_float32_far_from_zero_keeps_its_digits() -> None:
+    values = (1e4 + torch.tensor(np.random.default_rng(2).normal(size=4000))).float()
+    got = whiten(values, torch.ones(4000), moments(values, torch.ones(4000)))
+    exact = values.double()
+    assert got.dtype == torch.float32
+    assert torch.allclose(got.double(), (exact - exact.mean()) / (exact.var() + 1e-8).sqrt(), atol=1e-5)
+
+
+def test_without_a_deviation() -> None:
+    same, all_of = torch.full((7,), 0.1, dtype=torch.float64), torch.ones(7)
+    assert whiten(same, all_of, moments(same, all_of)).abs().max() < 1e-9
+    assert whiten(same, all_of, moments(same, all_of), False).tolist() == pytest.approx([0.1] * 7)
+    one = torch.tensor([5.0, math.nan])
+    assert whiten(one, torch.tensor([1, 0]), moments(one, torch.tensor([1, 0]))).tolist() == [0.0, 0.0]
+    none = torch.zeros(7)
+    assert not whiten(same, none, moments(same, none)).any()
+    assert whiten(same[:0], all_of[:0], moments(same[:0], all_of[:0])).shape == (0,)
+
+
+def test_a_value_that_is_not_finite_stops_every_rank() -> None:
+    bad, good, mask = torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), torch.ones(2)
+    total = moments(bad, mask) + moments(good, mask)
+    for values in (bad, good):
+        with pytest.raises(ValueError, match="advantages to be whitened are not finite"):
+            whiten(values, mask, total)
