@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.algorithms.grpo import group_normalize
+from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
+from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.accepted import AcceptedSamples
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, rollout_metrics, set_metrics
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
-from fusionrl.data.build import build_shards
+from fusionrl.data.build import build_shards, response_mask
 from fusionrl.data.convert import samples_of
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
@@ -378,11 +379,35 @@ class BufferActor:
         shaped = [
             r + length_reward(s.response_length, longest, self.config.reward) for s, r in zip(samples, raw, strict=True)
         ]
-        if self.config.algorithm.disable_rewards_normalization:
-            return raw, shaped
-        groups = np.array([s.group_index if s.group_index is not None else -1 - i for i, s in enumerate(samples)])
-        divide = not self.config.algorithm.disable_grpo_std_normalization
-        return raw, group_normalize(np.asarray(shaped, np.float64), groups, divide).tolist()
+        return raw, self._group_advantages(samples, shaped)
+
+    def _group_advantages(self, samples: list[Sample], rewards: list[float]) -> list[float]:
+        """What each sample's reward is worth beside its siblings'; untouched where the trainers' estimator does it."""
+        algorithm = self.config.algorithm
+        name = {"gspo": "grpo", "cispo": "grpo"}.get(algorithm.advantage_estimator, algorithm.advantage_estimator)
+        if algorithm.disable_rewards_normalization or name not in GROUP_ADVANTAGES or self.config.run.mode != "rl":
+            return rewards
+        if name == "grpo" and algorithm.disable_grpo_std_normalization:
+            name = "dr_grpo"
+        groups = [s.group_index if s.group_index is not None else -1 - i for i, s in enumerate(samples)]
+        batch = SampleBatch(
+            np.asarray(rewards, np.float64),
+            np.array(groups),
+            lengths=np.array([response_mask(sample).sum() for sample in samples]),
+            baselines=self._baselines(samples) if name == "remax" else None,
+            k=algorithm.pass_k,
+        )
+        return GROUP_ADVANTAGES[name](batch).tolist()
+
+    def _baselines(self, samples: list[Sample]) -> np.ndarray:
+        """[n] reward of the greedy answer to each sample's prompt, shaped as rewards are."""
+        missing = [sample.index for sample in samples if sample.baseline_reward is None]
+        if missing:
+            raise ValueError(
+                f"--advantage-estimator remax: sample {missing[0]} has no baseline_reward, that of a greedy answer"
+                " to its prompt; the default rollout sets it, a function of --rollout-function-path has to"
+            )
+        return np.array([sample.baseline_reward for sample in samples], np.float64)
 
     # -------------------------------------------------------------------------------- replay
     def _save_samples(self, rollout_id: int, samples: list[Sample]) -> None:

@@ -308,7 +308,31 @@ class RewardGroup(Group):
 class AlgorithmGroup(Group):
     """Algorithm"""
 
-    advantage_estimator: Literal["grpo"] = Field("grpo", description="Advantage estimator.")
+    advantage_estimator: Literal[
+        "grpo",
+        "dr_grpo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "pass_at_k",
+    ] = Field(
+        "grpo",
+        description="Advantage estimator (docs/algorithms.md); gspo and cispo are grpo's with a policy loss of theirs.",
+    )
+    pass_k: int = Field(1, description="Answers that count as one try, for --advantage-estimator pass_at_k.", ge=1)
+    gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus).", ge=0, le=1)
+    normalize_advantages: bool = Field(
+        False, description="Whiten advantages over all tokens of a rollout; reinforce_plus_plus always does."
+    )
+    kl_coef: float = Field(
+        0.0,
+        description="Price of the KL to the reference in each token's reward (reinforce_plus_plus), by --kl-loss-type.",
+        ge=0,
+    )
     disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
     disable_rewards_normalization: bool = Field(False, description="Use raw rewards as advantages.")
     eps_clip: float = Field(0.2, description="Lower clip range of the policy ratio.", gt=0)

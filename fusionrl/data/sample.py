@@ -69,6 +69,7 @@ class Sample:
     rollout_id: int | None = None  # what samples of one conversation share, in slime
     prompt_tokens: np.ndarray | None = None  # ids of `prompt`, made when the data was read
     messages: list[dict[str, Any]] | None = None  # the prompt before the chat template
+    baseline_reward: float | None = None  # of the greedy answer to the prompt (--advantage-estimator remax)
 
     @property
     def prompt_length(self) -> int:

@@ -22,6 +22,7 @@ from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, as_version, reward_value
 from fusionrl.engines.client import GenerateClient, Generation, abort_all
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
+from fusionrl.rewards.length import length_reward
 from fusionrl.rollout.types import (
     DynamicFilterOutput,
     RolloutAborted,
@@ -208,12 +209,40 @@ async def _hooked(args: Any, sample: Sample, evaluation: bool) -> Sample:
 # ------------------------------------------------------------------------------------------------ a rollout
 async def generate_group(args: Any, group: list[Sample], params: dict[str, Any]) -> list[Sample]:
     """All samples of one prompt; with --group-rm scored together."""
-    results = await asyncio.gather(*(generate_and_rm(args, sample, dict(params)) for sample in group))
+    makes = [generate_and_rm(args, sample, dict(params)) for sample in group]
+    if args.advantage_estimator == "remax" and group[0].baseline_reward is None:
+        *results, baseline = await asyncio.gather(*makes, _greedy_reward(args, group[0], params))
+        for sample in (s for result in results for s in (result if isinstance(result, list) else [result])):
+            sample.baseline_reward = baseline
+    else:
+        results = await asyncio.gather(*makes)
     samples = [s for result in results for s in (result if isinstance(result, list) else [result])]
     if args.group_rm and any(s.reward is None for s in samples):
         for sample, reward in zip(samples, await batched_async_rm(args, samples), strict=True):
             sample.reward = reward
     return samples
+
+
+async def _greedy_reward(args: Any, sample: Sample, params: dict[str, Any]) -> float | None:
+    """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it was aborted."""
+    blank = Sample(
+        group_index=sample.group_index,
+        prompt=copy.deepcopy(sample.prompt),
+        label=copy.deepcopy(sample.label),
+        metadata=copy.deepcopy(sample.metadata),
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        prompt_tokens=sample.prompt_tokens,
+        messages=copy.deepcopy(sample.messages),
+    )
+    made = await generate_and_rm(args, blank, dict(params, temperature=0.0, top_p=1.0, top_k=-1))
+    answer = made[0] if isinstance(made, list) else made
+    if answer.status in (Sample.Status.ABORTED, Sample.Status.FAILED):
+        return None
+    if answer.reward is None:
+        answer.reward = (await batched_async_rm(args, [answer]))[0]
+    shaping = length_reward(answer.response_length, args.rollout_max_response_len, args)
+    return answer.get_reward_value(args) + shaping
 
 
 def apply_filter(args: Any, group: list[Sample]) -> DynamicFilterOutput:

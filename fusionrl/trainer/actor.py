@@ -104,7 +104,7 @@ class TrainerActor:
         from fusionrl.trainer import model
 
         self.trained = model.build_training(config, modules, transformer, self.device)
-        if config.run.mode == "rl" and config.algorithm.use_kl_loss:
+        if config.run.mode == "rl" and (config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0):
             self._read_reference()
         return {
             "num_parameters": self.shape.num_parameters,
@@ -256,8 +256,7 @@ class TrainerActor:
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
         loss = LossOptions.from_config(self.config)
-        if loss.mode == "rl":
-            self._prepare(rollout_id, shard, loss)
+        prepared = self._prepare(rollout_id, shard, loss) if loss.mode == "rl" else {}
         options = self._batch_options()
         history: list[dict[str, float]] = []
         for index, step in enumerate(shard.steps):
@@ -276,20 +275,26 @@ class TrainerActor:
             self._counters["skipped"] += int(metrics["train/skipped"])
             self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
         self._counters["rollout_id"] = rollout_id
-        return mean_metrics(history)
+        return mean_metrics(history) | prepared
 
-    def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> None:
-        """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages."""
-        from fusionrl.trainer.advantages import spread_rewards
+    def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> dict[str, float]:
+        """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages.
+
+        Returns:
+            Metrics of these.
+        """
+        from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
         from fusionrl.trainer.rollout_data import as_rollout_data, take_back
 
         if "ref" in self._weight_sets:
             self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "ref_")
             shard.fields["ref_log_probs"] = self._scored(shard, "ref")
-        if (len(shard.steps) > 1 and not loss.use_rollout_log_probs) or loss.needs_log_probs:
+        options = AdvantageOptions.from_config(self.config)
+        is_off_policy = len(shard.steps) > 1 and not loss.use_rollout_log_probs
+        if is_off_policy or loss.needs_log_probs or options.needs_log_probs:
             self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "")
             shard.fields["log_probs"] = self._scored(shard)
-        shard.fields["advantages"] = spread_rewards(shard)
+        metrics = add_advantages(shard, options, self.device)
         for field, first in (("custom_advantage_function_path", ()), ("rollout_data_postprocess_path", (rollout_id,))):
             path = getattr(self.config.train, field)
             if path is None:
@@ -300,6 +305,7 @@ class TrainerActor:
             if "advantages" not in shard.fields:
                 raise ValueError(f"{told}: it left no 'advantages'; set a list of one tensor a sample")
             shard.steps = self._counted(shard)
+        return metrics
 
     def _counted(self, shard: TrainShard) -> list[TrainStep]:
         """The shard's steps with the counts of the masks that it has now, over all data-parallel ranks."""

@@ -163,6 +163,11 @@ def report_evaluation(rollout_id: int, args: Any, data: dict[str, Any], metrics:
     return True
 
 
+def graded(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """Another reward for each sample."""
+    return (sample.index * 7 % 11) / 3.0
+
+
 def breaks(*args: Any, **kwargs: Any) -> Any:
     raise KeyError("mine")
 

@@ -212,6 +212,35 @@ def test_raw_rewards_and_post_processing(buffer: MakeBuffer) -> None:
         run(buffer(run="c", custom_reward_post_process_path=f"{HOOKS}:loses_one").generate(0))
 
 
+def _many(samples: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(raw rewards, rewards that are trained on, groups) of all shards, in the samples' order."""
+    order = np.argsort(np.concatenate([s.fields["sample_index"] for s in samples]))
+    names = ("raw_rewards", "rewards", "group_index")
+    return tuple(np.concatenate([s.fields[n] for s in samples])[order] for n in names)  # type: ignore[return-value]
+
+
+def test_estimators_of_whole_samples(buffer: MakeBuffer) -> None:
+    """Each by its formula, in loops; rewards of graded size, five samples a prompt."""
+    common = {"custom_rm_path": f"{HOOKS}:graded", "n_samples_per_prompt": 5}
+    for name in ("dr_grpo", "rloo", "gspo", "reinforce_plus_plus_baseline", "reinforce_plus_plus"):
+        raw, trained, groups = _many(run(buffer(run=name, advantage_estimator=name, **common).generate(0)).shards)
+        for i, group in enumerate(groups):
+            others = [float(r) for j, r in enumerate(raw) if groups[j] == group and j != i]
+            mean = (sum(others) + float(raw[i])) / 5
+            deviation = (sum((r - mean) ** 2 for r in [*others, float(raw[i])]) / 4) ** 0.5
+            wanted = {
+                "rloo": raw[i] - sum(others) / 4,
+                "gspo": (raw[i] - mean) / (deviation + 1e-6),
+                "reinforce_plus_plus": raw[i],
+            }.get(name, raw[i] - mean)
+            assert trained[i] == pytest.approx(wanted, rel=1e-5, abs=1e-6), (name, i)
+
+
+def test_remax_needs_the_greedy_answers_reward(buffer: MakeBuffer) -> None:
+    with pytest.raises(ValueError, match="--advantage-estimator remax: sample 0 has no baseline_reward"):
+        run(buffer(advantage_estimator="remax").generate(0))
+
+
 def test_penalties_for_length_are_trained_on_and_not_reported(buffer: MakeBuffer) -> None:
     made = buffer(disable_rewards_normalization=True, rollout_max_response_len=4, length_penalty_coef=0.5)
     rollout = run(made.generate(0))

@@ -55,6 +55,12 @@ async def generate(args: Any, sample: Sample, params: dict[str, Any], evaluation
     return fill(sample)
 
 
+async def says_its_temperature(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    STATE.started += 1
+    STATE.temperatures.add(params["temperature"])
+    return fill(sample, str(params["temperature"]))
+
+
 async def rewards_itself(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
     sample.reward = 0.125
     return fill(sample)

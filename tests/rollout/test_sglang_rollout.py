@@ -183,6 +183,19 @@ def test_a_group_is_scored_in_one_call(start: Any, state: Any) -> None:
     assert all(sample.metadata["scored"] == 1 for group in output.samples for sample in group)
 
 
+def test_a_greedy_answer_is_each_groups_baseline(start: Any, state: Any) -> None:
+    """--advantage-estimator remax: one more answer a prompt, at temperature 0, scored and not trained on."""
+    flags = {"advantage_estimator": "remax", "overlong_buffer_len": 4}
+    args, source = start(custom_generate_function_path=f"{HOOKS}:says_its_temperature", **flags)
+    output = generate_rollout(args, 0, source)
+    assert [len(group) for group in output.samples] == [2] * 4 and state.temperatures == {0.0, 1.0}
+    for group in output.samples:
+        parity = int(group[0].label) % 2
+        assert [s.response for s in group] == ["1.0"] * 2 and [s.reward for s in group] == [parity] * 2
+        assert [s.baseline_reward for s in group] == [parity - 0.5] * 2, "two of the four tokens of the penalty"
+    assert state.started == 12
+
+
 def test_a_sample_names_its_own_functions(start: Any) -> None:
     args, source = start()
     source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"
