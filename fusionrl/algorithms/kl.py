@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from fusionrl.algorithms.policy_loss import bounded_exp
+
 LOW_VAR_BOUND = 10.0
 
 
@@ -32,6 +34,31 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def low_var_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """`k3` clamped to +-10, so that one token the reference finds impossible cannot rule a batch."""
     return k3(log_probs, ref_log_probs).clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+
+
+def unbiased_kl(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+    """`exp(x - x_old)` times an estimator, for tokens drawn from an old policy. [t], [t], [t] -> [t]
+
+    With k1 or k3 the mean over tokens of the old policy is KL(policy || reference), and the mean of the gradient is its
+    gradient, which runs through the ratio too; without the ratio k3's gradient is that of KL(reference || policy), and
+    k1's is 0 on average. `low_var_kl` is bounded as a product, so it is unbiased only within the bound; `k2` stays
+    biased. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
+
+    A token whose old log-prob is not finite has 0 and no gradient.
+
+    Args:
+        log_probs: of the policy that is trained, with gradient.
+        old_log_probs: of the policy that drew the tokens.
+        ref_log_probs: of the reference.
+        estimator: a name in `KL_ESTIMATORS`.
+    """
+    known = old_log_probs.isfinite() | ~log_probs.isfinite()  # a NaN of the policy itself stays one
+    policy = log_probs.where(known, 0.0)
+    ratio = bounded_exp(policy - old_log_probs.where(known, 0.0))
+    product = ratio * KL_ESTIMATORS["k3" if estimator == "low_var_kl" else estimator](policy, ref_log_probs)
+    if estimator == "low_var_kl":
+        product = product.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+    return product.where(known, 0.0)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Policy loss, KL estimators, SFT loss and entropy bonus against loops in Python's float64."""
+"""Policy loss, KL estimators, value loss, SFT loss and entropy bonus against loops in Python's float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fusionrl.algorithms.entropy import entropy_bonus
-from fusionrl.algorithms.kl import KL_ESTIMATORS
+from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
 from fusionrl.algorithms.policy_loss import policy_loss
 from fusionrl.algorithms.sft import sft_loss
+from fusionrl.algorithms.value_loss import value_loss
 
 
 def draws(seed, *scales, count=200):
@@ -77,3 +78,95 @@ def test_sft_loss_and_entropy_bonus():
     (log_probs,) = draws(4, 1.0)
     assert sft_loss(log_probs).tolist() == [-value for value in log_probs.tolist()]
     assert entropy_bonus(log_probs, 0.3).tolist() == pytest.approx([-0.3 * value for value in log_probs.tolist()])
+
+
+def two_policies(seed, size=7):
+    """Log-probs over a small vocabulary: (logits of the policy, of an older one, of the reference)."""
+    return [draw[:size].clone() for draw in draws(seed, 1.0, 1.0, 1.0)]
+
+
+def slope(of, logits):
+    """Gradient of a scalar by the logits."""
+    logits = logits.clone().requires_grad_()
+    of(logits).backward()
+    return logits.grad
+
+
+def true_kl(logits, reference, swapped=False):
+    p, q = logits.log_softmax(0), reference.log_softmax(0)
+    p, q = (q, p) if swapped else (p, q)
+    return (p.exp() * (p - q)).sum()
+
+
+@pytest.mark.parametrize(("name", "unbiased"), [("k1", True), ("k3", True), ("low_var_kl", True), ("k2", False)])
+def test_weighted_kl_has_the_kl_and_its_gradient_as_means_over_an_old_policy(name, unbiased):
+    """By enumeration of the vocabulary, so the means are exact; with these logits low_var_kl's bound is not met."""
+    policy, old, reference = two_policies(5)
+
+    def mean(logits):
+        drawn = old.log_softmax(0)
+        return (drawn.exp() * unbiased_kl(logits.log_softmax(0), drawn, reference.log_softmax(0), name)).sum()
+
+    exact = float(mean(policy)) == pytest.approx(float(true_kl(policy, reference)), rel=1e-12)
+    grad, want = slope(mean, policy), slope(lambda logits: true_kl(logits, reference), policy)
+    assert exact == unbiased
+    assert (float((grad - want).norm() / want.norm()) < 1e-12) == unbiased
+
+
+def test_gradients_of_the_plain_kl_estimators_are_what_the_docstrings_say():
+    """On policy: k1's is 0 on average, k2's that of KL(policy || reference), k3's of KL(reference || policy)."""
+    policy, _, reference = two_policies(6)
+    drawn = policy.softmax(0)
+
+    def mean_gradient(name):
+        return slope(
+            lambda logits: (drawn * KL_ESTIMATORS[name](logits.log_softmax(0), reference.log_softmax(0))).sum(),
+            policy,
+        )
+
+    assert mean_gradient("k1").abs().max() < 1e-15
+    forward = slope(lambda logits: true_kl(logits, reference), policy)
+    backward = slope(lambda logits: true_kl(logits, reference, swapped=True), policy)
+    assert torch.allclose(mean_gradient("k2"), forward, rtol=1e-12, atol=1e-15)
+    assert torch.allclose(mean_gradient("k3"), backward, rtol=1e-12, atol=1e-15)
+    assert float((forward - backward).norm()) > 0.01
+
+
+def test_weighted_kl_without_an_old_log_prob_or_within_the_bound():
+    policy, old, reference = draws(7, 3.0, 3.0, 3.0)
+    old[:3] = torch.tensor([-math.inf, math.nan, math.inf])
+    policy.requires_grad_()
+    got = unbiased_kl(policy, old, reference, "low_var_kl")
+    got.sum().backward()
+    assert not got[:3].any() and not policy.grad[:3].any() and policy.grad.isfinite().all()
+    for i in range(3, 200):
+        x, y = float(policy[i].detach()), float(reference[i])
+        want = math.exp(x - float(old[i])) * (math.exp(y - x) - 1 - (y - x))
+        assert float(got[i].detach()) == pytest.approx(min(want, 10.0), rel=1e-9)
+    assert (got == 10).any()
+    policy.data[5] = old[5] = math.nan  # of the policy itself, whose log-probs are the old ones on policy
+    assert unbiased_kl(policy, old, reference, "k3").isnan().nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_value_loss_and_its_gradient(clip):
+    values, moved, returns = draws(8, 1.0, 0.3, 1.0)
+    old = values + moved
+    values.requires_grad_()
+    loss, metrics = value_loss(values, old, returns, clip)
+    loss.sum().backward()
+    fired = 0
+    for i in range(200):
+        v, o, r = float(values.detach()[i]), float(old[i]), float(returns[i])
+        free = (v - r) ** 2
+        bounded = (min(max(v, o - 0.2), o + 0.2) - r) ** 2 if clip else free
+        assert float(loss.detach()[i]) == pytest.approx(max(free, bounded) / 2, rel=1e-12)
+        assert float(metrics["value_clip_fraction"][i]) == float(bounded > free)
+        assert float(values.grad[i]) == pytest.approx(0.0 if bounded > free else v - r, rel=1e-9)
+        fired += bounded > free
+    assert (20 < fired < 180) if clip else fired == 0
+
+
+def test_value_loss_of_no_range():
+    with pytest.raises(ValueError, match="--value-clip 0 must be above 0"):
+        value_loss(*draws(0, 1.0, 1.0, 1.0), clip=0)

@@ -1,0 +1,44 @@
+"""How the losses of tokens become one number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+
+
+def token_weights(
+    mask: np.ndarray, kind: str, num_tokens: float, num_samples: int, constant: float | None = None
+) -> np.ndarray:
+    """Weights of one sample's tokens: the loss is their sum of `weight * loss` over all samples of the optimizer step.
+
+        token_mean      mask / num_tokens                        DAPO (arXiv 2503.14476), section 3.3
+        sequence_mean   mask / (num_samples * sum of the mask)   GRPO (arXiv 2402.03300), equation 3
+        constant        mask / (num_samples * constant)          Dr. GRPO (arXiv 2503.20783), section 3.2
+
+    The counts are those of the whole step over all ranks, so no split changes the loss. A sample without trained tokens
+    weighs nothing (and still counts in num_samples).
+
+    Args:
+        mask: [L] of the sample's response; 0 where a token is not trained on.
+        kind: see above.
+        num_tokens: the sum of all masks.
+        num_samples: how many samples.
+        constant: for "constant": the same length for all samples, such as the longest response allowed.
+
+    Returns:
+        [L] float64.
+
+    Raises:
+        ValueError: an unknown kind, or "constant" without a constant above 0.
+    """
+    mask = np.asarray(mask, np.float64)
+    if kind == "token_mean":
+        return mask / max(num_tokens, 1.0)
+    if kind == "sequence_mean":
+        return mask / max(num_samples * float(mask.sum()), 1e-12)
+    if kind != "constant":
+        raise ValueError(f"no aggregation {kind!r}; there are {', '.join(AGGREGATIONS)}")
+    if constant is None or constant <= 0:
+        raise ValueError(f"the aggregation 'constant' divides by a length above 0, which is given as {constant}")
+    return mask / (max(num_samples, 1) * constant)

@@ -1,0 +1,159 @@
+"""Corrections for tokens that another policy drew: an engine with other numerics, or older weights.
+
+`importance_weights` compares the trainer's log-probs with those of the policy that acted; a token's policy loss is to
+be multiplied by its weight. Methods as options (`CorrectionOptions`):
+
+    TIS, truncated      level="token", mode="truncate", high=2: --use-tis, of the blog post "Your Efficient RL Framework
+                        Secretly Brings You Off-Policy RL Training" (Yao et al., 2025); --tis-clip-low is `low`
+    IcePop              level="token", mode="mask", low=0.5, high=5: "Every Step Evolves", arXiv 2510.18855
+    MIS, masked         level="sequence", mode="mask": "When Speed Kills Stability" (Liu et al., 2025); also "geometric"
+    rejection           reject_level, next to any of these or, with mode="none", alone
+    veto                veto=1e-4: a sequence with a token that the trainer finds so much less likely is dropped
+    decoupled PPO       train_log_probs of the proximal policy, recomputed before the update, which are also the
+                        policy loss's old_log_probs: the ratio new/proximal is clipped, proximal/behaviour truncated
+                        (arXiv 2110.00641; AReaL, arXiv 2505.24298)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusionrl.algorithms.policy_loss import bounded_exp
+from fusionrl.algorithms.sequences import Sequences
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask", "none")
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """How `importance_weights` weighs and what it drops.
+
+    level   of the weight: each token's ratio, the product over its sequence, or the geometric mean over it
+    mode    "truncate": the ratio moved into low … high; "mask": ratios outside of low … high have weight 0;
+            "none": all weights are 1
+    reject_level, reject_low, reject_high
+            drop whole sequences whose product or geometric mean is outside of the range or, at "token", that have a
+            token whose ratio is; None: none
+    veto    drop whole sequences with a token whose ratio is below it; None: none
+
+    Raises:
+        ValueError: an unknown name or an empty range.
+    """
+
+    level: str = "token"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+    reject_level: str | None = None
+    reject_low: float = 0.5
+    reject_high: float = 2.0
+    veto: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS or self.reject_level not in (*LEVELS, None):
+            raise ValueError(f"the levels {self.level!r} and {self.reject_level!r} must be of {', '.join(LEVELS)}")
+        if self.mode not in MODES:
+            raise ValueError(f"the mode {self.mode!r} must be one of {', '.join(MODES)}")
+        for name, low, high in (("", self.low, self.high), ("reject_", self.reject_low, self.reject_high)):
+            if not 0 <= low < high:
+                raise ValueError(f"the range {name}low {low} … {name}high {high} is empty or begins below 0")
+        if self.veto is not None and not 0 < self.veto < 1:
+            raise ValueError(f"the veto {self.veto} must be a ratio above 0 and below 1")
+
+
+@torch.no_grad()
+def importance_weights(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, options: CorrectionOptions
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Weights `pi_train / pi_rollout` of tokens, without gradient, and which tokens stay.
+
+    A token where one of the log-probs is -inf or NaN has no ratio: it is dropped, the sums over its sequence are taken
+    without it, and `is_not_finite` counts it. Only the veto sees a trainer's -inf, as a ratio of 0.
+
+    Args:
+        train_log_probs: [N] of the trainer, before the update.
+        rollout_log_probs: [N] of the policy that acted, as its engine gave them.
+        mask: [N]; tokens with 0 have weight 0 and are not kept.
+        sequences: of the tokens.
+        options: see there.
+
+    Returns:
+        weights [N], 0 where a token is not kept; keep [N] bool; metrics [N], whose masked means are meant: `is_ratio`
+        and its distance from 1 `is_abs` before clipping (1 and 0 without a ratio), `is_clip_fraction` of ratios outside
+        of low … high, `is_rejected` and `is_vetoed` by whole sequences, `is_dropped` for any reason, `is_not_finite`.
+    """
+    difference = train_log_probs - rollout_log_probs
+    finite = train_log_probs.isfinite() & rollout_log_probs.isfinite()
+    used = (mask > 0) & finite
+    difference_used = torch.where(used, difference, 0.0)
+
+    def ratio_of(level: str) -> Tensor:
+        if level == "token":
+            return bounded_exp(difference_used)
+        log_ratio = sequences.sum(difference_used) if level == "sequence" else sequences.mean(difference_used, used)
+        return sequences.spread(bounded_exp(log_ratio))
+
+    def in_sequence(tokens: Tensor) -> Tensor:
+        return sequences.spread(sequences.sum(tokens.to(difference.dtype))) > 0
+
+    ratio = ratio_of(options.level)
+    outside = (ratio < options.low) | (ratio > options.high)
+    rejected = vetoed = torch.zeros_like(used)
+    if options.reject_level is not None:
+        rejecting = ratio_of(options.reject_level)
+        out = (rejecting < options.reject_low) | (rejecting > options.reject_high)
+        rejected = in_sequence(out & used) if options.reject_level == "token" else out
+    if options.veto is not None:
+        catastrophic = rollout_log_probs.isfinite() & (difference < math.log(options.veto))
+        vetoed = in_sequence((mask > 0) & catastrophic)
+    keep = used & ~rejected & ~vetoed
+    weights = torch.ones_like(ratio) if options.mode == "none" else ratio
+    if options.mode == "truncate":
+        weights = ratio.clamp(options.low, options.high)
+    elif options.mode == "mask":
+        keep &= ~outside
+    flags = {
+        "is_clip_fraction": outside if options.mode != "none" else torch.zeros_like(outside),
+        "is_rejected": rejected,
+        "is_vetoed": vetoed,
+        "is_dropped": ~keep,
+        "is_not_finite": ~finite,
+    }
+    metrics = {"is_ratio": ratio, "is_abs": (ratio - 1.0).abs()}
+    metrics |= {name: flag.to(ratio.dtype) for name, flag in flags.items()}
+    return torch.where(keep, weights, 0.0), keep, metrics
+
+
+@torch.no_grad()
+def opsm_mask(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, sequences: Sequences, delta: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Off-policy sequence masking: tokens with a negative advantage stay only while their sequence is near the policy.
+
+    Near means: the mean over the sequence's tokens of `old - new` is at most `delta`. Source: DeepSeek-V3.2
+    (arXiv 2512.02556), section 3.1; --use-opsm --opsm-delta. A token whose old log-prob is not finite is left out of
+    the mean; whether it stays is decided like for the others.
+
+    Args:
+        log_probs: [N] of the policy as it is now.
+        old_log_probs: [N] of the policy that acted.
+        advantages, mask: [N].
+        sequences: of the tokens.
+        delta: in nats.
+
+    Returns:
+        (keep [N] bool, metrics [N]: `opsm_fraction`, 1.0 where a token was masked)
+
+    Raises:
+        ValueError: a negative delta.
+    """
+    if delta < 0:
+        raise ValueError(f"--opsm-delta {delta} must not be negative: it bounds an estimate of a KL divergence")
+    divergence = sequences.mean(old_log_probs - log_probs, mask * old_log_probs.isfinite())
+    masked = (mask > 0) & (advantages < 0) & (sequences.spread(divergence) > delta)
+    return ~masked, {"opsm_fraction": masked.to(log_probs.dtype)}

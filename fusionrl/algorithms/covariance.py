@@ -1,0 +1,151 @@
+"""Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage covary most are held back, for entropy's sake.
+
+Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617, section 4.
+Which tokens is decided once for a whole mini-batch, by `SELECTORS`; the losses take the choice as `selected`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusionrl.algorithms.policy_loss import PolicyLossOptions, bounded_exp, clipped_surrogate
+from fusionrl.algorithms.sequences import Sequences
+
+
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    options: PolicyLossOptions,
+    selected: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss, and 0 without gradient at the `selected` [N] bool tokens."""
+    loss, metrics = clipped_surrogate(bounded_exp(log_probs - old_log_probs), advantages, options)
+    return torch.where(selected, 0.0, loss), metrics | {"selected_fraction": selected.to(loss.dtype)}
+
+
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    options: PolicyLossOptions,
+    selected: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`-A r`, and at the `selected` [N] bool tokens `kl_cov_coef * |new - old|` on top.
+
+    The divergence from the old policy is that of the authors' program, the size of the log ratio; nothing is clipped.
+    """
+    log_ratio = log_probs - old_log_probs
+    loss = -advantages * bounded_exp(log_ratio)
+    penalty = options.kl_cov_coef * log_ratio.abs()
+    return torch.where(selected, loss + penalty, loss), {"selected_fraction": selected.to(loss.dtype)}
+
+
+def token_numbers(seed: int, sample_index: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """A pseudo-random number of each token that depends on nothing but these three. [N], [N] -> [N] uint64
+
+    SplitMix64's mixing function (Steele, Lea, Flood, OOPSLA 2014) of seed, then sample, then position.
+    """
+    state = np.full(len(sample_index), seed % 2**64, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for part in (sample_index, position):
+            state = _mix(state ^ _mix(np.asarray(part).astype(np.uint64)))
+    return state
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def token_covariances(log_probs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
+    """`(log p - mean log p) (A - mean A)` of each token. [N], [N] -> [N] float64"""
+    log_probs, advantages = np.asarray(log_probs, np.float64), np.asarray(advantages, np.float64)
+    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+
+
+def select_clip_cov(
+    log_probs: np.ndarray,
+    advantages: np.ndarray,
+    mask: np.ndarray,
+    sample_index: np.ndarray,
+    position: np.ndarray,
+    seed: int,
+    options: PolicyLossOptions,
+    clipped: np.ndarray | None = None,
+) -> np.ndarray:
+    """The tokens that Clip-Cov detaches: at random, of those with a covariance in clip_cov_low … clip_cov_high.
+
+    Args:
+        log_probs: [N] of all tokens of the mini-batch, over all ranks, under the policy as it is before the step.
+        advantages: [N].
+        mask: [N]; a token with mask 0, or whose log-prob is not finite, is neither counted nor chosen.
+        sample_index: [N] the sample that a token is of; any number that names it in the whole run.
+        position: [N] where in its sample the token stands.
+        seed: of the choice.
+        options: the share of the tokens (of them at least one), and the covariances.
+        clipped: [N] tokens whose gradient PPO's clip takes anyway: counted, not chosen.
+
+    Returns:
+        [N] bool, the same for any order of the tokens.
+    """
+    order = _canonical_order(log_probs, mask, sample_index, position)
+    covariance = token_covariances(log_probs[order], advantages[order]) if order.size else np.zeros(0)
+    within = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
+    if clipped is not None:
+        within &= ~np.asarray(clipped, bool)[order]
+    candidates = order[within]
+    numbers = token_numbers(seed, sample_index[candidates], position[candidates])
+    count = max(int(options.clip_cov_fraction * order.size), 1)
+    return _mask_of(candidates[np.argsort(numbers, kind="stable")[:count]], len(log_probs))
+
+
+def select_kl_cov(
+    log_probs: np.ndarray,
+    advantages: np.ndarray,
+    mask: np.ndarray,
+    sample_index: np.ndarray,
+    position: np.ndarray,
+    seed: int,
+    options: PolicyLossOptions,
+    clipped: np.ndarray | None = None,
+) -> np.ndarray:
+    """The tokens that KL-Cov penalises: the share kl_cov_fraction (at least one) with the highest covariance.
+
+    Arguments and result as of `select_clip_cov`; `seed` and `clipped` change nothing. Of equal covariances the first
+    token in order of sample and position is taken.
+    """
+    order = _canonical_order(log_probs, mask, sample_index, position)
+    covariance = token_covariances(log_probs[order], advantages[order]) if order.size else np.zeros(0)
+    count = max(int(options.kl_cov_fraction * order.size), 1)
+    return _mask_of(order[np.argsort(-covariance, kind="stable")[:count]], len(log_probs))
+
+
+def _canonical_order(
+    log_probs: np.ndarray, mask: np.ndarray, sample_index: np.ndarray, position: np.ndarray
+) -> np.ndarray:
+    """The tokens that count, by sample and position: the means over them are then the same to the last bit."""
+    order = np.lexsort((position, sample_index))
+    return order[(np.asarray(mask)[order] > 0) & np.isfinite(log_probs[order])]
+
+
+def _mask_of(chosen: np.ndarray, size: int) -> np.ndarray:
+    selected = np.zeros(size, dtype=bool)
+    selected[chosen] = True
+    return selected
+
+
+SELECTORS: dict[str, Callable[..., np.ndarray]] = {
+    "clip_cov": select_clip_cov,
+    "kl_cov": select_kl_cov,
+}

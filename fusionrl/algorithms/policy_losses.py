@@ -1,0 +1,75 @@
+"""All policy losses by name, made safe against log-probs that are not numbers."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fusionrl.algorithms.cispo import cispo
+from fusionrl.algorithms.covariance import clip_cov, kl_cov
+from fusionrl.algorithms.gmpo import gmpo
+from fusionrl.algorithms.gspo import gspo, gspo_token
+from fusionrl.algorithms.policy_gradient import policy_gradient
+from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions, ppo
+from fusionrl.algorithms.sapo import sapo
+from fusionrl.algorithms.sequences import Sequences
+from fusionrl.algorithms.sft import cross_entropy
+
+
+def guarded(loss: PolicyLoss) -> PolicyLoss:
+    """`loss`, without the tokens that have mask 0 or an old log-prob that is -inf or NaN, as an engine may give.
+
+    They have loss 0 and no gradient, and sequences are taken without them. Metrics are joined by `old_not_finite`, 1.0
+    for a token left out so, and by `ppo_kl`, the estimate `old - new` of KL(old || new), 0.0 for such a token. A NaN of
+    the trained policy itself is no engine's doing: it stays in, and the loss is NaN.
+    """
+
+    @functools.wraps(loss)
+    def checked(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        sequences: Sequences,
+        options: PolicyLossOptions,
+        **extra: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        finite = old_log_probs.isfinite() | ~log_probs.isfinite()
+        used = finite & (mask > 0)
+        # What is left out is replaced before it is used: NaN times a zero gradient would be NaN.
+        log_probs = torch.where(used, log_probs, 0.0)
+        old_log_probs = torch.where(used, old_log_probs, 0.0)
+        advantages = torch.where(used, advantages, 0.0)
+        losses, metrics = loss(log_probs, old_log_probs, advantages, mask * used, sequences, options, **extra)
+        metrics = {name: torch.where(used, value, 0.0).detach() for name, value in metrics.items()}
+        metrics["ppo_kl"] = (old_log_probs - log_probs).detach()
+        metrics["old_not_finite"] = (~finite).to(log_probs.dtype)
+        return torch.where(used, losses, 0.0), metrics
+
+    return checked
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": guarded(ppo),
+    "gspo": guarded(gspo),
+    "gspo_token": guarded(gspo_token),
+    "cispo": guarded(cispo),
+    "sapo": guarded(sapo),
+    "gpg": guarded(policy_gradient),
+    "policy_gradient": guarded(policy_gradient),
+    "gmpo": guarded(gmpo),
+    "clip_cov": guarded(clip_cov),  # needs `selected`, see covariance.SELECTORS
+    "kl_cov": guarded(kl_cov),
+    "sft": guarded(cross_entropy),
+}
+
+# eps_low, eps_high of the papers, where they are not PPO's 0.2; of CISPO what ScaleRL (arXiv 2510.13786) uses:
+# a ratio of up to 5, open below.
+CLIP_DEFAULTS: dict[str, tuple[float, float]] = {
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+    "gmpo": (0.4, 0.4),
+}

@@ -1,0 +1,208 @@
+"""Importance weights and rejections against loops, and their results for log-probs that are no numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusionrl.algorithms.corrections import LEVELS, MODES, CorrectionOptions, importance_weights, opsm_mask
+from fusionrl.algorithms.policy_loss import PolicyLossOptions
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES
+from tests.algorithms.flat import Flat, TwoRanks, flat_batch, sequences_of
+
+RANGE = {"low": 0.7, "high": 1.4, "reject_low": 0.6, "reject_high": 1.8}
+
+
+def weigh(batch: Flat, options: CorrectionOptions, reduce=None):
+    return importance_weights(batch.log_probs, batch.old, batch.mask, sequences_of(batch, reduce), options)
+
+
+def reference(batch: Flat, o: CorrectionOptions) -> tuple[list[float], list[bool]]:
+    """Weights and kept tokens, token by token."""
+    size = len(batch.mask)
+    log_ratio = (batch.log_probs - batch.old).tolist()
+    sound = [
+        batch.mask[i] > 0 and math.isfinite(batch.old[i]) and math.isfinite(batch.log_probs[i]) for i in range(size)
+    ]
+    weights, keep = [], []
+    for t in range(size):
+        own = [i for i in range(size) if batch.index[i] == batch.index[t] and sound[i]]
+        total = sum(log_ratio[i] for i in own)
+        ratios = {
+            "token": math.exp(log_ratio[t]) if sound[t] else 1.0,
+            "sequence": math.exp(total),
+            "geometric": math.exp(total / max(len(own), 1)),
+        }
+        ratio, kept = ratios[o.level], sound[t]
+        if o.reject_level == "token":
+            kept = kept and all(o.reject_low <= math.exp(log_ratio[i]) <= o.reject_high for i in own)
+        elif o.reject_level is not None:
+            kept = kept and o.reject_low <= ratios[o.reject_level] <= o.reject_high
+        if o.veto is not None:
+            trained = [i for i in range(size) if batch.index[i] == batch.index[t] and batch.mask[i] > 0]
+            kept = kept and not any(log_ratio[i] < math.log(o.veto) for i in trained)
+        if o.mode == "mask":
+            kept = kept and o.low <= ratio <= o.high
+        weight = {"none": 1.0, "mask": ratio, "truncate": min(max(ratio, o.low), o.high)}[o.mode]
+        weights.append(float(weight) if kept else 0.0)
+        keep.append(bool(kept))
+    return weights, keep
+
+
+@pytest.mark.parametrize("veto", [None, 0.55])
+@pytest.mark.parametrize("reject", [None, *LEVELS])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_equals_a_loop(level: str, mode: str, reject: str | None, veto: float | None):
+    options = CorrectionOptions(level=level, mode=mode, reject_level=reject, veto=veto, **RANGE)
+    batch = flat_batch(20)
+    batch.old[[0, 8]] = torch.tensor([-math.inf, math.nan], dtype=torch.float64)
+    batch.log_probs[14] = -math.inf
+    want_weights, want_keep = reference(batch, options)
+    weights, keep, metrics = weigh(batch, options)
+    assert keep.tolist() == want_keep and weights.tolist() == pytest.approx(want_weights, rel=1e-12)
+    assert all(value.isfinite().all() for value in metrics.values())
+    assert torch.equal(metrics["is_dropped"] == 0, keep)
+
+    owner = batch.position % 2  # the same over two context-parallel ranks
+    parts = TwoRanks().run(lambda rank, reduce: weigh(batch.pick(owner == rank), options, reduce))
+    for rank, (own_weights, own_keep, _) in enumerate(parts):
+        assert torch.equal(own_keep, keep[owner == rank])
+        assert own_weights.tolist() == pytest.approx(weights[owner == rank].tolist(), rel=1e-12)
+
+
+def test_the_methods_by_name():
+    """Ratios of 0.25, 1, 3 and 8 under --use-tis --tis-clip 2, with --tis-clip-low, and under IcePop."""
+    batch = flat_batch(0).pick(torch.arange(4))
+    batch.mask = torch.ones(4, dtype=torch.float64)
+    batch.log_probs = batch.old + torch.tensor([0.25, 1.0, 3.0, 8.0], dtype=torch.float64).log()
+    for options, want in (
+        (CorrectionOptions(), [0.25, 1, 2, 2]),
+        (CorrectionOptions(low=0.5), [0.5, 1, 2, 2]),
+        (CorrectionOptions(mode="mask", low=0.5, high=5.0), [0, 1, 3, 0]),
+    ):
+        weights, _, metrics = weigh(batch, options)
+        assert weights.tolist() == pytest.approx(want)
+        assert metrics["is_ratio"].tolist() == pytest.approx([0.25, 1, 3, 8])
+        assert metrics["is_abs"].tolist() == pytest.approx([0.75, 0, 2, 7])
+        clipped = [float(abs(w - r) > 1e-9) for w, r in zip(want, [0.25, 1, 3, 8], strict=True)]
+        assert metrics["is_clip_fraction"].tolist() == clipped
+
+
+def test_log_probs_that_are_no_numbers_are_dropped_and_counted():
+    batch = flat_batch(21)
+    batch.mask = torch.ones_like(batch.mask)
+    batch.old[:3] = torch.tensor([-math.inf, math.nan, math.inf])
+    batch.log_probs[15] = -math.inf
+    weights, keep, metrics = weigh(batch, CorrectionOptions(level="sequence", high=50.0))
+    assert metrics["is_not_finite"].nonzero()[:, 0].tolist() == [0, 1, 2, 15]
+    assert keep.sum() == len(keep) - 4 and not weights[~keep].any()
+    others = float((batch.log_probs - batch.old)[3:5].sum())
+    assert weights[3:5].tolist() == pytest.approx([math.exp(others)] * 2, rel=1e-12)
+    # What the trainer finds impossible is a catastrophic token, what the engine does is not.
+    _, keep, metrics = weigh(batch, CorrectionOptions(veto=1e-4))
+    assert metrics["is_vetoed"].bool().tolist() == (batch.index == batch.index[15]).tolist()
+
+
+def test_weights_carry_no_gradient_and_keep_their_type():
+    batch = flat_batch(22)
+    batch.log_probs = batch.log_probs.float().requires_grad_()
+    batch.old = batch.old.float()
+    weights, keep, metrics = weigh(batch, CorrectionOptions(level="geometric", reject_level="sequence"))
+    assert not weights.requires_grad and weights.dtype == torch.float32 and keep.dtype == torch.bool
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weighted_gradient_is_the_same_for_any_split(level: str):
+    batch = flat_batch(23)
+    options = CorrectionOptions(level=level, mode="mask", veto=0.4, **RANGE)
+
+    def gradient(part: Flat) -> torch.Tensor:
+        x = part.log_probs.clone().requires_grad_()
+        weights, _, _ = weigh(part, options)
+        sequences = sequences_of(part)
+        loss, _ = POLICY_LOSSES["ppo"](x, part.old, part.advantages, part.mask, sequences, PolicyLossOptions())
+        (part.weights * weights * loss).sum().backward()
+        return x.grad
+
+    whole, split = gradient(batch), torch.zeros_like(batch.old)
+    assert whole.any()
+    for own in ([0, 3], [1, 2, 5], [4]):
+        tokens = torch.isin(batch.index, torch.tensor(own))
+        split[tokens] = gradient(batch.pick(tokens).renumbered())
+    assert float((split - whole).norm() / whole.norm()) < 1e-9
+
+
+def test_decoupled_ppo():
+    """`-min(r A, clip(r) A) * min(proximal / behaviour, c)` with r = new / proximal, as arXiv 2110.00641 has it."""
+    batch = flat_batch(24)
+    behaviour = batch.old + 0.5 * torch.randn(20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights, _, _ = importance_weights(
+        batch.old, behaviour, batch.mask, sequences_of(batch), CorrectionOptions(high=1.5)
+    )
+    options = PolicyLossOptions(eps_low=0.1, eps_high=0.1)
+    new = batch.log_probs.clone().requires_grad_()
+    loss, _ = POLICY_LOSSES["ppo"](new, batch.old, batch.advantages, batch.mask, sequences_of(batch), options)
+    got = (loss * weights).detach()
+    (loss * weights).sum().backward()
+    capped = 0
+    for t in range(20):
+        if batch.mask[t] == 0:
+            continue
+        r, a = math.exp(batch.log_probs[t] - batch.old[t]), float(batch.advantages[t])
+        weight = min(math.exp(batch.old[t] - behaviour[t]), 1.5)
+        capped += weight == 1.5
+        assert float(got[t]) == pytest.approx(-min(r * a, min(max(r, 0.9), 1.1) * a) * weight, rel=1e-12)
+        clipped = (a > 0 and r > 1.1) or (a < 0 and r < 0.9)
+        assert float(new.grad[t]) == pytest.approx(0.0 if clipped else -a * r * weight, rel=1e-12)
+    assert capped > 1
+
+
+def test_opsm_masks_bad_sequences_that_are_far_off():
+    batch = flat_batch(33, token_advantages=True)
+    batch.old[2] = math.nan
+
+    def masked(part: Flat, reduce=None) -> torch.Tensor:
+        keep, metrics = opsm_mask(
+            part.log_probs, part.old, part.advantages, part.mask, sequences_of(part, reduce), delta=0.02
+        )
+        assert torch.equal(metrics["opsm_fraction"] > 0, ~keep)
+        return ~keep
+
+    got = masked(batch)
+    for t in range(20):
+        own = [i for i in range(20) if batch.index[i] == batch.index[t] and batch.mask[i] > 0 and i != 2]
+        divergence = sum(float(batch.old[i] - batch.log_probs[i]) for i in own) / max(len(own), 1)
+        assert bool(got[t]) == bool(batch.mask[t] > 0 and batch.advantages[t] < 0 and divergence > 0.02)
+    assert 1 < got.sum() < (batch.advantages < 0).sum()
+    owner = batch.position % 2
+    parts = TwoRanks().run(lambda rank, reduce: masked(batch.pick(owner == rank), reduce))
+    assert torch.equal(parts[0], got[owner == 0]) and torch.equal(parts[1], got[owner == 1])
+    with pytest.raises(ValueError, match="--opsm-delta -1 must not be negative"):
+        opsm_mask(batch.old, batch.old, batch.old, batch.mask, sequences_of(batch), -1)
+
+
+def test_without_tokens():
+    nothing = flat_batch(0).pick(torch.zeros(0, dtype=torch.int64))
+    weights, keep, _ = weigh(replace(nothing), CorrectionOptions(level="geometric", reject_level="token", veto=1e-4))
+    assert weights.shape == keep.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"level": "word"}, "levels 'word' and None must be of token, sequence, geometric"),
+        ({"reject_level": "group"}, "'group' must be of"),
+        ({"mode": "clip"}, "mode 'clip' must be one of truncate, mask, none"),
+        ({"low": 2.0}, "range low 2.0 … high 2.0 is empty"),
+        ({"reject_low": -0.5}, "range reject_low -0.5 … reject_high 2.0"),
+        ({"veto": 1.5}, "veto 1.5 must be a ratio above 0 and below 1"),
+    ],
+)
+def test_options_outside_their_ranges(values: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        CorrectionOptions(**values)

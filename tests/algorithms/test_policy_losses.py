@@ -1,0 +1,244 @@
+"""Every policy loss: against its paper's formula in a loop, finite differences, splits, and log-probs that are none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fusionrl.algorithms.covariance import SELECTORS
+from fusionrl.algorithms.policy_loss import PolicyLossOptions
+from fusionrl.algorithms.policy_losses import CLIP_DEFAULTS, POLICY_LOSSES
+from fusionrl.algorithms.sequences import Sequences
+from tests.algorithms.flat import Flat, TwoRanks, flat_batch, relative, sequences_of
+
+NAMES = sorted(POLICY_LOSSES)
+OPTIONS = PolicyLossOptions(eps_low=0.15, eps_high=0.25, dual_clip=1.6, sapo_tau_neg=1.3, kl_cov_coef=0.7)
+
+
+def call(name: str, batch: Flat, log_probs: torch.Tensor, sequences: Sequences, options: PolicyLossOptions = OPTIONS):
+    extra = {"selected": batch.selected} if name in SELECTORS else {}
+    return POLICY_LOSSES[name](log_probs, batch.old, batch.advantages, batch.mask, sequences, options, **extra)
+
+
+def gradient(name: str, batch: Flat, reduce=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, its gradient [N]) of one micro-batch on one rank."""
+    x = batch.log_probs.clone().requires_grad_()
+    losses, _ = call(name, batch, x, sequences_of(batch, reduce))
+    loss = (batch.weights * losses).sum()
+    loss.backward()
+    return loss.detach(), x.grad
+
+
+def ppo_of(r: float, a: float) -> float:
+    loss = max(-a * r, -a * min(max(r, 0.85), 1.25))
+    return min(loss, -a * 1.6) if a < 0 else loss
+
+
+def reference(name: str, batch: Flat) -> list[float]:
+    """Losses of the tokens, straight from the papers."""
+    new, old, adv = batch.log_probs.tolist(), batch.old.tolist(), batch.advantages.tolist()
+    losses = []
+    for t in range(len(new)):
+        if batch.mask[t] == 0:
+            losses.append(0.0)
+            continue
+        r, a = math.exp(new[t] - old[t]), adv[t]
+        own = [i for i in range(len(new)) if batch.index[i] == batch.index[t] and batch.mask[i] > 0]
+        if name == "ppo":
+            losses.append(ppo_of(r, a))
+        elif name in ("gspo", "gspo_token"):
+            product = math.prod(math.exp(new[i] - old[i]) for i in own)
+            losses.append(ppo_of(product ** (1 / len(own)), a))
+        elif name == "cispo":
+            losses.append(-min(max(r, 0.85), 1.25) * a * new[t])
+        elif name == "sapo":
+            tau = 1.0 if a > 0 else 1.3
+            losses.append(-a * 4 / tau / (1 + math.exp(-tau * (r - 1))))
+        elif name in ("gpg", "policy_gradient"):
+            losses.append(-a * new[t])
+        elif name == "gmpo":
+            terms = []
+            for i in own:  # min(r A, clip(r) A) of A's sign, as a ratio again
+                ratio = math.exp(new[i] - old[i])
+                clipped = min(max(ratio, math.exp(-0.15)), math.exp(0.25))
+                terms.append(min(ratio, clipped) if adv[i] > 0 else max(ratio, clipped))
+            losses.append(-sum(adv[i] for i in own) / len(own) * math.prod(terms) ** (1 / len(own)))
+        elif name == "clip_cov":
+            losses.append(0.0 if batch.selected[t] else ppo_of(r, a))
+        elif name == "kl_cov":
+            losses.append(-a * r + (0.7 * abs(new[t] - old[t]) if batch.selected[t] else 0.0))
+        else:
+            assert name == "sft"
+            losses.append(-new[t])
+    return losses
+
+
+@pytest.mark.parametrize("token_advantages", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_its_formula(name: str, token_advantages: bool):
+    batch = flat_batch(3, token_advantages=token_advantages)
+    losses, metrics = call(name, batch, batch.log_probs, sequences_of(batch))
+    assert losses.tolist() == pytest.approx(reference(name, batch), rel=1e-12, abs=1e-14)
+    kl = [o - n if m else 0.0 for n, o, m in zip(batch.log_probs, batch.old, batch.mask, strict=True)]
+    assert metrics["ppo_kl"].tolist() == pytest.approx([float(k) for k in kl], abs=1e-14)
+    assert all(value.shape == losses.shape and not value.requires_grad for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"cispo", "gspo_token"}))
+def test_gradient_equals_finite_differences(name: str):
+    batch = flat_batch(4, token_advantages=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (batch.weights * call(name, batch, x, sequences_of(batch))[0]).sum()
+
+    assert torch.autograd.gradcheck(loss, batch.log_probs.clone().requires_grad_(), eps=1e-7, atol=1e-8)
+
+
+def test_gradients_where_the_method_stops_a_part_of_it():
+    """CISPO: `-clip(r) A` of each token, none is lost. GSPO's token form: `-A s` where PPO's clip lets it through."""
+    batch = flat_batch(5, token_advantages=True)
+    _, cispo = gradient("cispo", batch)
+    ratio = (batch.log_probs - batch.old).exp()
+    assert relative(cispo, -batch.weights * ratio.clamp(0.85, 1.25) * batch.advantages) < 1e-12
+    _, token = gradient("gspo_token", batch)
+    free = 0
+    for t in range(len(token)):
+        own = (batch.index == batch.index[t]) & (batch.mask > 0)
+        s = math.exp(float((batch.log_probs - batch.old)[own].mean())) if own.any() else 1.0
+        a = float(batch.advantages[t])
+        lost = (a > 0 and s > 1.25) or (a < 0 and (s < 0.85 or s > 1.6))
+        want = 0.0 if lost else -a * s * float(batch.weights[t])
+        assert float(token[t]) == pytest.approx(want, rel=1e-10, abs=1e-15)
+        free += want != 0
+    assert free > 3
+
+
+def test_the_two_forms_of_gspo_agree_where_the_paper_says_so():
+    batch = flat_batch(6, spread=0.2)
+    assert relative(gradient("gspo", batch)[1], gradient("gspo_token", batch)[1]) < 1e-12
+    mixed = flat_batch(6, spread=0.2, token_advantages=True)
+    assert relative(gradient("gspo", mixed)[1], gradient("gspo_token", mixed)[1]) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_split_changes_loss_or_gradient(name: str, kind: str):
+    """Neither one of the sequences over micro-batches, nor one of their tokens over context-parallel ranks."""
+    batch = flat_batch(7, kind, token_advantages=True)
+    loss, whole = gradient(name, batch)
+    part_of = torch.randint(0, 3, (batch.count,), generator=torch.Generator().manual_seed(8))[batch.index]
+    total = torch.zeros_like(loss)
+    split = torch.zeros_like(whole)
+    for part in range(3):
+        value, split[part_of == part] = gradient(name, batch.pick(part_of == part).renumbered())
+        total += value
+    assert relative(split, whole) < 1e-9 and float(total) == pytest.approx(float(loss), rel=1e-9)
+
+    owner = (batch.position + batch.index) % 2
+    ranks = TwoRanks()
+    results = ranks.run(lambda rank, reduce: gradient(name, batch.pick(owner == rank), reduce))
+    for rank, (_, grad) in enumerate(results):
+        split[owner == rank] = grad
+    assert relative(split, whole) < 1e-9
+    assert float(results[0][0] + results[1][0]) == pytest.approx(float(loss), rel=1e-9)
+    assert (ranks.sums > 0) == (name in ("gspo", "gspo_token", "gmpo")), "these need the other rank's tokens"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_old_log_probs_that_are_no_numbers_are_left_out_and_counted(name: str):
+    batch = flat_batch(9)
+    place = torch.arange(len(batch.mask))
+    bad = (batch.mask > 0) & (place % 3 == 0)
+    broken = batch.pick(place)
+    broken.old = torch.where(bad, torch.tensor([-math.inf, math.nan, math.inf]).double()[place // 3 % 3], batch.old)
+    without = batch.pick(place)
+    without.mask = torch.where(bad, 0.0, batch.mask)
+    without.weights = torch.where(bad, 0.0, batch.weights)
+    (loss, grad), (want, want_grad) = gradient(name, broken), gradient(name, without)
+    assert float(loss) == pytest.approx(float(want), rel=1e-12) and relative(grad, want_grad) < 1e-12
+    assert not grad[bad].any()
+    _, metrics = call(name, broken, broken.log_probs, sequences_of(broken))
+    assert metrics["old_not_finite"].sum() == bad.sum() > 3
+    assert all(value.isfinite().all() for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_garbage_at_masked_tokens_is_never_seen(name: str):
+    batch = flat_batch(10)
+    loss, grad = gradient(name, batch)
+    masked = batch.mask == 0
+    batch.log_probs[masked], batch.old[masked], batch.advantages[masked] = math.nan, math.inf, math.nan
+    got, got_grad = gradient(name, batch)
+    assert float(got) == float(loss) and torch.equal(got_grad, grad) and not grad[masked].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_nan_of_the_trained_policy_is_not_hidden(name: str):
+    batch = flat_batch(11)
+    token = int(torch.nonzero(batch.mask)[2])
+    batch.log_probs[token] = math.nan
+    for old in (batch.old[token].clone(), math.nan):  # with the policy's own log-probs as the old ones, both are NaN
+        batch.old[token] = old
+        losses, metrics = call(name, batch, batch.log_probs, sequences_of(batch))
+        assert not losses.isfinite().all() and not metrics["old_not_finite"].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ratios_out_of_all_bounds_give_finite_losses_and_gradients(name: str):
+    batch = flat_batch(12, token_advantages=True)
+    batch.old[::2], batch.old[1::3] = -150.0, 150.0
+    batch.advantages[:6] = 0.0
+    for dtype in (torch.float32, torch.float64):
+        converted = batch.pick(torch.arange(len(batch.old)))
+        for field in ("log_probs", "old", "advantages", "mask", "weights"):
+            setattr(converted, field, getattr(batch, field).to(dtype))
+        loss, grad = gradient(name, converted)
+        assert loss.isfinite() and grad.isfinite().all() and grad.dtype == dtype
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tokens_and_without_signal(name: str):
+    batch = flat_batch(13)
+    loss, grad = gradient(name, batch.pick(torch.zeros(0, dtype=torch.int64)))
+    assert float(loss) == 0.0 and grad.shape == (0,)
+    # A group of one, and a group with equal rewards, have advantages of 0.
+    batch.advantages = torch.zeros_like(batch.advantages)
+    batch.selected = torch.zeros_like(batch.selected)
+    if name != "sft":
+        assert not gradient(name, batch)[1].any()
+
+
+def test_metrics_say_where_the_clip_took_the_gradient():
+    batch = flat_batch(14, spread=1.0)
+    x = batch.log_probs.clone().requires_grad_()
+    losses, metrics = call("ppo", batch, x, sequences_of(batch))
+    losses.sum().backward()
+    stopped = (metrics["clip_fraction"] + metrics["dual_clip_fraction"]) > 0
+    assert torch.equal(stopped[batch.mask > 0], (x.grad == 0)[batch.mask > 0])
+    assert metrics["clip_fraction"].any() and metrics["dual_clip_fraction"].any()
+    _, open_ended = call("ppo", batch, batch.log_probs, sequences_of(batch), PolicyLossOptions(dual_clip=None))
+    assert "dual_clip_fraction" not in open_ended
+    _, gate = call("sapo", batch, batch.old.clone(), sequences_of(batch))
+    assert gate["gate"].tolist() == batch.mask.tolist(), "on policy the gate is wide open"
+
+
+def test_papers_ranges_are_of_known_losses():
+    assert set(CLIP_DEFAULTS) < set(POLICY_LOSSES)
+    for low, high in CLIP_DEFAULTS.values():
+        PolicyLossOptions(eps_low=low, eps_high=high)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"eps_low": -0.1}, "the clip range -0.1, 0.2"),
+        ({"dual_clip": 0.9}, "the dual clip 0.9 must be above 1"),
+        ({"sapo_tau_pos": 0.0}, "temperatures 0.0, 1.05 must be above 0"),
+        ({"kl_cov_fraction": 2.0}, "at most 1"),
+    ],
+)
+def test_options_outside_their_ranges(values: dict[str, float], message: str):
+    with pytest.raises(ValueError, match=message):
+        PolicyLossOptions(**values)

@@ -1,0 +1,64 @@
+"""Sums over sequences against loops, and over two pretend context-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fusionrl.algorithms.sequences import Sequences
+from tests.algorithms.flat import TwoRanks, flat_batch, relative, sequences_of
+
+
+def test_sum_mean_and_spread_equal_loops():
+    batch = flat_batch(0).pick(torch.randperm(20, generator=torch.Generator().manual_seed(1)))  # in any order
+    sequences = sequences_of(batch)
+    totals, means = sequences.sum(batch.log_probs), sequences.mean(batch.log_probs, batch.mask)
+    for s in range(batch.count):
+        own = [i for i in range(20) if int(batch.index[i]) == s]
+        trained = [float(batch.log_probs[i]) for i in own if batch.mask[i] > 0]
+        assert math.isclose(float(totals[s]), sum(float(batch.log_probs[i]) for i in own), abs_tol=1e-12)
+        assert math.isclose(float(means[s]), sum(trained) / len(trained) if trained else 0.0, abs_tol=1e-12)
+    assert torch.equal(sequences.spread(totals), torch.stack([totals[s] for s in batch.index]))
+
+
+def test_of_lengths_and_no_token_at_all():
+    sequences = Sequences.of_lengths([2, 0, 3])
+    assert sequences.index.tolist() == [0, 0, 2, 2, 2] and sequences.count == 3
+    nothing = Sequences.of_lengths([0, 0])
+    assert nothing.mean(torch.zeros(0), torch.zeros(0)).tolist() == [0.0, 0.0]
+    assert nothing.spread(torch.ones(2)).shape == (0,)
+
+
+def test_a_masked_token_counts_nothing_whatever_its_value():
+    x = torch.tensor([1.0, math.nan, -math.inf, 3.0], requires_grad=True)
+    mean = Sequences.of_lengths([4]).mean(x, torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    mean.sum().backward()
+    assert mean.tolist() == [2.0] and x.grad.tolist() == [0.5, 0.0, 0.0, 0.5]
+
+
+def test_long_sequences_of_fp32_are_added_in_fp64():
+    x = torch.full((100_000,), 0.1)
+    x[0] = 1e4
+    assert float(Sequences.of_lengths([100_000]).sum(x)) == float(x.double().sum().float())
+
+
+def test_two_ranks_have_the_sums_and_gradients_of_one():
+    batch = flat_batch(2)
+    whole = batch.log_probs.clone().requires_grad_()
+    sequences = sequences_of(batch)
+    mean = sequences.mean(whole, batch.mask)
+    (batch.weights * sequences.spread(mean.exp())).sum().backward()
+    owner = batch.position % 2
+
+    def work(rank, reduce):
+        part = batch.pick(owner == rank)
+        x = part.log_probs.clone().requires_grad_()
+        here = sequences_of(part, reduce)
+        got = here.mean(x, part.mask)
+        (part.weights * here.spread(got.exp())).sum().backward()
+        return got.detach(), x.grad
+
+    for rank, (got, grad) in enumerate(TwoRanks().run(work)):
+        assert relative(got, mean.detach()) < 1e-12
+        assert relative(grad, whole.grad[owner == rank]) < 1e-12
