@@ -30,6 +30,7 @@ from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.data.build import build_shards, response_mask
 from fusionrl.data.convert import samples_of
+from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
 from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS
@@ -266,6 +267,8 @@ class BufferActor:
                 field = "custom_convert_samples_to_train_data_path"
                 data = call_hook(field, path, self._args(), samples)
                 samples, rewards, raw, extra = samples_of(data, samples, f"{flag_of(field)} {path}")
+            if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
+                samples, rewards, raw = best_and_worst(samples, rewards)
             built = build_shards(
                 samples,
                 rewards,
@@ -385,7 +388,8 @@ class BufferActor:
         """What each sample's reward is worth beside its siblings'; untouched where the trainers' estimator does it."""
         algorithm = self.config.algorithm
         name = {"gspo": "grpo", "cispo": "grpo"}.get(algorithm.advantage_estimator, algorithm.advantage_estimator)
-        if algorithm.disable_rewards_normalization or name not in GROUP_ADVANTAGES or self.config.run.mode != "rl":
+        is_left = algorithm.disable_rewards_normalization or algorithm.policy_loss == "dpo"
+        if is_left or name not in GROUP_ADVANTAGES or self.config.run.mode != "rl":
             return rewards
         if name == "grpo" and algorithm.disable_grpo_std_normalization:
             name = "dr_grpo"

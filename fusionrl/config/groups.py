@@ -333,10 +333,77 @@ class AlgorithmGroup(Group):
         description="Price of the KL to the reference in each token's reward (reinforce_plus_plus), by --kl-loss-type.",
         ge=0,
     )
+    policy_loss: Literal[
+        "auto", "ppo", "gspo", "gspo_token", "cispo", "sapo", "gpg", "gmpo", "clip_cov", "kl_cov", "dpo"
+    ] = Field(
+        "auto",
+        description="Policy loss (docs/algorithms.md); auto is gspo or cispo for the estimators of that name, or ppo.",
+    )
+    custom_policy_loss_path: str | None = Field(
+        None, description="Function that computes the policy loss of each token, in place of --policy-loss."
+    )
+    loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = Field(
+        "auto",
+        description="How tokens' losses become one: mean over all tokens, over samples of their token means, or over"
+        " samples of their sums / --loss-length. auto: as --calculate-per-token-loss says.",
+    )
+    loss_length: int | None = Field(
+        None,
+        description="Length that --loss-aggregation constant divides by. Default: --rollout-max-response-len.",
+        ge=1,
+    )
+    custom_pg_loss_reducer_function_path: str | None = Field(
+        None, description="Function that makes the function by which a micro-batch's policy losses become one number."
+    )
     disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
     disable_rewards_normalization: bool = Field(False, description="Use raw rewards as advantages.")
     eps_clip: float = Field(0.2, description="Lower clip range of the policy ratio.", gt=0)
     eps_clip_high: float | None = Field(None, description="Upper clip range. Default: --eps-clip.", gt=0)
+    eps_clip_c: float | None = Field(
+        None, description="Dual clip: a negative advantage's loss is at most so many times its size.", gt=1
+    )
+    sapo_tau_pos: float = Field(1.0, description="SAPO's temperature for positive advantages.", gt=0)
+    sapo_tau_neg: float = Field(1.05, description="SAPO's temperature for other advantages.", gt=0)
+    clip_cov_fraction: float = Field(2e-4, description="Share of tokens that clip_cov detaches.", gt=0, le=1)
+    clip_cov_low: float = Field(1.0, description="Lowest covariance of such a token.")
+    clip_cov_high: float = Field(5.0, description="Highest covariance of such a token.")
+    kl_cov_fraction: float = Field(2e-4, description="Share of tokens that kl_cov penalises.", gt=0, le=1)
+    kl_cov_coef: float = Field(1.0, description="Weight of that penalty.", ge=0)
+    dpo_beta: float = Field(0.1, description="DPO's beta: what a nat of divergence from the reference costs.", gt=0)
+    dpo_label_smoothing: float = Field(
+        0.0, description="DPO: the chance that a pair is the wrong way round.", ge=0, lt=0.5
+    )
+    use_tis: bool = Field(
+        False,
+        description="Weigh tokens by how likely the trainers find them against the engine (importance sampling).",
+    )
+    tis_clip: float = Field(2.0, description="Highest such weight.", gt=0)
+    tis_clip_low: float = Field(0.0, description="Lowest such weight.", ge=0)
+    tis_level: Literal["token", "sequence", "geometric"] = Field(
+        "token",
+        description="Of what the weight is: a token, the product over its sample, or the geometric mean over it.",
+    )
+    tis_mode: Literal["truncate", "mask", "none"] = Field(
+        "truncate", description="What becomes of weights outside of the range: moved into it, or 0; none: all are 1."
+    )
+    tis_veto: float | None = Field(
+        None, description="Leave out samples with a token that the trainers find so many times less likely.", gt=0, lt=1
+    )
+    rejection_level: Literal["token", "sequence", "geometric"] | None = Field(
+        None, description="Leave out samples whose weight, of this level, is out of the range of rejection."
+    )
+    rejection_low: float = Field(0.5, description="Lower end of that range.", ge=0)
+    rejection_high: float = Field(2.0, description="Upper end of that range.", gt=0)
+    custom_tis_function_path: str | None = Field(
+        None, description="Function that corrects the policy loss for the engine's log-probs, in place of these."
+    )
+    use_opsm: bool = Field(
+        False, description="Off-policy sequence masking: leave out samples with a negative advantage that are far off."
+    )
+    opsm_delta: float = Field(1e-4, description="Mean log-ratio from which on a sample is far off, nats.", ge=0)
+    use_unbiased_kl: bool = Field(
+        False, description="Weigh the KL term by the ratio of the policy to the one that acted, which unbiases it."
+    )
     use_kl_loss: bool = Field(False, description="Add a KL term to the reference model to the loss.")
     kl_loss_coef: float = Field(0.0, description="Coefficient of the KL term in the loss.", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("k3", description="Estimator of the KL term.")

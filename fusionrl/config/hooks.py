@@ -41,6 +41,24 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "custom_advantage_function_path": (2, (), "advantages(args, rollout_data)"),
     "rollout_data_postprocess_path": (3, (), "postprocess(args, rollout_id, rollout_data)"),
     "custom_loss_function_path": (4, (), "loss(args, batch, logits, sum_of_sample_mean)"),
+    "custom_policy_loss_path": (
+        6,
+        (),
+        "policy_loss(log_probs, old_log_probs, advantages, mask, sequences, options)",
+    ),
+    "custom_tis_function_path": (
+        0,
+        (
+            *("args", "pg_loss", "train_log_probs", "rollout_log_probs"),
+            *("loss_masks", "total_lengths", "response_lengths"),
+        ),
+        "tis(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
+    ),
+    "custom_pg_loss_reducer_function_path": (
+        4,
+        (),
+        "reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)",
+    ),
     "custom_megatron_init_path": (1, (), "init(args)"),
     "custom_megatron_before_log_prob_hook_path": (3, (), "hook(args, model, store_prefix)"),
     "custom_megatron_before_train_step_hook_path": (

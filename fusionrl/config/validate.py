@@ -15,6 +15,7 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import SIGNATURES, check_hook
 from fusionrl.config.model_shape import ModelShape, read_model_shape
+from fusionrl.config.validate_algorithm import algorithm_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
 from fusionrl.rewards.registry import PACKAGES, REMOTE, gives_dict, parse_rm_type
@@ -44,11 +45,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     num_prompts = _check_data(config, errors)
     _check_eval(config, errors)
     _check_path_templates(config, errors)
-    if config.algorithm.kl_loss_coef and not config.algorithm.use_kl_loss:
-        errors.append(f"--kl-loss-coef {config.algorithm.kl_loss_coef} has no effect without --use-kl-loss; add it")
-    algorithm = config.algorithm
-    if (algorithm.loss_type == "custom_loss") != (algorithm.custom_loss_function_path is not None):
-        errors.append("--loss-type custom_loss and --custom-loss-function-path go together; give both")
+    errors += algorithm_errors(config)
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     _check_keep_best(config, errors)

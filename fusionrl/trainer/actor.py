@@ -104,7 +104,8 @@ class TrainerActor:
         from fusionrl.trainer import model
 
         self.trained = model.build_training(config, modules, transformer, self.device)
-        if config.run.mode == "rl" and (config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0):
+        a = config.algorithm
+        if config.run.mode == "rl" and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"):
             self._read_reference()
         return {
             "num_parameters": self.shape.num_parameters,
@@ -248,6 +249,7 @@ class TrainerActor:
         """
         from fusionrl.trainer.batch import build_micro_batches, check_shard
         from fusionrl.trainer.loss import LossOptions
+        from fusionrl.trainer.loss_hooks import LossHooks
         from fusionrl.trainer.step import train_step
 
         self.reload()
@@ -258,18 +260,21 @@ class TrainerActor:
         loss = LossOptions.from_config(self.config)
         prepared = self._prepare(rollout_id, shard, loss) if loss.mode == "rl" else {}
         options = self._batch_options()
+        hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir))
         history: list[dict[str, float]] = []
         for index, step in enumerate(shard.steps):
+            looked = self._look_ahead(shard, index, loss) if loss.mode == "rl" else {}
             batches = build_micro_batches(shard, step, options, self.layout)
             self._call_hook("custom_megatron_before_train_step_hook_path", rollout_id, index, *self._megatron())
             # After the first step the weights are no longer those that the rollout was made with.
             compare = index == 0 or "log_probs" in shard.fields
             custom = self._custom_loss(shard, step) if loss.is_custom else None
-            metrics, bad = train_step(self.trained, batches, loss, compare, self.device, custom)
+            metrics, bad = train_step(self.trained, batches, loss, compare, self.device, custom, hooks)
             self._watch_skipped(rollout_id, index, metrics, [int(shard.fields["sample_index"][i]) for i in bad])
             metrics |= {
                 "train/num_tokens": float(step.num_tokens),
                 "train/num_samples": float(step.num_samples),
+                **looked,
             }
             history.append(metrics)
             self._counters["skipped"] += int(metrics["train/skipped"])
@@ -307,6 +312,23 @@ class TrainerActor:
             shard.steps = self._counted(shard)
         return metrics
 
+    def _look_ahead(self, shard: TrainShard, index: int, loss: LossOptions) -> dict[str, float]:
+        """What a loss has to know of the whole of an optimizer step, as a column of the shard; metrics of it."""
+        from fusionrl.trainer.selection import pair_advantages, select_tokens
+
+        if loss.policy_loss not in ("clip_cov", "kl_cov", "dpo"):
+            return {}
+        step, algorithm = shard.steps[index], self.config.algorithm
+        if index == 0 and "log_probs" in shard.fields:
+            log_probs = shard.fields["log_probs"]
+        else:
+            log_probs = self._scored(replace(shard, steps=[step]), planned_only=True)
+        if loss.policy_loss == "dpo":
+            return pair_advantages(shard, step, log_probs, algorithm.dpo_beta, algorithm.dpo_label_smoothing)
+        seed = self.config.run.seed + self._counters["optimizer_steps"] + self._counters["skipped"]
+        select_tokens(shard, step, log_probs, loss, seed)
+        return {}
+
     def _counted(self, shard: TrainShard) -> list[TrainStep]:
         """The shard's steps with the counts of the masks that it has now, over all data-parallel ranks."""
         from megatron.core import parallel_state
@@ -336,9 +358,12 @@ class TrainerActor:
             vocab_size=self.shape.vocab_size,
         )
 
-    def _scored(self, shard: TrainShard, weights: str | None = None) -> np.ndarray:
-        """[response tokens] fp32 log-probs of the tokens that are trained on, 0 elsewhere."""
-        parts = self._score(shard, weights, all_responses=False)
+    def _scored(self, shard: TrainShard, weights: str | None = None, planned_only: bool = False) -> np.ndarray:
+        """[response tokens] fp32 log-probs of the tokens that are trained on, 0 elsewhere.
+
+        planned_only: 0 also for samples of no step of the shard.
+        """
+        parts = self._score(shard, weights, all_responses=False, planned_only=planned_only)
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     def _call_hook(self, field: str, *args: Any) -> None:
@@ -392,7 +417,8 @@ class TrainerActor:
             chunk_size=config.train.log_probs_chunk_size,
             local_attention=settings.resolve_impl(config, self.device) == "local",
             share_prompts=self.shape.mla is None,
-            per_token=config.algorithm.calculate_per_token_loss,
+            aggregation=aggregation_of(config),
+            constant=loss_length(config),
             entropy_grad=not sft and config.algorithm.entropy_coef > 0,
             all_responses=all_responses,
             whole_sequences=not sft and config.algorithm.loss_type == "custom_loss" and not all_responses,
@@ -419,7 +445,9 @@ class TrainerActor:
         check_shard(shard)
         return self._score(shard, weights, all_responses=True)
 
-    def _score(self, shard: TrainShard, weights: str | None, all_responses: bool) -> list[np.ndarray]:
+    def _score(
+        self, shard: TrainShard, weights: str | None, all_responses: bool, planned_only: bool = False
+    ) -> list[np.ndarray]:
         from megatron.core import parallel_state
 
         from fusionrl.trainer.batch import build_micro_batch
@@ -427,14 +455,15 @@ class TrainerActor:
 
         groups = [group for step in shard.steps for group in step.micro_batches if group]
         planned = {i for group in groups for i in group}
-        groups += [[i] for i in range(shard.num_samples) if i not in planned]
+        if not planned_only:
+            groups += [[i] for i in range(shard.num_samples) if i not in planned]
         groups += [[]] * (self._common_count(len(groups)) - len(groups))
         options = replace(self._batch_options(all_responses=True), all_responses=all_responses)
         batches = [build_micro_batch(shard, group, None, options) for group in groups]
         with self._weight_sets[weights].lent() if weights is not None else nullcontext():
             outputs = forward_log_probs(self.trained, batches) if batches else []
         cp_group = parallel_state.get_context_parallel_group()
-        scores: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * shard.num_samples
+        scores: list[np.ndarray] = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
         for index, batch in enumerate(batches):
             flat = torch.zeros(sum(batch.response_lengths), device=self.device)
             if outputs:
@@ -588,6 +617,22 @@ class TrainerActor:
             parallel_state.destroy_model_parallel()
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # which it forgets
             dist.destroy_process_group()
+
+
+def aggregation_of(config: Config) -> str:
+    """How the tokens' losses become one: a name of `algorithms.aggregation`."""
+    if config.run.mode == "rl" and config.algorithm.policy_loss == "dpo":
+        return "constant"
+    if config.run.mode == "rl" and config.algorithm.loss_aggregation != "auto":
+        return config.algorithm.loss_aggregation
+    return "token_mean" if config.algorithm.calculate_per_token_loss else "sequence_mean"
+
+
+def loss_length(config: Config) -> float | None:
+    """What the aggregation `constant` divides by."""
+    if config.algorithm.policy_loss == "dpo":
+        return 1.0
+    return config.algorithm.loss_length or config.rollout.rollout_max_response_len
 
 
 def hook_args(config: Config, rank: int, run_dir: str) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.local_spec import PackedLayout, plan_buckets, zigzag_positions
@@ -65,6 +66,8 @@ class MicroBatch:
     samples          indices into the shard
     response_lengths  response tokens of each sample
     starts           where each sample's first token stands in the packed row of all context-parallel ranks
+    total_lengths    tokens of each sample
+    num_tokens, num_samples  of the whole optimizer step, over all ranks
     """
 
     tokens: Tensor
@@ -78,6 +81,9 @@ class MicroBatch:
     samples: list[int]
     response_lengths: list[int]
     starts: list[int]
+    total_lengths: list[int]
+    num_tokens: int
+    num_samples: int
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,7 @@ class BatchOptions:
     all_responses: choose every response token (scoring), not only those that are trained on.
     share_prompts: compute a prompt once for all samples of a micro-batch that have it; the positions of rotary
         embeddings are then given, which latent attention, with embeddings of its own, cannot take.
-    per_token: weights are mask / tokens of the step; else mask / (samples of the step * tokens of the
-        sample).
+    aggregation: how tokens' losses become one, see `algorithms.aggregation`; with its constant.
     whole_sequences: the model runs over every token of every sample, its last one and each copy of a prompt included.
     """
 
@@ -98,7 +103,8 @@ class BatchOptions:
     chunk_size: int
     local_attention: bool
     share_prompts: bool = True
-    per_token: bool = True
+    aggregation: str = "token_mean"
+    constant: float | None = None
     entropy_grad: bool = False
     all_responses: bool = False
     whole_sequences: bool = False
@@ -144,7 +150,7 @@ def build_micro_batch(
         columns["targets"].append(tokens[i][prompt + offsets])
         columns["responses"].append(first_response + offsets)
         columns["sequences"].append(np.full(offsets.size, position))
-        columns["weights"].append(mask[offsets] * _weight(mask, step, options.per_token))
+        columns["weights"].append(_weights(mask, step, options)[offsets])
         for name, values in present.items():
             columns[name].append(values[i][offsets])
         response_lengths.append(num_response)
@@ -179,6 +185,9 @@ def build_micro_batch(
         samples=list(samples),
         response_lengths=response_lengths,
         starts=[int(row[0]) for row in packed.rows[: len(samples)]],
+        total_lengths=[int(shard.total_lengths[i]) for i in samples],
+        num_tokens=step.num_tokens if step is not None else 0,
+        num_samples=step.num_samples if step is not None else 0,
     )
 
 
@@ -214,11 +223,10 @@ def _join(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 
-def _weight(mask: np.ndarray, step: TrainStep | None, per_token: bool) -> float:
+def _weights(mask: np.ndarray, step: TrainStep | None, options: BatchOptions) -> np.ndarray:
     if step is None:
-        return 0.0
-    total = float(mask.sum())
-    return 1.0 / max(step.num_tokens, 1) if per_token else 1.0 / max(step.num_samples * total, 1e-12)
+        return np.zeros(mask.size)
+    return token_weights(mask, options.aggregation, step.num_tokens, step.num_samples, options.constant)
 
 
 @dataclass(frozen=True)

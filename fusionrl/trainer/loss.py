@@ -7,50 +7,132 @@ changes them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
+from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
-from fusionrl.algorithms.kl import KL_ESTIMATORS, k3
-from fusionrl.algorithms.policy_loss import policy_loss
+from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
+from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics, mismatch_sums
+from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
+from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.sft import sft_loss
 from fusionrl.config.config import Config
+from fusionrl.config.groups import AlgorithmGroup
+from fusionrl.config.hooks import call_hook
 from fusionrl.trainer.batch import MicroBatch
+from fusionrl.trainer.loss_hooks import LossHooks
+
+_MISMATCH = "mismatch/"  # of token sums that `mismatch_metrics` reports
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss needs of the configuration."""
+    """What the loss needs of the configuration.
+
+    policy_loss      a name of POLICY_LOSSES, or "dpo"
+    constants        of the policy losses
+    correction       None: the engine's log-probs are not corrected for
+    kl_coef          None: no KL term
+    opsm_delta       None: no off-policy sequence masking
+    needs_log_probs  the trainers' log-probs of before the first step, even where there is only one
+    is_custom        --loss-type custom_loss
+    """
 
     mode: str
-    eps_low: float
-    eps_high: float
-    kl_coef: float | None  # None: no KL term
-    kl_type: str
-    entropy_coef: float
-    use_rollout_log_probs: bool
-    needs_log_probs: bool  # the trainers' log-probs of before the first step, even where there is only one
-    is_custom: bool  # --loss-type custom_loss
+    policy_loss: str = "ppo"
+    constants: PolicyLossOptions = field(default_factory=PolicyLossOptions)
+    correction: CorrectionOptions | None = None
+    kl_coef: float | None = None
+    kl_type: str = "k3"
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    opsm_delta: float | None = None
+    use_rollout_log_probs: bool = False
+    needs_log_probs: bool = False
+    is_custom: bool = False
+    custom_policy_loss_path: str | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> LossOptions:
         """The options of `config`."""
-        algorithm, train = config.algorithm, config.train
+        a, train = config.algorithm, config.train
         return cls(
-            mode="sft" if "sft" in (config.run.mode, algorithm.loss_type[:3]) else "rl",
-            eps_low=algorithm.eps_clip,
-            eps_high=algorithm.eps_clip_high if algorithm.eps_clip_high is not None else algorithm.eps_clip,
-            kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else None,
-            kl_type=algorithm.kl_loss_type,
-            entropy_coef=algorithm.entropy_coef,
-            use_rollout_log_probs=algorithm.use_rollout_logprobs,
-            needs_log_probs=algorithm.loss_type == "custom_loss"
+            mode="sft" if "sft" in (config.run.mode, a.loss_type[:3]) else "rl",
+            policy_loss=policy_loss_name(a),
+            constants=_constants(a),
+            correction=_correction(a),
+            kl_coef=a.kl_loss_coef if a.use_kl_loss else None,
+            kl_type=a.kl_loss_type,
+            use_unbiased_kl=a.use_unbiased_kl,
+            entropy_coef=a.entropy_coef,
+            opsm_delta=a.opsm_delta if a.use_opsm else None,
+            use_rollout_log_probs=a.use_rollout_logprobs,
+            needs_log_probs=a.loss_type == "custom_loss"
             or train.custom_advantage_function_path is not None
             or train.rollout_data_postprocess_path is not None,
-            is_custom=algorithm.loss_type == "custom_loss",
+            is_custom=a.loss_type == "custom_loss",
+            custom_policy_loss_path=a.custom_policy_loss_path,
         )
+
+    @property
+    def token_loss(self) -> PolicyLoss:
+        """The policy loss of tokens."""
+        if self.custom_policy_loss_path is not None:
+            return guarded(_named(self.custom_policy_loss_path))
+        # With a coefficient for each answer of a pair (`pairs.py`), DPO's gradient is a policy gradient.
+        return POLICY_LOSSES["policy_gradient" if self.policy_loss == "dpo" else self.policy_loss]
+
+
+def _named(path: str) -> PolicyLoss:
+    def loss(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return call_hook("custom_policy_loss_path", path, *args, **kwargs)
+
+    return loss
+
+
+def policy_loss_name(algorithm: AlgorithmGroup) -> str:
+    """The policy loss that the flags choose."""
+    if algorithm.policy_loss != "auto":
+        return algorithm.policy_loss
+    return algorithm.advantage_estimator if algorithm.advantage_estimator in ("gspo", "cispo") else "ppo"
+
+
+def _constants(a: AlgorithmGroup) -> PolicyLossOptions:
+    return PolicyLossOptions(
+        eps_low=a.eps_clip,
+        eps_high=a.eps_clip_high if a.eps_clip_high is not None else a.eps_clip,
+        dual_clip=a.eps_clip_c,
+        sapo_tau_pos=a.sapo_tau_pos,
+        sapo_tau_neg=a.sapo_tau_neg,
+        clip_cov_fraction=a.clip_cov_fraction,
+        clip_cov_low=a.clip_cov_low,
+        clip_cov_high=a.clip_cov_high,
+        kl_cov_fraction=a.kl_cov_fraction,
+        kl_cov_coef=a.kl_cov_coef,
+    )
+
+
+def _correction(a: AlgorithmGroup) -> CorrectionOptions | None:
+    if not a.use_tis and a.rejection_level is None and a.tis_veto is None:
+        return None
+    return CorrectionOptions(
+        level=a.tis_level,
+        mode=a.tis_mode if a.use_tis else "none",
+        low=a.tis_clip_low,
+        high=a.tis_clip,
+        reject_level=a.rejection_level,
+        reject_low=a.rejection_low,
+        reject_high=a.rejection_high,
+        veto=a.tis_veto,
+    )
 
 
 @dataclass
@@ -58,7 +140,7 @@ class LossSums:
     """Metrics of a micro-batch, to be added up; fp64.
 
     sums        reported as they are: the loss's weights are in them
-    token_sums  divided by the tokens that are trained on, `tokens`; those of `compared_…` by `compared`
+    token_sums  divided by the tokens that are trained on, `tokens`; those of the mismatch report are for it
     peak        [1], whose maximum counts
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
@@ -78,17 +160,13 @@ class LossSums:
         return [self.batch.samples[position] for position in positions.tolist()]
 
 
-@dataclass
-class _Terms:
-    """The loss of each token and what is reported of it."""
-
-    loss: Tensor
-    weighted: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, Tensor] = field(default_factory=dict)
-
-
 def micro_batch_loss(
-    log_probs: Tensor, entropy: Tensor, batch: MicroBatch, options: LossOptions, compare: bool
+    log_probs: Tensor,
+    entropy: Tensor,
+    batch: MicroBatch,
+    options: LossOptions,
+    compare: bool,
+    hooks: LossHooks | None = None,
 ) -> tuple[Tensor, LossSums]:
     """Loss (a sum, see above) of the chosen tokens of one micro-batch.
 
@@ -99,67 +177,103 @@ def micro_batch_loss(
         options: see `LossOptions`.
         compare: report how far the engine's log-probs are off; only right while the weights are those that
             the rollout was made with.
+        hooks: a user's functions within the loss.
 
     Raises:
         ValueError: the engine's log-probs are to be the old policy's, and the shard has none.
     """
     mask = batch.fields["loss_mask"]
-    terms = _Terms(sft_loss(log_probs)) if options.mode == "sft" else _policy_terms(log_probs, entropy, batch, options)
-    loss = (batch.weights * terms.loss).sum()
-    sums = {"loss": loss} | {name: (batch.weights * value).sum() for name, value in terms.weighted.items()}
-    token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in terms.means.items()}
+    if options.mode == "sft":
+        losses = sft_loss(log_probs)
+        loss = (batch.weights * losses).sum()
+        sums, means = {"loss": loss}, {}
+    else:
+        loss, losses, sums, means = _policy_terms(log_probs, entropy, batch, options, hooks)
+    token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in means.items()}
     peak = log_probs.new_zeros(1, dtype=torch.float64)
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
-        engine = batch.fields["rollout_log_probs"]
         reference = batch.fields.get("log_probs", log_probs.detach())
-        difference = (reference - engine).abs() * mask
-        token_sums["compared"] = mask.sum()
-        token_sums["compared_logprob_diff_mean"] = difference.sum()
-        token_sums["compared_logprob_k3"] = (k3(engine, reference) * mask).sum()
-        if difference.numel():
-            peak = difference.max().double().reshape(1)
-    return loss, LossSums(_kept(sums), _kept(token_sums), peak, terms.loss.detach().isfinite(), batch)
+        found, peak = mismatch_sums(reference, batch.fields["rollout_log_probs"], mask)
+        token_sums |= {_MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
+    return loss, LossSums(_kept(sums), _kept(token_sums), peak, losses.detach().isfinite(), batch)
 
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().double() for name, value in values.items()}
 
 
-def _policy_terms(log_probs: Tensor, entropy: Tensor, batch: MicroBatch, options: LossOptions) -> _Terms:
-    fields = batch.fields
-    if options.use_rollout_log_probs:
-        if "rollout_log_probs" not in fields:
-            raise ValueError(
-                "--use-rollout-logprobs: the rollout has no log-probs; let the engines return them, "
-                "or leave the flag out"
-            )
-        old = fields["rollout_log_probs"]
-    else:
-        # One optimizer step a rollout: the policy that acted is the one of this very forward pass.
-        old = fields.get("log_probs", log_probs.detach())
-    loss, clipped = policy_loss(log_probs, old, fields["advantages"], options.eps_low, options.eps_high)
-    terms = _Terms(
-        loss,
-        {"pg_loss": loss, "entropy": entropy},
-        {"clip_fraction": clipped, "advantage_mean": fields["advantages"]},
-    )
+def _policy_terms(
+    log_probs: Tensor, entropy: Tensor, batch: MicroBatch, options: LossOptions, hooks: LossHooks | None
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """(loss, losses of tokens, sums that have the loss's weights, values of tokens of which the mean counts)."""
+    fields, mask = batch.fields, batch.fields["loss_mask"]
+    if (options.use_rollout_log_probs or options.correction is not None) and "rollout_log_probs" not in fields:
+        flag = "--use-rollout-logprobs" if options.use_rollout_log_probs else "--use-tis, --rejection-level, --tis-veto"
+        raise ValueError(f"{flag}: the rollout has no log-probs; let the engines return them, or leave the flag out")
+    # One optimizer step a rollout: the policy that acted is the one of this very forward pass.
+    recomputed = fields.get("log_probs", log_probs.detach())
+    old = fields["rollout_log_probs"] if options.use_rollout_log_probs else recomputed
+    sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
+    extra = {"selected": fields["selected"] > 0} if options.policy_loss in ("clip_cov", "kl_cov") else {}
+    advantages = fields["advantages"]
+    losses, means = options.token_loss(log_probs, old, advantages, mask, sequences, options.constants, **extra)
+    if options.correction is not None:
+        given = (recomputed, fields["rollout_log_probs"], mask, sequences, options.correction)
+        weights, keep, found = importance_weights(*given)
+        losses, means = torch.where(keep, losses * weights, 0.0), means | found
+    if options.opsm_delta is not None:
+        given = (log_probs.detach(), old, advantages, mask, sequences)
+        keep, found = opsm_mask(*given, options.opsm_delta)
+        losses, means = torch.where(keep, losses, 0.0), means | found
+    loss = (batch.weights * losses).sum()
+    if hooks is not None:
+        loss, found = hooks.policy_loss(losses, recomputed, batch)
+        means |= found
+    sums = {"pg_loss": loss, "entropy": (batch.weights * entropy).sum()}
     if options.entropy_coef > 0:
-        terms.loss = terms.loss + entropy_bonus(entropy, options.entropy_coef)
+        bonus = entropy_bonus(entropy, options.entropy_coef)
+        losses, loss = losses + bonus, loss + (batch.weights * bonus).sum()
     if options.kl_coef is not None:
-        terms.weighted["kl_loss"] = KL_ESTIMATORS[options.kl_type](log_probs, fields["ref_log_probs"])
-        terms.loss = terms.loss + options.kl_coef * terms.weighted["kl_loss"]
-    return terms
+        reference = fields["ref_log_probs"]
+        if options.use_unbiased_kl:
+            kl = unbiased_kl(log_probs, old, reference, options.kl_type)
+        else:
+            kl = KL_ESTIMATORS[options.kl_type](log_probs, reference)
+        sums["kl_loss"] = (batch.weights * kl).sum()
+        losses, loss = losses + kl, loss + options.kl_coef * sums["kl_loss"]
+    return loss, losses, {"loss": loss} | sums, means | {"advantage_mean": advantages}
+
+
+def _over_context_ranks() -> Callable[[Tensor], Tensor] | None:
+    group = parallel_state.get_context_parallel_group()
+    return None if group.size() == 1 else lambda values: _Sum.apply(values, group)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group's ranks; the gradient of each one's part is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
 def step_metrics(sums: dict[str, float], token_sums: dict[str, float], peak: float) -> dict[str, float]:
     """Metrics of one optimizer step, of `LossSums` already added up over all micro-batches and ranks."""
     metrics = {f"train/{name}": value for name, value in sums.items()}
-    tokens, compared = max(token_sums["tokens"], 1.0), token_sums.get("compared", 0.0)
-    for name, value in token_sums.items():
-        if name.startswith("compared_") and compared:
-            metrics[f"train/{name.removeprefix('compared_')}"] = value / compared
-        elif name not in ("tokens", "compared") and not name.startswith("compared_"):
-            metrics[f"train/{name}"] = value / tokens
-    if compared:
-        metrics["train/logprob_diff_max"] = peak
+    tokens = max(token_sums["tokens"], 1.0)
+    plain = {name: value for name, value in token_sums.items() if not name.startswith(_MISMATCH) and name != "tokens"}
+    metrics |= {f"train/{name}": value / tokens for name, value in plain.items()}
+    if any(name.startswith(_MISMATCH) for name in token_sums):
+        found = torch.tensor([token_sums[_MISMATCH + name] for name in MISMATCH_SUMS], dtype=torch.float64)
+        report = mismatch_metrics(found, torch.tensor([peak], dtype=torch.float64))
+        metrics |= {f"train/{name}": value for name, value in report.items()}
     return metrics

@@ -25,6 +25,7 @@ from fusionrl.trainer.model import Trained
 
 if TYPE_CHECKING:
     from fusionrl.trainer.custom_loss import CustomLoss
+    from fusionrl.trainer.loss_hooks import LossHooks
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 
@@ -72,12 +73,14 @@ def forward_log_probs(trained: Trained, batches: list[MicroBatch]) -> list[Tenso
             chunk.train()
 
 
-def _loss_function(options: LossOptions, compare: bool, custom: CustomLoss | None) -> LossFunction:
+def _loss_function(
+    options: LossOptions, compare: bool, custom: CustomLoss | None, hooks: LossHooks | None
+) -> LossFunction:
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
         if custom is not None:
             value, sums = custom(batch, output)
         else:
-            value, sums = micro_batch_loss(output[0], output[1], batch, options, compare)
+            value, sums = micro_batch_loss(output[0], output[1], batch, options, compare, hooks)
         # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
         return value, torch.zeros((), dtype=torch.int, device=output.device), sums
 
@@ -134,10 +137,11 @@ def train_step(
     compare: bool,
     device: torch.device,
     custom: CustomLoss | None = None,
+    hooks: LossHooks | None = None,
 ) -> tuple[dict[str, float], list[int]]:
     """One optimizer step over this rank's micro-batches; metrics over all ranks.
 
-    `custom` takes the place of the losses that `options` choose.
+    `custom` takes the place of the losses that `options` choose; `hooks` are a user's functions within them.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
     as they are, and `train/skipped` is 1.
@@ -148,9 +152,9 @@ def train_step(
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
-    loss = _loss_function(options, compare, custom)
+    loss = _loss_function(options, compare, custom, hooks)
     parts = _run(trained, batches, loss, forward_only=False, logits=custom is not None)
-    metrics = step_metrics(*reduce_sums(parts, device, same_names=custom is None))
+    metrics = step_metrics(*reduce_sums(parts, device, same_names=custom is None and hooks is None))
     metrics["train/lr"] = float(trained.optimizer.param_groups[0]["lr"])
     found_inf = trained.optimizer.prepare_grads()
     norm = float(trained.optimizer.get_grad_norm())

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from fusionrl.algorithms.mismatch import MismatchLimits, mismatch_metrics, mismatch_sums, mismatch_warning
+from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from fusionrl.algorithms.mismatch_report import MismatchLimits, mismatch_warning
 
 
 def draws(difference: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

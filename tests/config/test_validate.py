@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config
+from fusionrl.config.parser import read_args
 from fusionrl.config.validate import validate
 
 Errors = Callable[..., list[str]]
@@ -330,3 +331,22 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
     checked, found = validate(Config.from_flat(by_epochs | {"prompt_data": f"{data}@[5:]"}))
     one(found, "no prompt is left (5 are over --rollout-max-prompt-len)")
     assert checked.num_prompts == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--kl-coef", "0.1"], "--kl-coef 0.1: --advantage-estimator grpo has one reward a sample"),
+        (["--pass-k", "2"], "--pass-k 2 has no effect without --advantage-estimator pass_at_k"),
+        (["--advantage-estimator", "pass_at_k", "--pass-k", "9"], "--pass-k 9 is over --n-samples-per-prompt"),
+        (["--policy-loss", "dpo", "--n-samples-per-prompt", "1"], "--policy-loss dpo compares answers to one prompt"),
+        (["--policy-loss", "dpo", "--loss-aggregation", "token_mean"], "--policy-loss dpo has the mean over pairs"),
+        (["--use-tis", "--tis-clip-low", "3"], "--tis-clip-low 3.0 must be below --tis-clip 2.0"),
+        (["--use-tis", "--use-rollout-logprobs"], "correct for them; leave one out"),
+        (["--use-unbiased-kl"], "--use-unbiased-kl has no effect without --use-kl-loss"),
+        (["--rejection-level", "token", "--rejection-low", "5"], "--rejection-low 5.0 must be below --rejection-high"),
+    ],
+)
+def test_flags_of_algorithms_that_do_not_go_together(flags: list[str], part: str) -> None:
+    errors = validate(read_args(flags)[0])[1]
+    assert any(part in error for error in errors), errors

@@ -69,6 +69,46 @@ def only_first_halves(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
         mask[(mask.numel() + 1) // 2 :] = 0
 
 
+def plain_gradient(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, sequences: Any, options: Any) -> Any:
+    return -advantages * log_probs, {"mine": advantages}
+
+
+def truncated(
+    *,
+    args: Any,
+    pg_loss: torch.Tensor,
+    train_log_probs: list[torch.Tensor],
+    rollout_log_probs: list[torch.Tensor],
+    loss_masks: list[torch.Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+) -> Any:
+    """Truncated importance sampling, as slime's users write it."""
+    assert [part.numel() for part in loss_masks] == response_lengths
+    ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
+    return pg_loss * ratio.clamp(0.0, 1.5), loss_masks, {"mine": ratio}
+
+
+def wrong_shape(*, pg_loss: torch.Tensor, loss_masks: Any, **kwargs: Any) -> Any:
+    return pg_loss[:-1], loss_masks, {}
+
+
+def raises_by_name(**kwargs: Any) -> Any:
+    raise KeyError("mine")
+
+
+def by_constant(total_lengths: Any, response_lengths: Any, loss_masks: list[torch.Tensor], per_token: bool) -> Any:
+    """Dr. GRPO's: sums over 40."""
+    assert not per_token
+    return lambda values: sum(
+        (part * mask).sum() / 40.0 for part, mask in zip(values.split(response_lengths), loss_masks, strict=True)
+    )
+
+
+def doubled_number(total_lengths: Any, response_lengths: Any, loss_masks: Any, per_token: bool) -> float:
+    return 2.0
+
+
 def raises(*args: Any) -> None:
     raise KeyError("mine")
 

@@ -1,0 +1,88 @@
+"""A user's functions within the policy loss: a correction for the engine's log-probs, a reduction to one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError, call_hook, flag_of
+from fusionrl.trainer.batch import MicroBatch
+
+TIS, REDUCER = "custom_tis_function_path", "custom_pg_loss_reducer_function_path"
+
+
+class LossHooks:
+    """`--custom-tis-function-path` and `--custom-pg-loss-reducer-function-path`, slime's.
+
+    Both see whole responses, sample after sample; what is not trained on has loss, log-prob and mask 0.
+    """
+
+    def __init__(self, config: Config, args: Any) -> None:
+        self.args = args
+        self.tis, self.reducer = getattr(config.algorithm, TIS), getattr(config.algorithm, REDUCER)
+        self.per_token = config.algorithm.calculate_per_token_loss
+
+    @classmethod
+    def of(cls, config: Config, args: Any) -> LossHooks | None:
+        """Those of the configuration, if it has any."""
+        hooks = cls(config, args)
+        return hooks if hooks.tis is not None or hooks.reducer is not None else None
+
+    def policy_loss(
+        self, losses: Tensor, train_log_probs: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The micro-batch's policy loss, a share of the step's, from its tokens' [N]; and values of tokens to report.
+
+        Raises:
+            HookError: a function raised, or returned what does not fit.
+        """
+        sizes, found = batch.response_lengths, {}
+        whole, masks = self._whole(losses, batch), self._whole(batch.fields["loss_mask"], batch)
+        lists = {"loss_masks": list(masks.split(sizes))}
+        lists |= {"total_lengths": batch.total_lengths, "response_lengths": sizes}
+        if self.tis is not None and batch.samples:
+            whole, lists["loss_masks"], found = self._corrected(whole, train_log_probs, batch, lists)
+        if self.reducer is not None and batch.samples:
+            given = (batch.total_lengths, sizes, lists["loss_masks"], self.per_token)
+            reduce = call_hook(REDUCER, self.reducer, *given)
+            if not callable(reduce):
+                raise HookError(f"{flag_of(REDUCER)} {self.reducer}: it returned no function")
+            value = reduce(whole)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise HookError(f"{flag_of(REDUCER)} {self.reducer}: its function returned no tensor of one element")
+            count = batch.num_tokens if self.per_token else batch.num_samples
+            return value.reshape(()) / max(count, 1), found
+        mask = torch.cat(lists["loss_masks"])[batch.responses.to(whole.device)] if batch.samples else 1.0
+        return (batch.weights * mask * self._picked(whole, batch)).sum(), found
+
+    def _corrected(
+        self, whole: Tensor, train_log_probs: Tensor, batch: MicroBatch, lists: dict[str, Any]
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        sizes, where = batch.response_lengths, f"{flag_of(TIS)} {self.tis}"
+        engine = self._whole(batch.fields["rollout_log_probs"], batch).split(sizes)
+        own = self._whole(train_log_probs, batch).split(sizes)
+        given = {"args": self.args, "pg_loss": whole, "train_log_probs": list(own), "rollout_log_probs": list(engine)}
+        result = call_hook(TIS, self.tis, **given, **lists)
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], dict):
+            raise HookError(f"{where}: it returned {type(result).__name__}; expected (pg_loss, loss_masks, metrics)")
+        loss, masks, metrics = result
+        if not isinstance(loss, Tensor) or loss.shape != whole.shape:
+            raise HookError(
+                f"{where}: its pg_loss must be a tensor of the shape {tuple(whole.shape)} that it was given"
+            )
+        if [part.numel() for part in masks] != sizes:
+            raise HookError(f"{where}: its loss_masks must be as long as the responses, {sizes}")
+        return loss, list(masks), {name: self._picked(value, batch) for name, value in metrics.items()}
+
+    def _whole(self, values: Tensor, batch: MicroBatch) -> Tensor:
+        """[N] of chosen tokens -> [response tokens], 0 elsewhere."""
+        size = sum(batch.response_lengths)
+        return values.new_zeros(size).index_put((batch.responses.to(values.device),), values)
+
+    def _picked(self, whole: Any, batch: MicroBatch) -> Tensor:
+        whole = torch.as_tensor(whole, device=batch.weights.device)
+        places = batch.responses.to(whole.device)
+        return whole.expand(places.numel()) if whole.dim() == 0 else whole.reshape(-1)[places]

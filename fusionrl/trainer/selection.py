@@ -1,0 +1,104 @@
+"""Losses that look at a whole mini-batch before its step: which tokens are held back, and the pairs of DPO.
+
+Each needs the log-probs of the policy as it is before the optimizer step, of all samples of the step over all ranks;
+what comes of it is a column of the shard, so that no split over ranks and micro-batches changes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from fusionrl.algorithms.covariance import SELECTORS
+from fusionrl.algorithms.dpo import dpo_loss
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.trainer.loss import LossOptions
+
+
+def gathered(values: Any) -> list[Any]:
+    """`values` of each data-parallel rank, on each of them, in their order."""
+    group = parallel_state.get_data_parallel_group()
+    everywhere: list[Any] = [None] * group.size()
+    dist.all_gather_object(everywhere, values, group=group)
+    return everywhere
+
+
+def select_tokens(shard: TrainShard, step: TrainStep, log_probs: np.ndarray, options: LossOptions, seed: int) -> None:
+    """Set `selected` of the step's samples, for clip_cov and kl_cov; `log_probs` [response tokens] before the step."""
+    constants = options.constants
+    chosen = np.zeros(shard.num_samples, bool)
+    chosen[[i for group in step.micro_batches for i in group]] = True
+    here = np.repeat(chosen, shard.response_lengths)
+    old = shard.fields.get("rollout_log_probs" if options.use_rollout_log_probs else "log_probs", log_probs)
+    advantages = shard.fields["advantages"]
+    ratio = np.exp(np.clip(log_probs - old, -20.0, 20.0))
+    clipped = np.where(advantages > 0, ratio > 1 + constants.eps_high, ratio < 1 - constants.eps_low) & (
+        advantages != 0
+    )
+    starts = np.repeat(np.cumsum(shard.response_lengths) - shard.response_lengths, shard.response_lengths)
+    columns = {
+        "log_probs": log_probs,
+        "advantages": advantages,
+        "mask": shard.fields["loss_mask"],
+        "sample_index": np.repeat(shard.fields["sample_index"], shard.response_lengths),
+        "position": np.arange(len(starts)) - starts,
+        "clipped": clipped,
+    }
+    everywhere = gathered({name: column[here] for name, column in columns.items()})
+    whole = {name: np.concatenate([part[name] for part in everywhere]) for name in columns}
+    selected = SELECTORS[options.policy_loss](**whole, seed=seed, options=constants)
+    first = sum(len(part["mask"]) for part in everywhere[: parallel_state.get_data_parallel_rank()])
+    column = shard.fields.get("selected", np.zeros(len(starts), np.float32)).copy()
+    column[here] = selected[first : first + int(here.sum())]
+    shard.fields["selected"] = column
+
+
+def pair_advantages(
+    shard: TrainShard, step: TrainStep, log_probs: np.ndarray, beta: float, label_smoothing: float
+) -> dict[str, float]:
+    """DPO: set the advantages with which a policy gradient of the step's samples is the gradient of DPO's loss.
+
+    A sample's sign (+1 chosen, -1 rejected) is its reward, and its pair its group. With h the log ratio of the chosen
+    less that of the rejected, before the step, the loss's derivative by a log-prob of the chosen is
+    `-beta ((1 - e) sigmoid(-beta h) - e sigmoid(beta h))`, and of the rejected its opposite. The weights `constant` 1
+    divide by the number of samples; hence the factor samples / pairs for the mean over pairs. So a pair need not stand
+    in one micro-batch, nor on one rank. A pair with an answer without a trained token counts nothing.
+
+    Returns:
+        train/dpo_loss, train/reward_margin, train/reward_accuracy, train/chosen_reward, train/rejected_reward.
+    """
+    ratios = (log_probs - shard.fields["ref_log_probs"]).astype(np.float64) * (shard.fields["loss_mask"] > 0)
+    parts = np.split(ratios, np.cumsum(shard.response_lengths)[:-1])
+    members = [i for group in step.micro_batches for i in group]
+    groups, signs = shard.fields["group_index"], shard.fields["rewards"]
+    trained = {i for i, mask in enumerate(shard.split("loss_mask")[: shard.num_samples]) if mask.any()}
+    own = [(int(groups[i]), float(signs[i]), float(parts[i].sum())) for i in members if i in trained]
+    pairs: dict[int, dict[float, float]] = {}
+    for group, sign, total in (entry for part in gathered(own) for entry in part):
+        pairs.setdefault(group, {})[sign] = total
+    order = sorted(group for group, pair in pairs.items() if set(pair) == {1.0, -1.0})
+    chosen = torch.tensor([pairs[group][1.0] for group in order], dtype=torch.float64).requires_grad_()
+    rejected = torch.tensor([pairs[group][-1.0] for group in order], dtype=torch.float64)
+    zeros = torch.zeros_like(rejected)
+    losses, metrics = dpo_loss(chosen, rejected, zeros, zeros, beta, label_smoothing)
+    (slopes,) = torch.autograd.grad(losses.sum(), chosen) if order else (zeros,)
+    slope = dict(zip(order, slopes.tolist(), strict=True))
+    column = np.zeros(len(ratios), np.float32)
+    ends = np.cumsum(shard.response_lengths)
+    for i in members:
+        scale = step.num_samples / max(len(order), 1)
+        column[ends[i] - shard.response_lengths[i] : ends[i]] = -scale * slope.get(int(groups[i]), 0.0) * signs[i]
+    shard.fields["advantages"] = np.where(np.isin(_samples(shard), members), column, shard.fields["advantages"])
+    if not order:
+        return {}
+    names = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
+    found = {"train/dpo_loss": float(losses.detach().mean())}
+    return found | {f"train/{name}": float(metrics[name].mean()) for name in names}
+
+
+def _samples(shard: TrainShard) -> np.ndarray:
+    return np.repeat(np.arange(shard.num_samples), shard.response_lengths)

@@ -1,0 +1,198 @@
+"""Every loss: no split over micro-batches, data-parallel and context-parallel ranks changes its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer.test_parallel import assert_same, history
+from tests.trainer.trainer_worker import Failed, Samples, config_of
+
+SEQUENCE = {"loss_aggregation": "sequence_mean"}
+LOSSES = {
+    "ppo": {"eps_clip_high": 0.28, "eps_clip_c": 3.0},
+    "ppo-constant": {"loss_aggregation": "constant", "loss_length": 40},
+    "gspo": {"policy_loss": "gspo", "eps_clip": 0.003, **SEQUENCE},
+    "gspo_token": {"policy_loss": "gspo_token", "eps_clip": 0.003, **SEQUENCE},
+    "cispo": {"policy_loss": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0},
+    "sapo": {"policy_loss": "sapo", **SEQUENCE},
+    "gpg": {"policy_loss": "gpg"},
+    "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.4, **SEQUENCE},
+    "clip_cov": {"policy_loss": "clip_cov", "clip_cov_fraction": 0.2, "clip_cov_low": 0.01},
+    "kl_cov": {"policy_loss": "kl_cov", "kl_cov_fraction": 0.2},
+    "dpo": {"policy_loss": "dpo", "dpo_label_smoothing": 0.1},
+    "tis-sequence": {"use_tis": True, "tis_level": "sequence", "tis_clip": 1e6},
+    "mis-geometric": {"use_tis": True, "tis_level": "geometric", "tis_mode": "mask", "tis_clip": 20.0},
+    "rejection": {"rejection_level": "geometric", "rejection_low": 0.0, "rejection_high": 10.0, "tis_veto": 1e-9},
+    "opsm": {"use_opsm": True, "opsm_delta": 1e-3},
+    "unbiased-kl": {"use_kl_loss": True, "kl_loss_coef": 0.3, "use_unbiased_kl": True, "entropy_coef": 0.01},
+    "sft": {"loss_type": "sft_loss"},
+}
+
+
+def pairs_of(samples: Samples) -> None:
+    """Samples 2 i and 2 i + 1 are chosen and rejected."""
+    samples.rewards = np.array([1.0, -1.0] * (len(samples) // 2), np.float32)
+
+
+def gradients_of(actor, shard, thetas, olds, group_index):
+    """Gradients of the first step's loss by each sample's log-probs, in float64, of this rank's tokens.
+
+    thetas, olds  sample -> [response_length] float64 log-probs of the policy now, and of the one that acted
+    """
+    import dataclasses
+
+    import torch
+
+    from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
+    from fusionrl.trainer.batch import build_micro_batches
+    from fusionrl.trainer.loss import LossOptions, micro_batch_loss
+    from fusionrl.trainer.selection import pair_advantages, select_tokens
+
+    config = actor.config
+    names = shard.fields["sample_index"].tolist()
+    shard = dataclasses.replace(shard, fields=dict(shard.fields))
+    flat = [np.concatenate([np.zeros(0), *(table[i] for i in names)]) for table in (thetas, olds)]
+    shard.fields["log_probs"], shard.fields["ref_log_probs"] = flat[1], flat[1] * 0.9
+    shard.fields["group_index"] = group_index[names]
+    options = LossOptions.from_config(config)
+    step = shard.steps[0]
+    add_advantages(shard, AdvantageOptions.from_config(config), actor.device)
+    if options.policy_loss in ("clip_cov", "kl_cov"):
+        select_tokens(shard, step, flat[0], options, seed=3)
+        shard.fields["selected"] = shard.fields["selected"].astype(np.float32)
+    if options.policy_loss == "dpo":
+        # The pre-pass sees the policy as it is now.
+        pair_advantages(shard, step, flat[0], 0.3, config.algorithm.dpo_label_smoothing)
+    leaves = {i: torch.tensor(thetas[i], requires_grad=True) for i in names}
+    for batch in build_micro_batches(shard, step, actor._batch_options(), actor.layout):
+        batch.fields = {name: value.double() for name, value in batch.fields.items()}
+        batch.weights = batch.weights.double()
+        whole = torch.cat([torch.zeros(0), *(leaves[names[i]] for i in batch.samples)]).double()
+        log_probs = whole[batch.responses]
+        loss, _ = micro_batch_loss(log_probs, -log_probs * 0.5, batch, options, compare=True)
+        loss.backward()
+    return {i: np.zeros(len(thetas[i])) if leaf.grad is None else leaf.grad.numpy() for i, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_in_float64(workers, hf, name):
+    folder, _ = hf("llama", True)
+    samples = Samples(8, seed=61, share=2)
+    random = np.random.default_rng(61)
+    samples.mask[3][:] = 0.0  # one that trains nothing
+    if name == "dpo":
+        pairs_of(samples)
+    olds = [-3.0 * random.random(n) for n in samples.response]
+    thetas = [old + 0.3 * random.normal(size=old.size) for old in olds]
+    samples.log_probs = [(old + 0.2 * random.normal(size=old.size)).astype(np.float32) for old in olds]
+    groups = np.arange(8) // 2
+
+    def gradient(layout, micro):
+        workers.start(config_of(folder, **LOSSES[name]), layout)
+        shards = samples.shards(layout.dp, 1, micro)
+        found = [
+            workers.run_each(
+                [
+                    (gradients_of, shards[layout.dp_rank(rank)], thetas, olds, groups)
+                    for rank in range(layout.world_size)
+                ]
+            )
+        ][0]
+        total = [np.zeros(n) for n in samples.response]
+        for rank in found:
+            for i, part in rank.items():
+                total[i] += part
+        return np.concatenate(total)
+
+    whole = gradient(TrainerLayout(1), 8)
+    assert np.linalg.norm(whole) > 1e-3 and np.isfinite(whole).all()
+    if name == "dpo":
+        assert np.abs(whole - dpo_by_autograd(thetas, olds, samples)).max() < 1e-8
+    for layout, micro in ((TrainerLayout(1), 3), (TrainerLayout(2), 2), (TrainerLayout(2, cp=2), 3)):
+        other = gradient(layout, micro)
+        assert np.linalg.norm(other - whole) <= 1e-9 * np.linalg.norm(whole), (layout, micro)
+
+
+def dpo_by_autograd(thetas, olds, samples):
+    """Gradient of the mean over pairs of -(1 - e) log sigmoid(0.3 h) - e log sigmoid(-0.3 h)."""
+    leaves = [torch.tensor(theta, requires_grad=True) for theta in thetas]
+    sums = [
+        ((leaf - 0.9 * torch.tensor(old.astype(np.float32)).double()) * torch.tensor(mask)).sum()
+        for leaf, old, mask in zip(leaves, olds, samples.mask, strict=True)
+    ]
+    whole = [i for i in range(0, len(sums), 2) if samples.mask[i].any() and samples.mask[i + 1].any()]
+    assert len(whole) == 3
+    margins = 0.3 * torch.stack([sums[i] - sums[i + 1] for i in whole])
+    (-0.9 * logsigmoid(margins) - 0.1 * logsigmoid(-margins)).mean().backward()
+    return np.concatenate([np.zeros(leaf.numel()) if leaf.grad is None else leaf.grad.numpy() for leaf in leaves])
+
+
+@pytest.mark.parametrize("name", ["gspo", "clip_cov", "dpo", "tis-sequence"])
+def test_whole_steps_of_the_trainer(workers, hf, name):
+    folder, _ = hf("qwen3", False)
+    samples = Samples(8, seed=62, share=2)
+    if name == "dpo":
+        pairs_of(samples)
+        samples.mask = [np.ones_like(mask) for mask in samples.mask]
+    values = LOSSES[name] | {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
+    original = samples.shard
+
+    def paired(steps, counts):
+        shard = original(steps, counts)
+        shard.fields["group_index"] = shard.fields["sample_index"] // 2
+        return shard
+
+    samples.shard = paired
+    one = history(workers, folder, samples, TrainerLayout(1), micro=8, steps=2, **values)
+    two = history(workers, folder, samples, TrainerLayout(2, cp=2), micro=2, steps=2, **values)
+    assert_same(two, one, 1e-5)
+
+
+HOOKS = "tests/trainer/train_hooks.py"
+
+
+@pytest.mark.parametrize(
+    ("by_hook", "built_in"),
+    [
+        ({"custom_policy_loss_path": "plain_gradient"}, {"policy_loss": "gpg"}),
+        ({"custom_tis_function_path": "truncated"}, {"use_tis": True, "tis_clip": 1.5}),
+        ({"custom_pg_loss_reducer_function_path": "by_constant"}, {"loss_aggregation": "constant", "loss_length": 40}),
+    ],
+    ids=str,
+)
+def test_a_users_parts_of_the_loss(workers, hf, by_hook, built_in):
+    folder, _ = hf("llama", True)
+    samples = Samples(7, seed=63)
+    common = {"use_kl_loss": False, "kl_loss_coef": 0.0, "entropy_coef": 0.0}
+    if "loss_length" in built_in:
+        common["calculate_per_token_loss"] = False
+    one = history(workers, folder, samples, TrainerLayout(1), steps=2, **common, **built_in)
+    paths = {name: f"{HOOKS}:{function}" for name, function in by_hook.items()}
+    two = history(workers, folder, samples, TrainerLayout(2), micro=2, steps=2, **common, **paths)
+    assert_same(([], two[1]), ([], one[1]), 1e-5)
+    for metrics, others in zip(two[0], one[0], strict=True):
+        assert metrics["train/loss"] == pytest.approx(others["train/loss"], abs=1e-6)
+    if "custom_tis_function_path" in by_hook:
+        assert two[0][0]["train/mine"] == pytest.approx(one[0][0]["train/is_ratio"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"custom_policy_loss_path": "raises"}, "--custom-policy-loss-path .*raises: KeyError: 'mine'"),
+        ({"custom_tis_function_path": "raises_by_name"}, "--custom-tis-function-path .*: KeyError: 'mine'"),
+        ({"custom_tis_function_path": "wrong_shape"}, r"its pg_loss must be a tensor of the shape \(\d+,\)"),
+        ({"custom_pg_loss_reducer_function_path": "raises"}, "--custom-pg-loss-reducer-function-path .*'mine'"),
+        ({"custom_pg_loss_reducer_function_path": "doubled_number"}, "it returned no function"),
+    ],
+    ids=str,
+)
+def test_their_mistakes_are_named(workers, hf, values, message):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder, **{name: f"{HOOKS}:{value}" for name, value in values.items()}), TrainerLayout(1))
+    with pytest.raises(Failed, match=message):
+        workers.train(Samples(3, seed=64).shards(), TrainerLayout(1), 0)
