@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fusionrl.algorithms.mismatch_report import mismatch_warning
 from fusionrl.buffer.rollout_metrics import eval_table
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.cluster.session import Session
@@ -41,11 +42,14 @@ class Run:
     last_step: int = -1  # what was recorded last, for the manifest of a checkpoint
     last_values: dict[str, float] = field(default_factory=dict)
     _pending: _Pending | None = None
+    _mismatch: _MismatchWatch = field(default_factory=lambda: _MismatchWatch())
 
     # -------------------------------------------------------------------------------- pieces of a loop
     def record(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the display. `step` counts finished rollouts."""
         self.metrics.log(step, values)
+        if warning := self._mismatch.look(step, values):
+            self.progress.print(f"step {step}: {warning}")
         self.last_step, self.last_values = step, {name: float(value) for name, value in values.items()}
         shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
         accuracies = [v for k, v in values.items() if k.startswith("eval/") and k.endswith("/accuracy")]
@@ -125,6 +129,26 @@ class _Pending:
     rollout_id: int
     folder: Path
     facts: dict[str, Any]
+
+
+class _MismatchWatch:
+    """Says when engine and trainers disagree about log-probs; the same again only after some steps."""
+
+    QUIET_STEPS = 20
+
+    def __init__(self) -> None:
+        self._earlier: list[float] = []
+        self._told_at: int | None = None
+
+    def look(self, step: int, values: dict[str, float]) -> str | None:
+        found = {name.removeprefix("train/"): value for name, value in values.items() if name.startswith("train/")}
+        mean = sum(self._earlier) / len(self._earlier) if self._earlier else None
+        warning = mismatch_warning(found, earlier_mean=mean)
+        self._earlier = [*self._earlier, *([found["logprob_diff_mean"]] if "logprob_diff_mean" in found else [])][-50:]
+        if warning is None or (self._told_at is not None and step - self._told_at < self.QUIET_STEPS):
+            return None
+        self._told_at = step
+        return warning
 
 
 _SHOWN = {

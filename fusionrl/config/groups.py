@@ -308,6 +308,24 @@ class RewardGroup(Group):
 class AlgorithmGroup(Group):
     """Algorithm"""
 
+    algorithm: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "cispo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "remax",
+            "dpo",
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Set the flags of a published algorithm (docs/algorithms.md); those that are given besides count.",
+    )
     advantage_estimator: Literal[
         "grpo",
         "dr_grpo",

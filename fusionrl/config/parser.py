@@ -18,6 +18,7 @@ from fusionrl.config import upstream
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.presets import with_preset
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {
@@ -113,6 +114,7 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
             except json.JSONDecodeError as error:
                 errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
                 del values[field]
+    values = with_preset(values)
     try:
         return Config.from_flat(values, passthrough), errors
     except ValidationError as error:

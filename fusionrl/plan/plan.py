@@ -8,6 +8,7 @@ from typing import Literal
 
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape
+from fusionrl.config.presets import described
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
@@ -290,6 +291,8 @@ def render_plan(plan: Plan, config: Config) -> str:
         f"collectives {plan.backend}",
         f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}",
     ]
+    if config.algorithm.algorithm is not None:
+        lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
     if plan.layout:
         lay = plan.layout
         lines.append(

@@ -1,0 +1,75 @@
+"""`--algorithm NAME`: the flags of a published algorithm, each of which may be given besides and then counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
+
+# Names and figures are the papers' where they give any; docs/algorithms.md has the sources.
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "advantage_estimator": "grpo",
+        "calculate_per_token_loss": False,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.001,
+        "kl_loss_type": "k3",
+    },
+    "dr_grpo": {"advantage_estimator": "dr_grpo", "loss_aggregation": "constant"},
+    "dapo": {
+        "advantage_estimator": "grpo",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "calculate_per_token_loss": True,
+        "dynamic_sampling_filter_path": NONZERO_STD,
+    },
+    "gspo": {
+        "advantage_estimator": "gspo",
+        "eps_clip": 3e-4,
+        "eps_clip_high": 4e-4,
+        "calculate_per_token_loss": False,
+    },
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0},
+    "rloo": {"advantage_estimator": "rloo", "loss_aggregation": "constant"},
+    "reinforce_plus_plus": {
+        "advantage_estimator": "reinforce_plus_plus",
+        "kl_coef": 0.01,
+        "kl_loss_type": "k2",
+    },
+    "reinforce_plus_plus_baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.001,
+        "kl_loss_type": "k2",
+    },
+    "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
+    "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
+}
+OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens
+
+
+def with_preset(values: dict[str, Any]) -> dict[str, Any]:
+    """What `values` (flags that were given) come to with the preset that they name, if it is one."""
+    name = values.get("algorithm")
+    preset = dict(PRESETS.get(str(name), {}))
+    longest = str(values.get("rollout_max_response_len", ""))
+    if name == "dapo" and longest.isdecimal():
+        preset["overlong_buffer_len"] = max(1, round(OVERLONG_SHARE * int(longest)))
+    return preset | values
+
+
+def described(values: dict[str, Any]) -> list[str]:
+    """The flags of the preset that `values` (all flags) name, as they stand; those that were given otherwise say so."""
+    chosen = {name: values[name] for name in ("algorithm", "rollout_max_response_len")}
+    return [
+        _typed(field, values[field]) + ("" if values[field] == value else f" (given; the preset has {value})")
+        for field, value in with_preset(chosen).items()
+        if field not in chosen
+    ]
+
+
+def _typed(field: str, value: Any) -> str:
+    flag = "--" + field.replace("_", "-")
+    if isinstance(value, bool):
+        return flag if value else "--no-" + flag[2:]
+    return f"{flag} {value}"
