@@ -58,7 +58,7 @@ async def run_agent(args: Any, sample: Sample, sampling_params: dict[str, Any], 
             return sample
         end_token = end_of_turn(answer)
         said = answer.tokens[:-1] if end_token is not None else answer.tokens
-        calls = await parse_tool_calls(args, tokenizer, schemas, tokenizer.decode(said, skip_special_tokens=False))
+        _, calls = await parse_tool_calls(args, tokenizer, schemas, tokenizer.decode(said, skip_special_tokens=False))
         if not calls:
             return sample
         sample.metadata["num_tool_calls"] += len(calls)
@@ -193,8 +193,11 @@ async def call_tool(args: Any, tools: Sequence[Tool], call: ToolCall) -> ToolRes
         return ToolResult(f"error: {call.name} took longer than {args.tool_timeout_s:g} s", True)
 
 
-async def parse_tool_calls(args: Any, tokenizer: Any, schemas: list[dict[str, Any]], text: str) -> list[ToolCall]:
-    """The calls in one turn by SGLang's parser; one with an `error` where there is a call that it cannot read."""
+async def parse_tool_calls(
+    args: Any, tokenizer: Any, schemas: list[dict[str, Any]], text: str
+) -> tuple[str, list[ToolCall]]:
+    """(what is said beside the calls, the calls) of one turn by SGLang's parser; a call that cannot be read has an
+    `error`."""
     name = await asyncio.to_thread(parser_name, args.tool_call_parser, args.hf_checkpoint)  # the import takes seconds
     from sglang.srt.entrypoints.openai.protocol import Tool as Schema
     from sglang.srt.environ import envs
@@ -203,16 +206,17 @@ async def parse_tool_calls(args: Any, tokenizer: Any, schemas: list[dict[str, An
     parser = FunctionCallParser([Schema(**schema) for schema in schemas], name, tokenizer=tokenizer)
     calls: list[Any] = []
     if not parser.has_tool_call(text):
-        return []
+        return text, []
+    said = text
     try:
         with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):  # a tool that is none is for the model to hear about
-            _, calls = parser.parse_non_stream(text)
+            said, calls = parser.parse_non_stream(text)
         reason = "it is not complete, or not in the format described"
     except Exception as error:  # the text is a model's, and the parsers of thirty formats raise all kinds
         reason = f"{type(error).__name__}: {error}"
     if not calls:
-        return [ToolCall("", error=f"the tool call cannot be read: {reason}")]
-    return [ToolCall(call.name or "", call.parameters) for call in calls]
+        return text, [ToolCall("", error=f"the tool call cannot be read: {reason}")]
+    return said, [ToolCall(call.name or "", call.parameters) for call in calls]
 
 
 @functools.cache

@@ -1,0 +1,285 @@
+"""Environments of `verifiers` by our engines: tokens, masks, log-probs, versions and the rubric's score."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import check_hook
+from fusionrl.data.prompts import PromptColumns, load_prompts
+from fusionrl.data.sample import Sample
+from fusionrl.engines.client import GenerateClient
+from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
+from plugins.rewards.rubric import reward
+from tests.rollout.engine import Engine, Turn, check_sample
+from tests.rollout.test_agent import call, folder, response  # noqa: F401
+
+pytest.importorskip("verifiers", reason="needs the package verifiers: scripts/setup-env.sh examples")
+ROOT = Path(__file__).resolve().parents[2]
+ENVS = Path(__file__).with_name("verifiers_envs.py")
+OWN = "verifiers.ReasoningGymEnv"
+OWN_ARGS = {"gym": "chain_sum", "num_train_examples": 8, "num_eval_examples": 2}
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+
+
+def make_sample(name: str, env_args: dict[str, Any] | None = None, number: int = 0) -> Sample:
+    from tools.make_verifiers_data import make_rows
+
+    env = name if "." in name else f"{ENVS}:{name}"
+    row = make_rows(env, env_args or {}, "train", -1)[number]
+    return Sample(index=number, messages=row["prompt"], label=row["label"], metadata=row["metadata"])
+
+
+@pytest.fixture
+def play(folder: str) -> Callable[..., tuple[Any, Engine]]:  # noqa: F811
+    """play(environment, {argument: value}, [turn, …], flag=value) -> (what generate returned, engine)."""
+    from plugins.agents.verifiers_env import generate
+
+    def start(name: str, env_args: dict[str, Any], turns: list[Turn | str], **changes: Any) -> tuple[Any, Engine]:
+        values = {"hf_checkpoint": folder, "apply_chat_template": True, "tool_call_parser": "qwen25"}
+        limits = {"rollout_max_response_len": 2000, "rollout_max_context_len": 6000}
+        args = Config.from_flat(values | limits | changes).to_args()
+        sample = make_sample(name, env_args)
+        engine = Engine(load_tokenizer(folder), [Turn(turn) if isinstance(turn, str) else turn for turn in turns])
+        return engine.serve(args, lambda: generate(args, sample, sampling_params(args))), engine
+
+    return start
+
+
+def texts(sample: Sample, engine: Engine) -> list[str]:
+    return [engine.tokenizer.decode(tokens) for tokens in check_sample(sample, engine.exchanges)]
+
+
+def said(*messages: str) -> str:
+    turns = "".join(f"<|im_start|>user\n{message}<|im_end|>\n" for message in messages)
+    return f"\n{turns}<|im_start|>assistant\n"
+
+
+def score(sample: Sample) -> float:
+    return asyncio.run(reward(None, sample))
+
+
+def test_an_environment_of_the_package_scores_a_single_turn(play: Any) -> None:
+    """reasoning-gym's sums are generated and graded on the spot."""
+    sample = make_sample(OWN, OWN_ARGS)
+    expression = sample.messages[-1]["content"].split(":")[-1].strip(" =")  # type: ignore[index]
+    total, sign = 0, 1
+    for part in expression.split():
+        sign, total = (1 if part == "+" else -1, total) if part in "+-" else (sign, total + sign * int(part))
+    right, engine = play(OWN, OWN_ARGS, [f"<answer>{total}</answer>"])
+    assert texts(right, engine) == [""]
+    assert (score(right), right.status) == (1.0, Sample.Status.COMPLETED)
+    assert right.metadata["rubric"]["check_answer_reward_func"] == 1.0
+    prompt = engine.tokenizer.decode(right.tokens[: right.prompt_length])
+    assert prompt.startswith("<|im_start|>system\nGiven a problem") and expression in prompt
+    wrong, _ = play(OWN, OWN_ARGS, [f"<answer>{total + 1}</answer>"])
+    assert score(wrong) < 1.0
+
+
+def test_turns_of_the_environment(play: Any) -> None:
+    sample, engine = play("hotter", {}, ["12", "345", "7"])
+    assert texts(sample, engine) == [said("No. 2 letters.< |im_end|>"), said("No. 3 letters.< |im_end|>"), ""]
+    # The last guess ends the rollout by the environment's max_turns, before it is answered.
+    assert sample.metadata["rubric"] == {"guessed": 1.0, "guesses": 2.0, "num_turns": 3.0, "reward": 1.5}
+    assert score(sample) == 1.5
+    assert (sample.metadata["stop_condition"], sample.metadata["num_turns"]) == ("max_turns_reached", 3)
+    assert sample.status == Sample.Status.COMPLETED
+
+
+def test_a_turn_cut_off_is_closed_for_the_environment(play: Any) -> None:
+    sample, engine = play("hotter", {"max_turns": 2}, ["12345678", "7"], rollout_max_response_len=4)
+    assert texts(sample, engine) == ["<|im_end|>" + said("No. 4 letters.< |im_end|>"), ""]
+    assert sample.status == Sample.Status.TRUNCATED
+    assert score(sample) == 1.25
+
+
+def test_no_room_ends_the_rollout_and_it_is_scored(play: Any) -> None:
+    sample, engine = play("hotter", {}, ["12"], rollout_max_context_len=60)
+    assert texts(sample, engine) == [""]
+    assert (sample.status, sample.metadata["stop_condition"]) == (Sample.Status.TRUNCATED, "prompt_too_long")
+    assert score(sample) == 0.25
+
+
+@needs_sglang
+def test_tools_of_the_environment(play: Any) -> None:
+    both = "Let me see. " + call("weather", town="Rome") + "\n" + call("weather", town="Atlantis")
+    sample, engine = play("tools", {}, [both, call("weather"), call("nothing"), "So much rain."])
+    told = texts(sample, engine)
+    assert told[0] == response("Rome: rain", "'no such town'")
+    assert "missing 1 required positional argument: 'town'" in told[1] and "'nothing'" in told[2]
+    assert told[3:] == [""]
+    rubric = sample.metadata["rubric"]
+    assert (rubric["reward"], rubric["total_tool_calls"], rubric["weather_calls"]) == (1.0, 4.0, 3.0)
+    prompt = engine.tokenizer.decode(sample.tokens[: sample.prompt_length])
+    assert '"name": "weather"' in prompt and '"town"' in prompt and "The weather of a town." in prompt
+    # A call that cannot be read is text, and text ends an environment of tools.
+    sample, engine = play("tools", {}, ["<tool_call>\n{rain\n</tool_call>"])
+    assert texts(sample, engine) == [""]
+    assert (score(sample), sample.metadata["rubric"]["total_tool_calls"]) == (1.0, 0.0)
+
+
+def test_another_history_is_another_sample(play: Any) -> None:
+    made, engine = play("forgetful", {}, ["one", "two"])
+    assert [one.response for one in made] == ["one", "two"]
+    for one, exchange, prompt in zip(made, engine.exchanges, ("Turn 0", "Turn 1"), strict=True):
+        assert check_sample(one, [exchange]) == [[]]
+        told = engine.tokenizer.decode(one.tokens[: one.prompt_length])
+        assert told == f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        assert score(one) == 1.0
+
+
+def test_errors_of_the_environment_and_aborts(play: Any) -> None:
+    failed, engine = play("broken", {"own": True}, ["1"])
+    assert texts(failed, engine) == [""]
+    assert (failed.status, "rubric" in failed.metadata) == (Sample.Status.FAILED, False)
+    assert "the sandbox is gone" in failed.metadata["verifiers_error"]
+    with pytest.raises(RuntimeError, match="the environment has a mistake"):
+        play("broken", {"own": False}, ["1"])
+    aborted, engine = play("hotter", {}, ["1", Turn("2", end=None, finish={"type": "abort"})])
+    assert (aborted.status, "rubric" in aborted.metadata) == (Sample.Status.ABORTED, False)
+    texts(aborted, engine)
+
+
+def test_sampling_arguments_of_the_environment(play: Any) -> None:
+    _, engine = play("picky", {"asks": {"stop": "x", "max_tokens": 7, "n": 1, "extra_body": {}}}, ["a"])
+    asked = engine.exchanges[0].asked["sampling_params"]
+    assert (asked["stop"], asked["max_new_tokens"]) == (["x"], 7)
+    with pytest.raises(ValueError, match=r"arguments of its own \({'temperature': 0.1}\).*--rollout-temperature"):
+        play("picky", {"asks": {"temperature": 0.1}}, ["a"])
+
+
+def test_mistakes_of_the_user_are_named(folder: str) -> None:  # noqa: F811
+    from plugins.agents.verifiers_env import as_chat, generate, load_env
+
+    args = Config.from_flat({"hf_checkpoint": folder, "rollout_max_response_len": 9}).to_args()
+    for sample, message in (
+        (Sample(messages=[]), "write --prompt-data with tools/make_verifiers_data.py"),
+        (Sample(metadata={"verifiers": {"env": "x", "input": {}}}), "add --apply-chat-template"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(generate(args, sample, {}))
+    for name, message in (
+        ("no-such-environment", "'no-such-environment' with {} cannot be made: .*Could not import"),
+        (f"{ENVS}:nothing", "has no 'nothing'"),
+        (f"{ENVS}:data", "made Dataset, which is no verifiers.Environment"),
+        (f"{ENVS}:grouped", "has functions of a whole group"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_env(name, "{}")
+    with pytest.raises(ValueError, match="plugins.agents.verifiers_env.generate"):
+        score(Sample())
+    with pytest.raises(ValueError, match=r"holds \['image_url'\]; only text"):
+        as_chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]})
+
+
+def test_an_environment_loads_in_a_thread_and_takes_no_signals() -> None:
+    """Rollouts run in a thread of the Buffer, and signals belong to Ray's worker."""
+    from plugins.agents.verifiers_env import load_env
+
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(load_env(f"{ENVS}:hotter", '{"max_turns": 9}')))
+    thread.start()
+    thread.join()
+    load_env(f"{ENVS}:hotter", '{"max_turns": 10}')
+    assert made[0].max_turns == 9
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_tool_writes_what_prompt_data_reads(tmp_path: Path, tokenizer: Any) -> None:
+    command = [sys.executable, str(ROOT / "tools/make_verifiers_data.py"), "--out", str(tmp_path / "data")]
+    command += ["--env", OWN, "--env-args", json.dumps(OWN_ARGS), "--train-size", "3"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train 3, eval 2" in done.stdout
+    columns = PromptColumns("prompt", label_key="label", apply_chat_template=True)
+    samples = load_prompts(str(tmp_path / "data" / "train.jsonl"), tokenizer, columns).samples
+    assert [sample.label for sample in samples] == ["0", "1", "2"]
+    assert samples[2].metadata["verifiers"]["input"]["answer"] == "2"
+    with pytest.raises(ValueError, match="its column 'picture' cannot be written as JSON"):
+        make_sample("unwritable")
+
+
+def test_the_hooks_fit_their_flags() -> None:
+    assert check_hook("custom_generate_function_path", "plugins.agents.verifiers_env.generate") is None
+    assert check_hook("custom_rm_path", "plugins.rewards.rubric.reward") is None
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@needs_sglang
+def test_real_rollouts_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Path) -> None:
+    """Sixteen rollouts of two environments at once by one SGLang server, scored again by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fusionrl.engines.engine import EngineActor, EngineSpec
+    from plugins.agents.verifiers_env import generate
+
+    key = "a key of the test"
+    spec = EngineSpec(
+        index=0,
+        model_path=str(tiny_model),
+        device="cpu",
+        dtype="float32",
+        tp_size=1,
+        gpu_ids=(),
+        host="127.0.0.1",
+        api_key=key,
+        log_dir=str(tmp_path),
+        seed=1,
+        start_timeout_s=200.0,
+        server_args={"max_total_tokens": 16384},
+    )
+    values = {"hf_checkpoint": str(tiny_model), "apply_chat_template": True, "rollout_max_response_len": 12}
+    args: Any = Config.from_flat(values | {"rollout_max_context_len": 1500}).to_args()
+    rows = [make_sample(OWN, OWN_ARGS, number) for number in range(8)]
+    rows += [make_sample("hotter", {"max_turns": 4}, number % 2) for number in range(8)]
+    engine = EngineActor(spec)
+    ends = [258, *range(460, 512)]  # a tenth of all tokens: some turns end by one, others by their limit
+
+    async def rollouts() -> list[Any]:
+        params = sampling_params(args) | {"stop_token_ids": ends[1:]}
+        async with GenerateClient(engine.url, key, 120.0, 16, vocab_size=512) as args.generate_client:
+            return await asyncio.gather(*(generate(args, row, params) for row in rows))
+
+    try:
+        engine.start()
+        samples = asyncio.run(rollouts())
+    finally:
+        engine.shutdown()
+    assert [sample.metadata["num_turns"] for sample in samples] == [1] * 8 + [4] * 8
+    assert [score(sample) for sample in samples[8:]] == [0.75] * 8
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    cut = []
+    for sample in samples:
+        sample = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))  # as a run saves it
+        sample.validate()
+        mask = np.asarray(sample.loss_mask, bool)
+        last = sample.prompt_length + np.flatnonzero(np.diff([*mask.astype(int), 0]) == -1)  # [turns]
+        assert len(last) == sample.metadata["num_turns"]
+        was_cut = [int(sample.tokens[position]) not in ends for position in last]
+        assert sample.status == (Sample.Status.TRUNCATED if any(was_cut) else Sample.Status.COMPLETED)
+        cut += was_cut
+        ids = torch.from_numpy(np.asarray(sample.tokens, np.int64))[None]
+        with torch.no_grad():
+            logits = model(ids).logits[0, sample.prompt_length - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, ids[0, sample.prompt_length :, None])[:, 0].numpy()
+        np.testing.assert_allclose(np.asarray(sample.rollout_log_probs)[mask], expected[mask], atol=1e-4)
+        assert not np.asarray(sample.rollout_log_probs)[~mask].any()
+    assert 0 < sum(cut) < len(cut) == 40
