@@ -356,7 +356,11 @@ class TrainGroup(Group):
         description="Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run.",
         ge=1,
     )
-    log_probs_chunk_size: int = Field(1024, description="Tokens whose logits stand in memory at a time.", ge=1)
+    log_probs_chunk_size: int | None = Field(
+        None,
+        description="Logits made at a time: as many as so many tokens have. Without it about 32 MiB.",
+        ge=1,
+    )
 
 
 class EvalGroup(Group):
