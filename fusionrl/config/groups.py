@@ -490,7 +490,11 @@ class TrainGroup(Group):
     custom_megatron_before_train_step_hook_path: str | None = Field(
         None, description="Function called in each trainer before an optimizer step."
     )
-    log_probs_chunk_size: int = Field(1024, description="Tokens whose logits stand in memory at a time.", ge=1)
+    log_probs_chunk_size: int | None = Field(
+        None,
+        description="Logits made at a time: as many as so many tokens have. Without it about 32 MiB.",
+        ge=1,
+    )
 
 
 class EvalGroup(Group):

@@ -46,7 +46,7 @@ class Selection:
     positions: Tensor
     targets: Tensor
     temperature: float
-    chunk_size: int
+    chunk_size: int | None
     entropy_grad: bool = False
 
 
@@ -100,7 +100,7 @@ class BatchOptions:
     slicing: Slicing
     device: torch.device
     temperature: float
-    chunk_size: int
+    chunk_size: int | None
     local_attention: bool
     share_prompts: bool = True
     aggregation: str = "token_mean"

@@ -1,9 +1,12 @@
-"""Log-probs and entropies of chosen tokens, without the logits of all tokens ever standing in memory.
+"""Log-probs and entropies of chosen tokens, without their logits over the whole vocabulary ever standing in memory.
 
-The output layer is the widest of a small model. So hidden states are chosen before it (only those that
-predict a token of the loss), it runs over chunks of them, and backward computes the logits of a chunk again.
-A single chunk is kept instead. The vocabulary may be split over tensor-parallel ranks; no rank sees the
-others' logits.
+The output layer is the widest of a small model. So hidden states are chosen before it (only those that predict a token
+of the loss), and it runs over blocks of the vocabulary, all tokens at a time: the softmax is summed up as they go by
+(Milakov and Gimelshein, arXiv 1805.02867), and backward computes the logits of a block again. The first blocks are kept
+instead, as many as fit into a budget. Blocks of the vocabulary and not of tokens: each product is large in all three
+sizes, the weights are read once a pass, and the gradient of a block's weights is done when the block is.
+
+The vocabulary may be split over tensor-parallel ranks; no rank sees the others' logits.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+BLOCK_BYTES = 32 << 20
+KEPT_BYTES = 128 << 20
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -30,86 +36,98 @@ class _ChunkedLogProbs(torch.autograd.Function):
         targets: Tensor,
         vocab_size: int,
         temperature: float,
-        chunk_size: int,
+        width: int,
+        num_kept: int,
         entropy_grad: bool,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        ctx.size, ctx.group, ctx.temperature, ctx.entropy_grad = size, group, temperature, entropy_grad
-        rows = weight.size(0)
-        ctx.num_valid = min(max(vocab_size - rank * rows, 0), rows)
-        local = targets - rank * rows
-        owned = (local >= 0) & (local < rows)
-        local = local.clamp(0, rows - 1)
-        chunks = list(range(0, hidden.size(0), chunk_size))
-        lse = hidden.new_empty(hidden.size(0), dtype=torch.float32)
-        entropy, log_probs = torch.empty_like(lse), torch.empty_like(lse)
-        kept: Tensor | None = None
-        for start in chunks:
-            part = slice(start, start + chunk_size)
-            logits = _logits(hidden[part], weight, temperature, ctx.num_valid)
-            peak = logits.amax(-1)
-            if size > 1:
-                dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-            exp = (logits - peak[:, None]).exp_()
-            predicted = logits.gather(-1, local[part, None])[:, 0] * owned[part]
-            sums = torch.stack([exp.sum(-1), torch.linalg.vecdot(exp, logits), predicted])
-            if size > 1:
-                dist.all_reduce(sums, group=group)
-            lse[part] = peak + sums[0].log()
-            entropy[part] = lse[part] - sums[1] / sums[0]
-            log_probs[part] = sums[2] - lse[part]
-            if len(chunks) == 1:
-                kept = logits
-        ctx.chunk_size = chunk_size
-        ctx.save_for_backward(hidden, weight, local, owned, lse, entropy, kept)
+        # Rows that pad the vocabulary are no tokens: no block holds them.
+        num_valid = min(max(vocab_size - rank * weight.size(0), 0), weight.size(0))
+        local = targets - rank * weight.size(0)
+        buffer, exp_buffer = (hidden.new_empty(hidden.size(0), width, dtype=torch.float32) for _ in range(2))
+        # Not -inf, which a rank of padding alone would keep: -inf - -inf is NaN.
+        peak = hidden.new_full((hidden.size(0),), torch.finfo(torch.float32).min, dtype=torch.float32)
+        # sum exp(x - peak), sum x exp(x - peak), x of the target
+        sums = hidden.new_zeros(3, hidden.size(0), dtype=torch.float32)
+        kept: list[Tensor] = []
+        for start in range(0, num_valid, width):
+            block = weight[start : min(start + width, num_valid)]
+            out = torch.empty_like(buffer) if len(kept) < num_kept else buffer
+            logits = _logits(hidden, block, temperature, out[:, : len(block)])
+            if len(kept) < num_kept:
+                kept.append(logits)
+            higher = torch.maximum(peak, logits.amax(-1))
+            sums[:2] *= (peak - higher).exp_()
+            peak = higher
+            exp = torch.sub(logits, peak[:, None], out=exp_buffer[:, : len(block)]).exp_()
+            column, inside = _columns(local, start, len(block))
+            sums[0] += exp.sum(-1)
+            sums[1] += exp.mul_(logits).sum(-1)
+            sums[2] += logits.gather(-1, column)[:, 0] * inside
+        if size > 1:
+            own = peak.clone()
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+            sums[:2] *= (own - peak).exp_()
+            dist.all_reduce(sums, group=group)
+        lse = peak + sums[0].log()
+        entropy = lse - sums[1] / sums[0]
+        ctx.num_valid, ctx.width, ctx.temperature, ctx.entropy_grad = num_valid, width, temperature, entropy_grad
+        ctx.save_for_backward(hidden, weight, local, lse, entropy, *kept)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        return sums[2] - lse, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, owned, lse, entropy, kept = ctx.saved_tensors
+        hidden, weight, local, lse, entropy, *kept = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        starts = list(range(0, hidden.size(0), ctx.chunk_size))
-        grad_weight: Tensor | None = None
-        for start in starts:
-            part = slice(start, start + ctx.chunk_size)
-            logits = kept if kept is not None else _logits(hidden[part], weight, ctx.temperature, ctx.num_valid)
-            scores = logits - lse[part, None]
-            grad_log = grad_log_probs[part, None]
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
+        buffers = [hidden.new_empty(len(hidden), ctx.width, dtype=torch.float32) for _ in range(1 + ctx.entropy_grad)]
+        offset = -(grad_log_probs + entropy * grad_entropy)[:, None] if ctx.entropy_grad else -grad_log_probs[:, None]
+        for i, start in enumerate(range(0, ctx.num_valid, ctx.width)):
+            block = weight[start : min(start + ctx.width, ctx.num_valid)]
+            out = buffers[0][:, : len(block)]
+            logits = kept[i] if i < len(kept) else _logits(hidden, block, ctx.temperature, out)
+            scores = torch.sub(logits, lse[:, None], out=out)
+            factor = offset
             if ctx.entropy_grad:
-                surprise = scores + entropy[part, None]
-                grad = scores.exp_().mul_(surprise.mul_(grad_entropy[part, None]).add_(grad_log)).neg_()
-            else:
-                grad = scores.exp_().mul_(-grad_log)
-            grad.scatter_add_(-1, local[part, None], grad_log * owned[part, None])
+                factor = torch.addcmul(offset, scores, -grad_entropy[:, None], out=buffers[1][:, : len(block)])
+            grad = scores.exp_().mul_(factor)
+            column, inside = _columns(local, start, len(block))
+            grad.scatter_add_(-1, column, (grad_log_probs * inside)[:, None])
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ weight
-            if need_weight:
-                if len(starts) == 1:
-                    grad_weight = grad.t() @ hidden[part]
+                # Blocks are summed in fp32 whatever the weights are.
+                if grad.dtype == torch.float32:
+                    grad_hidden.addmm_(grad, block)
                 else:
-                    # bf16 sums over many chunks would lose the small ones.
-                    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if grad_weight is None else grad_weight
-                    grad_weight.addmm_(grad.t().float(), hidden[part].float())
-        if need_weight:
-            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+                    grad_hidden += grad @ block
+            if grad_weight is not None:
+                torch.mm(grad.t(), hidden, out=grad_weight[start : start + len(block)])
+        if grad_weight is not None:
+            grad_weight[ctx.num_valid :] = 0
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, num_valid: int) -> Tensor:
-    logits = (hidden @ weight.t()).float()
-    if temperature != 1.0:
-        logits.div_(temperature)
-    if num_valid < logits.size(-1):
-        # Rows that pad the vocabulary are no tokens. Not -inf: its product with probability 0 is NaN.
-        logits[:, num_valid:] = torch.finfo(torch.float32).min / 4
-    return logits
+def _logits(hidden: Tensor, block: Tensor, temperature: float, out: Tensor) -> Tensor:
+    """`hidden @ block.T / temperature` in `out`, fp32."""
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, block.t(), out=out)
+    else:
+        out.copy_(hidden @ block.t())
+    return out if temperature == 1.0 else out.div_(temperature)
+
+
+def _columns(local: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """(column [N, 1] of each target in a block of the vocabulary, whether it is there [N]); elsewhere any column."""
+    column = local - start
+    return column.clamp(0, count - 1)[:, None], (column >= 0) & (column < count)
 
 
 def chunked_log_probs(
@@ -119,7 +137,7 @@ def chunked_log_probs(
     *,
     vocab_size: int,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
     entropy_grad: bool = False,
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -131,11 +149,25 @@ def chunked_log_probs(
         targets: [N] int64 token ids.
         vocab_size: number of real tokens; rows beyond it are padding.
         temperature: what logits are divided by.
-        chunk_size: tokens whose logits stand in memory at a time.
+        chunk_size: how many logits a block holds: as many as those of so many tokens over the whole vocabulary; as many
+            again are kept for backward. None is `BLOCK_BYTES` (more where a block would be narrower than h) and
+            `KEPT_BYTES`. There are two buffers of a block's size.
         entropy_grad: whether the entropies are differentiable.
         group: tensor-parallel process group; None is one rank.
 
     Returns:
         (log_probs [N], entropies [N]) in nats, fp32, equal on all ranks of `group`.
     """
-    return _ChunkedLogProbs.apply(hidden, weight, targets, vocab_size, temperature, chunk_size, entropy_grad, group)
+    (num_tokens, size), rows = hidden.shape, weight.size(0)
+    column_bytes = 4 * max(num_tokens, 1)
+    if chunk_size is None:
+        # Narrower than the hidden states, adding to their gradient would cost more than the products.
+        width, kept_bytes = max(BLOCK_BYTES // column_bytes, size), KEPT_BYTES
+    else:
+        kept_bytes = 4 * chunk_size * rows
+        width = kept_bytes // column_bytes
+    width = min(max(width, 1), rows)
+    num_kept = kept_bytes // (width * column_bytes) if torch.is_grad_enabled() else 0
+    return _ChunkedLogProbs.apply(
+        hidden, weight, targets, vocab_size, temperature, width, num_kept, entropy_grad, group
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionrl.trainer.log_probs import chunked_log_probs
 
@@ -20,27 +21,32 @@ def inputs(scale=1.0):
     return hidden, weight, targets, grads
 
 
-def expected(temperature, entropy_grad, scale=1.0):
-    """(log-probs, entropies, hidden gradient, weight gradient) by autograd in float64."""
+def expected(temperature, entropy_grad, scale=1.0, vocab=VOCAB, dtype=torch.float64):
+    """(log-probs, entropies, hidden gradient, weight gradient) by torch's autograd."""
     hidden, weight, targets, grads = inputs(scale)
-    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
-    log_probs = (hidden @ weight[:VOCAB].t() / temperature).log_softmax(-1)
+    targets = targets % vocab
+    hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+    logits = hidden @ weight[:vocab].t()
+    log_probs = ((logits if dtype == torch.float64 else logits.float()) / temperature).log_softmax(-1)
     chosen = log_probs.gather(-1, targets[:, None])[:, 0]
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    loss = (chosen * grads[0].double()).sum()
+    loss = (chosen * grads[0].to(chosen.dtype)).sum()
     if entropy_grad:
-        loss = loss + (entropy * grads[1].double()).sum()
+        loss = loss + (entropy * grads[1].to(chosen.dtype)).sum()
     loss.backward()
     return chosen.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
+def distances(got, want):
+    return [((a.detach().double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+
+
 def check(got, want, bound=2e-5):
-    for ours, theirs in zip(got, want, strict=True):
-        assert ((ours.detach().double() - theirs).norm() / theirs.norm()).item() <= bound
+    assert max(distances(got, want)) <= bound
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize(("temperature", "chunk_size"), [(1.0, 1024), (0.6, 1024), (0.6, 7), (1.7, 50)])
+@pytest.mark.parametrize(("temperature", "chunk_size"), [(1.0, None), (0.6, 1024), (0.6, 7), (1.7, 1)])
 def test_values_and_gradients(temperature, chunk_size, entropy_grad):
     hidden, weight, targets, grads = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
@@ -58,6 +64,59 @@ def test_values_and_gradients(temperature, chunk_size, entropy_grad):
     loss.backward()
     check((log_probs, entropy, hidden.grad, weight.grad), expected(temperature, entropy_grad))
     assert not weight.grad[VOCAB:].any(), "rows that pad the vocabulary get no gradient"
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_bf16_is_as_near_to_float64_as_torch_is(chunk_size):
+    hidden, weight, targets, grads = inputs()
+    hidden, weight = (x.bfloat16().requires_grad_() for x in (hidden, weight))
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, vocab_size=VOCAB, temperature=0.6, chunk_size=chunk_size, entropy_grad=True
+    )
+    ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    want = expected(0.6, True)
+    ours = distances((log_probs, entropy, hidden.grad, weight.grad), want)
+    torchs = distances(expected(0.6, True, dtype=torch.bfloat16), want)
+    assert all(a <= 1.2 * b for a, b in zip(ours, torchs, strict=True)), (ours, torchs)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen):
+    hidden, weight, targets, grads = inputs()
+    leaves = {"hidden": hidden, "weight": weight}
+    other = next(leaf for name, leaf in leaves.items() if name != frozen)
+    other.requires_grad_()
+    log_probs, _ = chunked_log_probs(hidden, weight, targets, vocab_size=VOCAB, chunk_size=7)
+    (log_probs * grads[0]).sum().backward()
+    assert leaves[frozen].grad is None
+    check([other.grad], [expected(1.0, False)[3 if frozen == "hidden" else 2]])
+
+
+class Largest(TorchDispatchMode):
+    """The most values that any result of an operation had."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.values = max(self.values, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_the_logits_of_all_tokens_never_stand_in_memory(entropy_grad):
+    hidden = torch.randn(256, 4).requires_grad_()
+    weight = torch.randn(5000, 4).requires_grad_()
+    with Largest() as largest:
+        log_probs, entropy = chunked_log_probs(
+            hidden, weight, torch.arange(256), vocab_size=5000, chunk_size=4, entropy_grad=entropy_grad
+        )
+        (log_probs.sum() + entropy.sum()).backward()
+    assert largest.values == weight.numel() == 4 * 5000
 
 
 def test_large_logits_stay_finite():
@@ -81,9 +140,10 @@ def test_no_tokens():
     assert not hidden.grad.any()
 
 
-def one_rank(actor, chunk_size):
+def one_rank(actor, chunk_size, vocab):
     """This rank's log-probs, entropies and parts of the gradients, the vocabulary split in two."""
     hidden, weight, targets, grads = inputs()
+    targets = targets % vocab
     rank, half = dist.get_rank(), PADDED // 2
     hidden.requires_grad_()
     own = weight[rank * half : (rank + 1) * half].clone().requires_grad_()
@@ -91,7 +151,7 @@ def one_rank(actor, chunk_size):
         hidden,
         own,
         targets,
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         temperature=0.6,
         chunk_size=chunk_size,
         entropy_grad=True,
@@ -101,14 +161,15 @@ def one_rank(actor, chunk_size):
     return [x.detach().numpy() for x in (log_probs, entropy, hidden.grad, own.grad)]
 
 
-@pytest.mark.parametrize("chunk_size", [1024, 7])
-def test_vocabulary_split_over_two_ranks(workers, hf, chunk_size):
+@pytest.mark.parametrize(("chunk_size", "vocab"), [(1024, VOCAB), (7, VOCAB), (7, PADDED // 2 - 1)])
+def test_vocabulary_split_over_two_ranks(workers, hf, chunk_size, vocab):
+    """With the smallest vocabulary the second rank has padding alone."""
     from fusionrl.plan.layout import TrainerLayout
     from tests.trainer.trainer_worker import config_of
 
     workers.start(config_of(hf("llama", True)[0]), TrainerLayout(2))
-    (first, second) = ([torch.tensor(x) for x in rank] for rank in workers.run(one_rank, chunk_size))
+    (first, second) = ([torch.tensor(x) for x in rank] for rank in workers.run(one_rank, chunk_size, vocab))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     joined = (first[0], first[1], first[2] + second[2], torch.cat([first[3], second[3]]))
-    check(joined, expected(0.6, True))
+    check(joined, expected(0.6, True, vocab=vocab))
