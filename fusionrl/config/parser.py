@@ -39,7 +39,6 @@ COMING: dict[str, str] = {
     "normalize_advantages": "whitened advantages",
     "multimodal_keys": "multimodal data",
     "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",
-    "use_fault_tolerance": "engine recovery",
     "rollout_external_engine_addrs": "external engines",
 }
 

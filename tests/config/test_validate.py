@@ -330,3 +330,14 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
     checked, found = validate(Config.from_flat(by_epochs | {"prompt_data": f"{data}@[5:]"}))
     one(found, "no prompt is left (5 are over --rollout-max-prompt-len)")
     assert checked.num_prompts == 0
+
+
+def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
+    seconds = {"rollout_health_check_interval": 5.0, "rollout_health_check_first_wait": 2.0}
+    assert errors(use_fault_tolerance=True, **seconds) == []
+    found = errors(**seconds)
+    assert [error.split()[0] for error in found] == [
+        "--rollout-health-check-interval",
+        "--rollout-health-check-first-wait",
+    ]
+    assert all("--use-fault-tolerance; add it" in error for error in found)
