@@ -207,7 +207,7 @@ def run_command(config: Config, plan: Plan) -> int:
 
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
-    from fusionrl.cluster.session import root_cause
+    from fusionrl.cluster.ray_cluster import root_cause
     from fusionrl.train import Terminated
 
     if isinstance(error, KeyboardInterrupt):

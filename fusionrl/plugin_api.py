@@ -31,6 +31,7 @@ from fusionrl.rollout.sglang_rollout import (
     generate_rollout,
     load_tokenizer,
     sampling_params,
+    stream_generate,
 )
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 
@@ -57,6 +58,7 @@ __all__ = [
     "math_dapo_utils",
     "post",
     "run",
+    "stream_generate",
 ]
 
 T = TypeVar("T")

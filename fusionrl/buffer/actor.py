@@ -13,8 +13,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,7 @@ class BufferActor:
     async def setup(self) -> dict[str, Any]:
         """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long."""
         run = self.config.run
-        if self.endpoints.api_key is not None:
-            os.environ[ROUTER_KEY] = self.endpoints.api_key
-            os.environ[ROUTER_URLS] = " ".join([self.endpoints.router_url, *self.endpoints.engine_urls])
+        await self.set_engines(self.endpoints.engine_urls)
         path = self.config.rollout.rollout_function_path
         default = type(self.config.rollout)().rollout_function_path
         if run.mode == "sft" and path == default:
@@ -129,6 +127,13 @@ class BufferActor:
             "num_prompts": len(self._source) if self._source is not None else 0,
             "num_too_long": getattr(self._source, "num_too_long", 0),
         }
+
+    async def set_engines(self, engine_urls: Sequence[str]) -> None:
+        """Where the engines are from the next rollout on."""
+        self.endpoints = replace(self.endpoints, engine_urls=tuple(engine_urls))
+        if self.endpoints.api_key is not None:
+            os.environ[ROUTER_KEY] = self.endpoints.api_key
+            os.environ[ROUTER_URLS] = " ".join([self.endpoints.router_url, *engine_urls])
 
     async def status(self) -> dict[str, Any]:
         """What the Buffer is doing, since how many seconds, and the data cursor."""

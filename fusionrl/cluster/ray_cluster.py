@@ -135,3 +135,11 @@ def actor_on(
     if bundle is not None and group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle.group_index)
     return ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=0, runtime_env={"env_vars": env}, **options)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error an actor's method raised, out of Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
+        return cause
+    return error

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.guard import Guard
 from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, start_ray
+from fusionrl.cluster.recovery import Recovery
 from fusionrl.cluster.workers import BufferWorker, EngineWorker, TrainerWorker
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
@@ -22,12 +23,13 @@ from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
-from fusionrl.weights.push import push_weights, verify_push
+from fusionrl.weights.push import WeightMismatch, push_weights, verify_push
 
 logger = logging.getLogger(__name__)
 
 _TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ENGINE_STOP_TIMEOUT_S = 20.0
+_MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die meanwhile
 
 
 class Session:
@@ -61,6 +63,9 @@ class Session:
         self._started_ray = False
         self.rng_restored = False  # whether `load` found the layout of these trainers
         self._num_pushes = 0
+        self._version = 0  # of the last push
+        self._recovery: Recovery | None = None  # --use-fault-tolerance
+        self._bundles: list[Bundle] = []
         self._targets: list[EngineTarget] = []
         self._feeds: list[Feed] = []
 
@@ -86,13 +91,12 @@ class Session:
         )
         self.on_ray()
         self.alone = is_alone()
-        bundles: list[Bundle] = []
         if plan.num_bundles:
-            self._group, bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
+            self._group, self._bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
         self.say("starting " + " and ".join(self._parts()))
-        engine_refs = self._make_engines(bundles)
-        trainer_refs = self._make_trainers(bundles)
-        buffer_ready = self._make_router_and_buffer(engine_refs, bundles)
+        engine_refs = self._make_engines()
+        trainer_refs = self._make_trainers(self._bundles)
+        buffer_ready = self._make_router_and_buffer(engine_refs)
         if self.trainers:
             facts = _gather(trainer_refs, self.check_stop)
             logger.info("trainers: %s", facts[0])
@@ -100,7 +104,7 @@ class Session:
         if facts["num_too_long"]:
             self.say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
         if self.trainers and self.engines:
-            self._plan_pushes(bundles)
+            self._plan_pushes()
 
     def _parts(self) -> list[str]:
         parts = []
@@ -128,42 +132,46 @@ class Session:
     def _log(self, role: str) -> str:
         return str(self.run_dir / "logs" / f"{role}.a{self.attempt}.log")
 
-    def _make_engines(self, bundles: list[Bundle]) -> list[Any]:
+    def _make_engines(self) -> list[Any]:
+        """The actors of all engines; references of their addresses."""
         if not self.plan.num_engines:
             return []
         self.api_key = secrets.token_hex(24)  # no dash: a key that begins with one reads as a flag
-        refs = []
-        for index, places in enumerate(self.plan.engine_bundles):
-            first = bundles[places[0]]
-            if len({bundles[i].node_id for i in places}) > 1:
-                raise ValueError(
-                    f"engine {index} would span several nodes (--rollout-num-gpus-per-engine {self.plan.engine_size}),"
-                    " which is not available yet"
-                )
-            server_args = dict(self.config.passthrough.sglang)
-            if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
-                server_args.setdefault("enable_memory_saver", True)
-            spec = EngineSpec(
-                index=index,
-                model_path=str(self.config.model.hf_checkpoint),
-                device=self.plan.device,
-                dtype=_TORCH_DTYPES[self.plan.rollout_dtype],
-                tp_size=self.plan.engine_size,
-                gpu_ids=tuple(bundles[i].device_id for i in places),
-                host=LOOPBACK if self.alone else first.node_address,
-                api_key=self.api_key,
-                log_dir=str(self.run_dir / "logs"),
-                seed=self.config.data.rollout_seed + index,
-                start_timeout_s=self.config.rollout.engine_start_timeout_s,
-                num_threads=self.config.rollout.engine_num_threads,
-                server_args=server_args,
+        self.engines = [self._make_engine(index) for index in range(self.plan.num_engines)]
+        return [engine.start.remote() for engine in self.engines]
+
+    def _make_engine(self, index: int) -> Any:
+        places = self.plan.engine_bundles[index]
+        first = self._bundles[places[0]]
+        if len({self._bundles[i].node_id for i in places}) > 1:
+            raise ValueError(
+                f"engine {index} would span several nodes (--rollout-num-gpus-per-engine {self.plan.engine_size}),"
+                " which is not available yet"
             )
-            actor = actor_on(
-                EngineWorker, first, self._group, env=self._env(first.node_address), max_concurrency=8
-            ).remote(spec, self._log(f"engine-actor-{index}"))
-            self.engines.append(actor)
-            refs.append(actor.start.remote())
-        return refs
+        server_args = dict(self.config.passthrough.sglang)
+        if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
+            server_args.setdefault("enable_memory_saver", True)
+        if self.config.rollout.stream_responses:  # else each event repeats all tokens so far
+            server_args.setdefault("incremental_streaming_output", True)
+        spec = EngineSpec(
+            index=index,
+            model_path=str(self.config.model.hf_checkpoint),
+            device=self.plan.device,
+            dtype=_TORCH_DTYPES[self.plan.rollout_dtype],
+            tp_size=self.plan.engine_size,
+            gpu_ids=tuple(self._bundles[i].device_id for i in places),
+            host=LOOPBACK if self.alone else first.node_address,
+            api_key=self.api_key,
+            log_dir=str(self.run_dir / "logs"),
+            seed=self.config.data.rollout_seed + index,
+            start_timeout_s=self.config.rollout.engine_start_timeout_s,
+            num_threads=self.config.rollout.engine_num_threads,
+            server_args=server_args,
+        )
+        env = self._env(first.node_address)
+        return actor_on(EngineWorker, first, self._group, env=env, max_concurrency=8).remote(
+            spec, self._log(f"engine-actor-{index}")
+        )
 
     def _make_trainers(self, bundles: list[Bundle]) -> list[Any]:
         if self.plan.layout is None:
@@ -185,7 +193,7 @@ class Session:
         address, port = ray.get(self.trainers[0].node_address.remote())
         return [trainer.setup.remote(address, port) for trainer in self.trainers]
 
-    def _make_router_and_buffer(self, engine_refs: list[Any], bundles: list[Bundle]) -> Any:
+    def _make_router_and_buffer(self, engine_refs: list[Any]) -> Any:
         router_url = ""
         if engine_refs:
             host = LOOPBACK if self.alone else ray.util.get_node_ip_address()
@@ -199,27 +207,101 @@ class Session:
             self.urls = _gather(engine_refs, self.check_stop)
             for url in self.urls:
                 self.router.add_worker(url, self.api_key)
+            self._recovery = self._make_recovery(self.router)
         endpoints = EngineEndpoints(router_url, tuple(self.urls), self.api_key)
         self.buffer = actor_on(BufferWorker, None, None, env=self._env()).remote(
             self.config, self.plan, str(self.run_dir), self.attempt, endpoints, self._log("buffer")
         )
         return self.buffer.setup.remote()
 
-    def _plan_pushes(self, bundles: list[Bundle]) -> None:
+    def _make_recovery(self, router: Router) -> Recovery | None:
+        rollout = self.config.rollout
+        if not rollout.use_fault_tolerance:
+            return None
+        return Recovery(
+            self.engines,
+            self.urls,
+            router,
+            self._make_engine,
+            api_key=self.api_key,
+            interval_s=rollout.rollout_health_check_interval,
+            timeout_s=rollout.rollout_health_check_timeout,
+            first_wait_s=rollout.rollout_health_check_first_wait,
+            say=self.say,
+        )
+
+    def _plan_pushes(self) -> None:
+        restarts = self._recovery.num_restarts if self._recovery else {}
         self._targets = [
-            EngineTarget(i, engine, bundles[places[0]].node_id, places)
+            EngineTarget(i, engine, self._bundles[places[0]].node_id, places, restarts.get(i, 0))
             for i, (engine, places) in enumerate(zip(self.engines, self.plan.engine_bundles, strict=True))
         ]
         if self.plan.transport == "ipc":
-            nodes = [bundles[place].node_id for place in self.plan.trainer_bundles]
+            nodes = [self._bundles[place].node_id for place in self.plan.trainer_bundles]
             self._feeds = plan_feeds(self._targets, self.plan.trainer_bundles, nodes, self.plan.device)
 
     # ------------------------------------------------------------------------------------ work
     def push(self, version: int) -> dict[str, float]:
-        """Push the trainers' weights to every engine as `version`; verified as --verify-weights says."""
+        """Push the trainers' weights to every engine as `version`; verified as --verify-weights says.
+
+        With --use-fault-tolerance engines that died are back after it; one that dies meanwhile is replaced, and all
+        get the weights again.
+        """
+        if self._recovery is None:
+            return self._push(version)
+        if not self._shares_memory:
+            self._recovery.check(is_generating=False)
+        for attempt in range(_MAX_PUSHES):
+            self._finish_starts()
+            try:
+                metrics = self._push(version)
+                break
+            except WeightMismatch:
+                raise
+            except (ray.exceptions.RayError, RuntimeError) as error:
+                # Where memory is shared, nobody knows who has given back what in the middle of a push.
+                if self._shares_memory or attempt + 1 == _MAX_PUSHES or not self._recovery.find_hung():
+                    raise
+                logger.warning("the push of version %d is made again: %s", version, error)
+        metrics["sync/engines_restarted"] = float(self._recovery.num_out)
+        self._join()
+        return metrics
+
+    def _finish_starts(self) -> None:
+        """Wait for the engines that start in the place of dead ones."""
+        if self._recovery is not None and self._recovery.num_out:
+            self.say("waiting for engines that start again")
+            started = self._recovery.finish_starts(self.check_stop)
+            if self._engines_away:
+                ray.get([self.engines[index].release_memory.remote(None) for index in started])
+            if self.trainers:
+                self._plan_pushes()
+
+    def _join(self) -> None:
+        """Engines that are started and have the current weights get requests."""
+        if self._recovery is not None and self._recovery.num_out:
+            self._recovery.join()
+            ray.get(self.buffer.set_engines.remote(self.urls))
+
+    def _restore(self) -> None:
+        """Before a round: engines that died since the last push (in an evaluation, or where none comes) are back."""
+        if self._recovery is None or not self._recovery.num_out:
+            return
+        if self.trainers:
+            self.release_engine_memory()
+            self.push(self._version)
+        else:
+            self._finish_starts()
+            self._join()
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Colocated on GPUs: engines and trainers take turns."""
+        return self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout
+
+    def _push(self, version: int) -> dict[str, float]:
         weights = self.config.weights
-        shared = self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout
-        shared = shared and self._engines_away
+        shared = self._shares_memory and self._engines_away
         if shared:
             # First room for the engines' weights, and after the push for their caches: never all of both sides at once.
             self._offload_trainers(keep_weights=True)
@@ -240,6 +322,7 @@ class Session:
             self._engines_away = False
         is_first = self._num_pushes == 0
         self._num_pushes += 1
+        self._version = version
         if weights.verify_weights == "always" or (weights.verify_weights == "first" and is_first):
             metrics.update(self._verify(version))
         return metrics
@@ -260,7 +343,10 @@ class Session:
 
     def release_engine_memory(self) -> None:
         """Colocated on GPUs: the engines give their memory back before the trainers work."""
-        if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
+        if self._shares_memory:
+            if self._recovery is not None:
+                self._recovery.check(is_generating=False)
+            self._finish_starts()  # a new engine loads where the trainers do not need the memory yet
             ray.get([engine.flush_cache.remote() for engine in self.engines])
             ray.get([engine.release_memory.remote(None) for engine in self.engines])
             self._engines_away = True
@@ -275,14 +361,35 @@ class Session:
         return _gather(refs)[0]
 
     def generate(self, rollout_id: int) -> Any:
-        """The Buffer's `Rollout`; an engine that dies meanwhile is reported instead of its consequences."""
+        """The Buffer's `Rollout`; of an engine that dies meanwhile the death is reported, not its consequences."""
+        self._restore()
         self._offload_trainers()
-        return self._watched(self.buffer.generate.remote(rollout_id))
+        before = self._faults()
+        rollout = self._watched(self.buffer.generate.remote(rollout_id))
+        self._add_faults(rollout.metrics, "rollout", before)
+        return rollout
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of an evaluation on every set."""
+        self._restore()
         self._offload_trainers()
-        return self._watched(self.buffer.evaluate.remote(step))
+        before = self._faults()
+        metrics = self._watched(self.buffer.evaluate.remote(step))
+        self._add_faults(metrics, "eval", before)
+        return metrics
+
+    def _faults(self) -> dict[str, float]:
+        """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
+        if self._recovery is None or self.router is None:
+            return {}
+        died, retried = self._recovery.num_died, self.router.num_retries()
+        return {"engines_died": float(died), "requests_retried": float(retried)}
+
+    def _add_faults(self, metrics: dict[str, float], prefix: str, before: dict[str, float]) -> None:
+        """What went wrong since `before`; the rollout has counted the retries of its own client."""
+        for name, count in self._faults().items():
+            key = f"{prefix}/{name}"
+            metrics[key] = metrics.get(key, 0.0) + count - before[name]
 
     def validation_losses(self) -> dict[str, float]:
         """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, of each set."""
@@ -305,7 +412,9 @@ class Session:
             ray.get([trainer.offload.remote(keep_weights) for trainer in self.trainers])
 
     def _watched(self, ref: Any) -> Any:
-        """Wait for the Buffer's answer, looking after the engines: a dead one is an error at once."""
+        """Wait for the Buffer's answer, looking after the engines: a dead one is an error at once, or replaced."""
+        if self._recovery is not None:
+            self._recovery.begin_round()
         while True:
             done, _ = ray.wait([ref], timeout=1.0)
             if done:
@@ -318,7 +427,10 @@ class Session:
             self.check_stop()
 
     def check_engines(self) -> None:
-        """Raise with the end of its log when an engine's server is dead."""
+        """Raise with the end of its log when an engine's server is dead; with --use-fault-tolerance, when all are."""
+        if self._recovery is not None:
+            self._recovery.check()
+            return
         ray.get([engine.check_alive.remote() for engine in self.engines])
 
     def begin_save(self, path: Path, rollout_id: int) -> None:
@@ -415,11 +527,3 @@ def _gather(refs: Sequence[Any], check: Callable[[], None] = lambda: None) -> li
         ray.get(done)
         check()
     return ray.get(list(refs))
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The error an actor's method raised, out of Ray's wrapping."""
-    cause = getattr(error, "cause", None)
-    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
-        return cause
-    return error

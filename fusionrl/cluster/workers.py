@@ -40,6 +40,15 @@ class EngineWorker(EngineActor):
         """Raise RuntimeError with the end of the server's log when its process is dead; asks the server nothing."""
         self._living("generation")
 
+    def fault(self, timeout_s: float | None = None) -> str | None:
+        """What is wrong with the server, None where nothing is: its process is dead, or, with `timeout_s`, it makes no
+        token within as many seconds. In words, as Ray logs the exceptions of calls that nobody waits for any more."""
+        try:
+            self.check_alive() if timeout_s is None else self.check_responds(timeout_s)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
     def weight_checksums(self) -> list[dict[str, str]] | None:
         """Engine rank → tensor name → hash, as the server reports them; None where its version cannot."""
         try:

@@ -258,10 +258,29 @@ class RolloutGroup(Group):
     rollout_ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token (benchmarks).")
     rollout_skip_special_tokens: bool = Field(True, description="Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = Field(512, description="Requests in flight for each engine, at most.", ge=1)
+    stream_responses: bool = Field(
+        False,
+        description="Engines send a response token by token: what one that died had sent is kept, and another goes on"
+        " from there (--use-fault-tolerance).",
+    )
     engine_start_timeout_s: float = Field(
         300.0, description="Time limit for an engine to become healthy, seconds.", gt=0
     )
     engine_num_threads: int = Field(1, description="CPU threads of an engine's forward pass, on a CPU.", ge=1)
+    use_fault_tolerance: bool = Field(
+        False,
+        description="Go on with the other engines when one dies or hangs, and start it anew before the next weight push"
+        " (docs/faults.md).",
+    )
+    rollout_health_check_interval: float = Field(
+        30.0, description="With --use-fault-tolerance: seconds between health checks of an engine in a rollout.", gt=0
+    )
+    rollout_health_check_timeout: float = Field(
+        30.0, description="Seconds without a token after which an engine counts as hung, and is ended.", gt=1
+    )
+    rollout_health_check_first_wait: float = Field(
+        0.0, description="Seconds of a rollout before its first health check.", ge=0
+    )
 
 
 class RewardGroup(Group):

@@ -30,7 +30,6 @@ COMING: dict[str, str] = {
     "lambd": "estimators with a critic",
     "multimodal_keys": "multimodal data",
     "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",
-    "use_fault_tolerance": "engine recovery",
     "rollout_external_engine_addrs": "external engines",
 }
 

@@ -175,6 +175,11 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
             + (f" ({padded} with padding to a multiple of {multiple})" if padded != longest else "")
             + "; raise it, or lower --rollout-max-response-len or --rollout-max-context-len"
         )
+    for name in ("interval", "timeout", "first_wait"):
+        field = f"rollout_health_check_{name}"
+        value = getattr(rollout, field)
+        if not rollout.use_fault_tolerance and value != RolloutGroup.model_fields[field].default:
+            errors.append(f"--{field.replace('_', '-')} {value:g} has no effect without --use-fault-tolerance; add it")
     if rollout.rollout_ignore_eos and (rollout.rollout_stop or rollout.rollout_stop_token_ids):
         errors.append("--rollout-ignore-eos makes no sense with --rollout-stop or --rollout-stop-token-ids")
     if reward.rm_type and reward.custom_rm_path:

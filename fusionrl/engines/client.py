@@ -1,44 +1,35 @@
-"""Asynchronous client of `/generate`, of an engine or of the router.
-
-The answer is turned into arrays where it is read: a sample of 32,000 tokens is 32,000 small lists in JSON.
-"""
+"""Asynchronous client of `/generate`, of an engine or of the router."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Self
 
 import aiohttp
 import numpy as np
 import orjson
 
+from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
+
+__all__ = ["ROUTING_KEY", "GenerateClient", "Generation", "abort_all", "parse_generation"]
+
+logger = logging.getLogger(__name__)
 
 ROUTING_KEY = "X-SMG-Routing-Key"  # as the router knows it
 _FIRST_BACKOFF_S = 0.25
 _SHORT_TOKENS = 64
 _LONGEST_BACKOFF_S = 8.0  # a router that lost its engines' health for a moment gets them back
-
-
-@dataclass
-class Generation:
-    """One generated continuation of `n` tokens."""
-
-    tokens: np.ndarray
-    """int32 [n]."""
-    log_probs: np.ndarray
-    """float32 [n], of the sampled tokens under the engine's distribution; [0] if they were not asked for."""
-    text: str
-    finish_reason: str
-    """ "stop", "length" or "abort"."""
-    weight_versions: list[tuple[int | str, int]]
-    """(version, number of tokens) in order; the numbers sum to n."""
-    prompt_tokens: int
-    cached_tokens: int
-    meta_info: dict[str, Any]
-    """The engine's own, without the log-probs."""
+# Of an answer sampled with no more than these, another engine can go on at any token. A stop string, a grammar or a
+# penalty looks back at all of the answer, and an engine that goes on sees its own part alone.
+_CONTINUABLE = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "ignore_eos", "n", "sampling_seed")
+    + ("stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
+)
 
 
 class GenerateClient:
@@ -53,6 +44,7 @@ class GenerateClient:
         *,
         vocab_size: int | None = None,
         num_tries: int = 10,
+        stream_responses: bool = False,
     ) -> None:
         """`timeout_s` bounds one request, retries included; `max_connections` the requests under way.
 
@@ -60,9 +52,16 @@ class GenerateClient:
 
         With `vocab_size`, `input_ids` outside [0, vocab_size) are refused here: such an id ends an SGLang
         server, and the router would try the request on the next one.
+
+        With `stream_responses`, `generate` reads a stream: what an engine that died had sent is kept.
         """
         self._vocab_size = vocab_size
         self._num_tries = num_tries
+        self._stream_responses = stream_responses
+        self.num_retries = 0
+        """Requests sent again, after a broken connection or a 5xx answer."""
+        self.num_tokens_kept = 0
+        """Tokens of engines that died, after which another engine went on."""
         self._url = base_url.rstrip("/") + "/generate"
         self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
         self._timeout_s = timeout_s
@@ -80,12 +79,80 @@ class GenerateClient:
         again with growing pauses. Raises RuntimeError with the server's text for a 4xx
         answer at once and for the last failed try, TimeoutError after `timeout_s` seconds.
         """
-        if payload.get("sampling_params", {}).get("n", 1) != 1:
+        params = payload.get("sampling_params", {})
+        if params.get("n", 1) != 1:
             raise ValueError("sampling_params.n must be 1: send one request a sample")
         self._check_tokens(payload.get("input_ids"))
+        is_continuable = all(name in _CONTINUABLE for name, value in params.items() if value)
+        if self._stream_responses and is_continuable and payload.get("input_ids") is not None:
+            return join([piece async for piece in self.stream(payload, routing_key)])
         if routing_key is None and payload.get("input_ids") is not None and _is_short(payload):
             return await self._generate_together(payload)
         return (await self._request({"return_logprob": True, **payload}, routing_key))[0]
+
+    async def stream(self, payload: dict[str, Any], routing_key: str | None = None) -> AsyncGenerator[Generation, None]:
+        """Send one request with `input_ids`, and yield what is sampled as it comes. The last piece alone has a finish
+        reason. Leaving the loop ends the request; at once, where the generator is closed.
+
+        Where an engine dies, another one goes on after the tokens that have come: the pieces follow one another, and
+        `part` counts the requests. Stop strings, grammars and penalties then see the tokens since alone; `generate`
+        asks for such answers as a whole.
+
+        Raises as `generate`.
+        """
+        self._check_tokens(payload["input_ids"])
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        tokens: list[int] = []
+        part, attempt, finished = 1, 0, False
+        while True:
+            before = len(tokens)
+            try:
+                async with aclosing(self._events(_continued(payload, tokens), routing_key, deadline)) as events:
+                    parser = StreamParser()
+                    async for event in events:
+                        piece = parser.parse(event)
+                        tokens += piece.tokens.tolist()
+                        finished = bool(piece.finish_reason)
+                        yield replace(piece, part=part)
+                error = RuntimeError(f"{self._url}: the stream ended before the last token")
+            except EndpointError as cause:
+                if cause.status < 500:
+                    raise
+                error = cause
+            except aiohttp.ClientError as cause:
+                error = RuntimeError(f"{self._url} did not answer to the end: {cause!r}")
+            if finished:
+                return
+            if len(tokens) > before:
+                self.num_tokens_kept += len(tokens) - before
+                part, attempt = part + 1, 0
+            await self._before_retry(attempt, error)
+            attempt += 1
+
+    async def _events(
+        self, payload: dict[str, Any], routing_key: str | None, deadline: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
+        body = orjson.dumps({"return_logprob": True, **payload, "stream": True}, option=orjson.OPT_SERIALIZE_NUMPY)
+        async with asyncio.timeout_at(deadline):
+            response = await self._open().post(self._url, data=body, headers=self._headers_of(routing_key))
+        # Closing it before its end breaks the connection, which is how the engine learns that nobody waits.
+        async with aclosing(_lines(response, deadline)) as lines:
+            if response.status >= 400:
+                text = b"\n".join([line async for line in lines]).decode(errors="replace")
+                raise EndpointError(self._url, response.status, text)
+            async for line in lines:
+                data = line.removeprefix(b"data:").strip()
+                if data == line.strip() or data == b"[DONE]":
+                    continue  # no event, or the end
+                event = orjson.loads(data)
+                error = event.get("error")
+                reason = (event.get("meta_info") or {}).get("finish_reason") or {}
+                if error is not None:  # the status line said 200 before the request was looked at
+                    raise EndpointError(self._url, int(error.get("code") or 500), str(error.get("message")))
+                if reason.get("type") == "abort" and reason.get("status_code") is not None:
+                    raise EndpointError(self._url, int(reason["status_code"]), str(reason.get("message")))
+                yield event
 
     async def _request(self, payload: dict[str, Any], routing_key: str | None = None) -> list[Generation]:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -143,11 +210,11 @@ class GenerateClient:
             )
 
     async def _send(self, body: bytes, routing_key: str | None = None) -> bytes:
-        session = self._open()
-        headers = self._headers if routing_key is None else self._headers | {ROUTING_KEY: routing_key}
-        for attempt in range(self._num_tries):
+        headers = self._headers_of(routing_key)
+        attempt = 0
+        while True:
             try:
-                async with session.post(self._url, data=body, headers=headers) as response:
+                async with self._open().post(self._url, data=body, headers=headers) as response:
                     answer = await response.read()
                 if response.status < 400:
                     return answer
@@ -156,10 +223,19 @@ class GenerateClient:
                     raise error
             except aiohttp.ClientError as cause:
                 error = RuntimeError(f"{self._url} did not answer: {cause!r}")
-            if attempt + 1 == self._num_tries:
-                raise error
-            await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
-        raise AssertionError("unreachable: the last try returns or raises")
+            await self._before_retry(attempt, error)
+            attempt += 1
+
+    async def _before_retry(self, attempt: int, error: RuntimeError) -> None:
+        """Count and wait, longer from try to try; raise `error` after the last one."""
+        if attempt + 1 >= self._num_tries:
+            raise error
+        self.num_retries += 1
+        logger.info("try %d of a request failed: %s", attempt + 1, error)
+        await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
+
+    def _headers_of(self, routing_key: str | None) -> dict[str, str]:
+        return self._headers if routing_key is None else self._headers | {ROUTING_KEY: routing_key}
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -191,71 +267,53 @@ def _is_short(payload: dict[str, Any]) -> bool:
     return payload.get("sampling_params", {}).get("max_new_tokens", 128) <= _SHORT_TOKENS
 
 
-def parse_generation(answer: dict[str, Any]) -> Generation:
-    """Turn the JSON of one `/generate` answer into a `Generation`.
-
-    Raises RuntimeError when tokens and log-probs do not belong together.
-    """
-    meta = answer["meta_info"]
-    # Entries are [log-prob, token, text or null].
-    entries = meta.pop("output_token_logprobs", None) or []
-    ids = answer.get("output_ids")
-    if ids is None:
-        ids = [entry[1] for entry in entries]
-    if entries and [entry[1] for entry in entries] != ids:
-        raise RuntimeError(
-            f"request {meta.get('id')}: the engine returned {len(ids)} tokens and {len(entries)} log-probs of others"
-        )
-    return Generation(
-        tokens=np.array(ids, dtype=np.int32),
-        log_probs=np.fromiter((entry[0] for entry in entries), dtype=np.float32, count=len(entries)),
-        text=answer.get("text") or "",
-        finish_reason=(meta.get("finish_reason") or {}).get("type", "abort"),
-        weight_versions=_version_spans(meta, len(ids)),
-        prompt_tokens=int(meta.get("prompt_tokens", 0)),
-        cached_tokens=int(meta.get("cached_tokens", 0)),
-        meta_info=meta,
-    )
+async def _lines(response: aiohttp.ClientResponse, deadline: float) -> AsyncGenerator[bytes, None]:
+    """The lines of a body, of any length (aiohttp's own reader has a limit), until the loop's time `deadline`."""
+    rest = b""
+    try:
+        while True:
+            async with asyncio.timeout_at(deadline):
+                data = await response.content.readany()
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield line
+        yield rest
+        response.release()
+    finally:
+        response.close()
 
 
-def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | str, int]]:
-    """`weight_versions` where the server has it, else one span of `weight_version`."""
-    if num_tokens == 0:
-        return []
-    spans = meta.get("weight_versions")
-    if not spans:
-        return [(_as_version(meta.get("weight_version", "default")), num_tokens)]
-    found = []
-    covered = 0
-    for span in spans:
-        end = min(int(span["end"]), num_tokens)
-        if end > covered:
-            found.append((_as_version(span["version"]), end - covered))
-            covered = end
-    if covered != num_tokens:
-        raise RuntimeError(f"request {meta.get('id')}: weight_versions {spans} do not cover {num_tokens} tokens")
-    return found
-
-
-def _as_version(version: Any) -> int | str:
-    text = str(version)
-    return int(text) if text.isdecimal() else text
+def _continued(payload: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+    """The request that goes on after `tokens` of its answer; 128 new tokens are SGLang's own default."""
+    if not tokens:
+        return payload
+    params = dict(payload.get("sampling_params", {}))
+    params["max_new_tokens"] = params.get("max_new_tokens", 128) - len(tokens)
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(tokens))
+    ids = np.asarray(payload["input_ids"]).tolist()
+    return {**payload, "input_ids": ids + tokens, "sampling_params": params}
 
 
 async def abort_all(engine_urls: Sequence[str], api_key: str | None = None, timeout_s: float = 30.0) -> None:
     """Make every engine answer its running and waiting requests now, finish reason "abort".
 
-    The router does not pass this on, so it goes to the engines. All are asked; RuntimeError names those that
-    failed.
+    The router does not pass this on, so it goes to the engines. One that does not answer is logged: a dead engine has
+    nothing to abort, and the driver looks after it. RuntimeError names those that refused.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
 
         async def abort(url: str) -> None:
-            async with session.post(
-                f"{url}/abort_request", json={"abort_all": True}, headers=auth_headers(api_key)
-            ) as response:
-                if response.status >= 400:
-                    raise EndpointError(f"{url}/abort_request", response.status, await response.text())
+            try:
+                async with session.post(
+                    f"{url}/abort_request", json={"abort_all": True}, headers=auth_headers(api_key)
+                ) as response:
+                    if response.status >= 400:
+                        raise EndpointError(f"{url}/abort_request", response.status, await response.text())
+            except (aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("abort_request to %s: no answer: %r", url, error)
 
         results = await asyncio.gather(*(abort(url) for url in engine_urls), return_exceptions=True)
     failed = [

@@ -11,11 +11,12 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from fusionrl.engines.http import EndpointError, call
-from fusionrl.engines.process import ChildProcess, base_url, shared_memory_of, start_on_free_ports
+from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
 
 __all__ = ["EngineActor", "EngineSpec"]
@@ -108,10 +109,32 @@ class EngineActor:
         self._call("GET", "/health", timeout_s=30.0)
         return {"url": self.url, "pid": server.pid, "weight_version": self.weight_version()}
 
-    def shutdown(self) -> None:
-        """End the server and all its processes. Idempotent."""
+    def check_responds(self, timeout_s: float) -> None:
+        """Return once the server has made a token; any will do, so a busy server is asked for none of its own.
+
+        Raises RuntimeError when none comes within `timeout_s` seconds (over 1: SGLang looks once a second), and at
+        once, with the end of the log, when the server process is dead. Not for a paused server, which makes none.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                left = max(0.1, deadline - time.monotonic())
+                self._call("GET", "/health_generate", timeout_s=left)
+                return
+            except ChildExited:
+                raise
+            except RuntimeError as error:  # a 503 after SGLang's own limit of 20 s is no answer either
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(
+                        f"engine {self.spec.index} at {self.url} made no token within {timeout_s:g} s"
+                        f" (--rollout-health-check-timeout): {error}"
+                    ) from error
+            time.sleep(0.2)
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """End the server and all its processes, by force after `timeout_s` seconds. Idempotent."""
         if self._server is not None:
-            self._server.terminate(timeout_s=10.0)
+            self._server.terminate(timeout_s=timeout_s)
         # SGLang leaves its own segments behind, 25 MB of message queue for each engine with tp_size > 1.
         while self._shared_memory:
             self._shared_memory.pop().unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -61,6 +62,7 @@ class Router:
         self._log_path = Path(log_dir, "router.log")
         self._start_timeout_s = start_timeout_s
         self._process: ChildProcess | None = None
+        self._metrics_url = ""
         self.url = ""
 
     def start(self) -> str:
@@ -80,13 +82,15 @@ class Router:
     def _spawn(self, ports: list[int]) -> ChildProcess:
         port = self._fixed_port or ports[0]
         self.url = base_url(self._host, port)
+        # Its default is one fixed port, which a second router on the machine could not have.
+        prometheus_port = self._fixed_prometheus_port or ports[1]
+        self._metrics_url = base_url(self._host, prometheus_port) + "/metrics"
         flags = to_flags(
             {
                 **self._args,
                 "host": self._host,
                 "port": port,
-                # Its default is one fixed port, which a second router on the machine could not have.
-                "prometheus_port": self._fixed_prometheus_port or ports[1],
+                "prometheus_port": prometheus_port,
                 "prometheus_host": self._host,
             }
         )
@@ -142,6 +146,13 @@ class Router:
     def workers(self) -> list[dict[str, Any]]:
         """The router's own records, with `id`, `url`, `is_healthy`, `load`, ..."""
         return list(self._call("GET", "/workers")["workers"])
+
+    def num_retries(self) -> int:
+        """Requests that the router has sent to an engine again by itself, since its start."""
+        text = str(call("GET", self._metrics_url, timeout_s=10.0))
+        return sum(
+            int(float(count)) for count in re.findall(r"^smg_worker_retries_total\S* (\S+)$", text, re.MULTILINE)
+        )
 
     def check_health(self) -> dict[str, Any]:
         """`url` and `pid`; raises RuntimeError with the end of the log when the router is dead or silent."""

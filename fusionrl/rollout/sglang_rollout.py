@@ -12,6 +12,8 @@ import functools
 import inspect
 import json
 from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -100,33 +102,87 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, An
     `done` are tokens of the same turn that an earlier rollout left. Returns None, with status TRUNCATED, where there is
     no room left (`room`), and with status ABORTED where the rollout has ended meanwhile.
     """
-    limit = min(sampling_params["max_new_tokens"] - done, room(args, sample, sampling_params))
-    if limit < 1:
-        sample.append_response_tokens(args, tokens=[], log_probs=[], finish_reason="length")
+    payload = _turn_payload(args, sample, sampling_params, done)
+    if payload is None:
         return None
-    payload = {
-        "input_ids": np.asarray(sample.tokens).tolist(),
-        "sampling_params": dict(sampling_params, max_new_tokens=limit),
-        "return_logprob": True,
-    }
-    if getattr(args, "is_stopping", None) is not None and args.is_stopping():
-        sample.status = Sample.Status.ABORTED
-        return None
-    key = {} if sample.session_id is None else {"routing_key": sample.session_id}
-    answer = await args.generate_client.generate(payload, **key)
-    versions = np.concatenate(
-        [np.full(count, as_version(version), np.int32) for version, count in answer.weight_versions]
-        or [np.zeros(0, np.int32)]
-    )
+    answer = await args.generate_client.generate(payload, **_routing(sample))
+    text = answer.text if answer.part == 1 else _decoded(args, answer.tokens, sampling_params)
     sample.append_response_tokens(
         args,
         tokens=answer.tokens,
         log_probs=answer.log_probs,
-        versions=versions,
-        text=answer.text,
+        versions=_versions(answer),
+        text=text,
         finish_reason=answer.finish_reason,
     )
     return answer
+
+
+async def stream_generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any]
+) -> AsyncGenerator[Generation, None]:
+    """`generate`, piece by piece as the engine samples: each is in the sample when it is yielded.
+
+        async with contextlib.aclosing(stream_generate(args, sample, sampling_params)) as pieces:
+            async for piece in pieces:
+                if enough(sample.response):
+                    break
+
+    Leaving the loop ends the request; the sample is COMPLETED with what it has. A loop that goes to the end leaves the
+    status of `generate`. Where an engine dies, another goes on; then stop strings see the tokens since alone.
+    """
+    done = sample.response_length
+    if not done:
+        sample.tokens = prompt_tokens(args, sample)
+    payload = _turn_payload(args, sample, sampling_params, done)
+    if payload is None:
+        return
+    before = sample.response
+    async with aclosing(args.generate_client.stream(payload, **_routing(sample))) as pieces:
+        async for piece in pieces:
+            sample.append_response_tokens(
+                args,
+                tokens=piece.tokens,
+                log_probs=piece.log_probs,
+                versions=_versions(piece),
+                text=piece.text,
+                finish_reason=piece.finish_reason or "stop",
+            )
+            if piece.finish_reason and piece.part > 1:
+                sample.response = before + _decoded(args, sample.tokens[len(payload["input_ids"]) :], sampling_params)
+            yield piece
+
+
+def _turn_payload(args: Any, sample: Sample, sampling_params: dict[str, Any], done: int) -> dict[str, Any] | None:
+    """The request that goes on from `sample.tokens`; None, with the status set, where there is nothing to ask."""
+    limit = min(sampling_params["max_new_tokens"] - done, room(args, sample, sampling_params))
+    if limit < 1:
+        sample.append_response_tokens(args, tokens=[], log_probs=[], finish_reason="length")
+        return None
+    if getattr(args, "is_stopping", None) is not None and args.is_stopping():
+        sample.status = Sample.Status.ABORTED
+        return None
+    return {
+        "input_ids": np.asarray(sample.tokens).tolist(),
+        "sampling_params": dict(sampling_params, max_new_tokens=limit),
+        "return_logprob": True,
+    }
+
+
+def _routing(sample: Sample) -> dict[str, str]:
+    return {} if sample.session_id is None else {"routing_key": sample.session_id}
+
+
+def _versions(answer: Generation) -> np.ndarray:
+    """[n] int32: the version of the weights that sampled each token."""
+    spans = [np.full(count, as_version(version), np.int32) for version, count in answer.weight_versions]
+    return np.concatenate([np.zeros(0, np.int32), *spans])
+
+
+def _decoded(args: Any, tokens: Any, sampling_params: dict[str, Any]) -> str:
+    """The text of an answer of several engines: a character may lie across a seam, where each had half of it."""
+    skip = sampling_params.get("skip_special_tokens", True)
+    return load_tokenizer(args.hf_checkpoint).decode(np.asarray(tokens).tolist(), skip_special_tokens=skip)
 
 
 def room(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
@@ -322,9 +378,10 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
     surplus = kept[target:]
     if surplus:
         dropped["surplus"] += len(surplus)
-    metrics = {f"rollout/dropped_{reason}": count for reason, count in dropped.items()}
+    metrics: dict[str, float] = {f"rollout/dropped_{reason}": count for reason, count in dropped.items()}
     if args.partial_rollout:
         metrics["rollout/partial_samples"] = num_partial
+    metrics |= _retries(args, "rollout")
     return RolloutFnTrainOutput(kept[:target], metrics)
 
 
@@ -371,6 +428,7 @@ class _client:
             timeout_s=3600.0,
             max_connections=limit,
             vocab_size=self.args.vocab_size,  # an id beyond it would kill the server that is asked for it
+            stream_responses=self.args.stream_responses,
         )
 
     async def __aexit__(self, *exc: object) -> None:
@@ -387,7 +445,16 @@ def _eval_prompts(folder: str, path: str, columns: tuple[Any, ...], flag: str) -
 
 async def _evaluate(args: Any) -> RolloutFnEvalOutput:
     async with _client(args):
-        return RolloutFnEvalOutput({one.name: await _evaluate_set(args, one) for one in eval_sets(args)})
+        data = {one.name: await _evaluate_set(args, one) for one in eval_sets(args)}
+        return RolloutFnEvalOutput(data, _retries(args, "eval"))
+
+
+def _retries(args: Any, prefix: str) -> dict[str, float]:
+    """With --use-fault-tolerance: what the client sent again, and what it kept of engines that died."""
+    if not args.use_fault_tolerance:
+        return {}
+    client = args.generate_client
+    return {f"{prefix}/requests_retried": client.num_retries, f"{prefix}/tokens_kept": client.num_tokens_kept}
 
 
 async def _evaluate_set(args: Any, one: EvalSet) -> dict[str, Any]:

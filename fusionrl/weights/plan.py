@@ -18,6 +18,7 @@ class EngineTarget:
     handle: Any
     node_id: str
     bundles: tuple[int, ...]  # devices of its tensor parallel ranks
+    num_restarts: int = 0  # by which the sender knows that this is another process
 
     @property
     def tp_size(self) -> int:

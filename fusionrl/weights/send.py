@@ -54,7 +54,7 @@ class WeightSender:
         self.object_group = object_group
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
-        self._group_targets: tuple[int, ...] = ()
+        self._group_targets: tuple[tuple[int, int], ...] = ()  # (index, num_restarts)
         self._segments: dict[int, SharedTensors] = {}
 
     def send(
@@ -66,17 +66,23 @@ class WeightSender:
             RuntimeError: an engine refused or died, or the group did not move within the time limit.
         """
         num_bytes = num_buckets = 0
-        if transport == "broadcast" and self.rank == 0:
-            self._connect(targets)
+        failure: Exception | None = None
         try:
             for bucket, is_last in _with_last(buckets(self.export(), self.buffer_size)):
                 stamp = {"version": str(version) if is_last else None, "flush_cache": is_last}
-                if transport == "broadcast":
-                    self._broadcast(targets, bucket, stamp)
-                else:
-                    self._ipc(targets, feeds, num_buckets, bucket, stamp)
+                # A rank that has failed goes on with the export alone, in which the other ranks may wait for it.
+                try:
+                    if transport == "ipc":
+                        self._ipc(targets, feeds, num_buckets, bucket, stamp, is_silent=failure is not None)
+                    elif self.rank == 0 and failure is None:
+                        self._connect(targets)
+                        self._broadcast(targets, bucket, stamp)
+                except Exception as error:  # whatever an engine's failure looks like here; raised at the end
+                    failure = error
                 num_buckets += 1
                 num_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+            if failure is not None:
+                raise failure
         except BaseException:
             self.disconnect()
             raise
@@ -85,7 +91,7 @@ class WeightSender:
     # ------------------------------------------------------------------------------------ broadcast
     def _connect(self, targets: Sequence[EngineTarget]) -> None:
         """Form the group of this rank and every engine rank, unless the one of the last push still fits."""
-        wanted = tuple(target.index for target in targets)
+        wanted = tuple((target.index, target.num_restarts) for target in targets)
         if self._group is not None and self._group_targets == wanted:
             return
         self.disconnect()
@@ -119,8 +125,6 @@ class WeightSender:
         self._group, self._group_targets = None, ()
 
     def _broadcast(self, targets: Sequence[EngineTarget], bucket: NamedTensors, stamp: dict[str, Any]) -> None:
-        if self.rank != 0:
-            return
         assert self._group is not None
         refs = [
             target.handle.update_weights_from_distributed.remote(
@@ -150,20 +154,24 @@ class WeightSender:
         number: int,
         bucket: NamedTensors,
         stamp: dict[str, Any],
+        is_silent: bool,
     ) -> None:
+        """`is_silent`: this rank tells the engines nothing more, and only takes part in what is collective."""
         by_index = {target.index: target for target in targets}
         mine = [feed for feed in feeds if self.rank in feed.senders]
         buffer = self._shared(number, bucket, any(not feed.by_value for feed in mine)) if mine else None
         refs = []
         for feed in feeds:
             payloads = self._payloads(feed, bucket, buffer)
-            if self.rank == feed.leader:
+            if self.rank == feed.leader and not is_silent:
                 handle = by_index[feed.engine].handle
                 refs.append(handle.update_weights_from_tensor.remote(payloads, load_format=None, **stamp))
-        ray.get(refs)
-        if self.device == "cuda":
-            # The buffer must outlive every engine's copy of it, also of engines that another rank leads.
-            dist.barrier(group=self.object_group)
+        try:
+            ray.get(refs)
+        finally:
+            if self.device == "cuda":
+                # The buffer must outlive every engine's copy of it, also of engines that another rank leads.
+                dist.barrier(group=self.object_group)
 
     def _shared(self, number: int, bucket: NamedTensors, needed: bool) -> Any:
         """Memory that an engine can map: one flat segment with a view for each tensor."""

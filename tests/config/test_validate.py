@@ -350,3 +350,14 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
 def test_flags_of_algorithms_that_do_not_go_together(flags: list[str], part: str) -> None:
     errors = validate(read_args(flags)[0])[1]
     assert any(part in error for error in errors), errors
+
+
+def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
+    seconds = {"rollout_health_check_interval": 5.0, "rollout_health_check_first_wait": 2.0}
+    assert errors(use_fault_tolerance=True, **seconds) == []
+    found = errors(**seconds)
+    assert [error.split()[0] for error in found] == [
+        "--rollout-health-check-interval",
+        "--rollout-health-check-first-wait",
+    ]
+    assert all("--use-fault-tolerance; add it" in error for error in found)

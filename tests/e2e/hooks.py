@@ -60,3 +60,13 @@ async def two_turns(args: Any, sample: Any, sampling_params: Any) -> Any:
     if append_text(args, sample, sampling_params, "=42 "):
         await generate_turn(args, sample, sampling_params)
     return sample
+
+
+async def noted_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """The default, after a file that says which rollout has begun."""
+    from pathlib import Path
+
+    from fusionrl.plugin_api import generate
+
+    Path(args.run_dir, f"began-{args.rollout_id}").touch()
+    return await generate(args, sample, sampling_params)

@@ -145,20 +145,25 @@ def test_tokens_outside_the_vocabulary_are_refused(ids: Any) -> None:
         asyncio.run(client.generate({"input_ids": ids}))
 
 
-def test_abort_all_names_the_engines_that_failed() -> None:
+def test_abort_all_passes_over_the_dead_and_names_those_that_refuse(caplog: pytest.LogCaptureFixture) -> None:
     bodies = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
-        return web.Response(status=200)
+        if len(bodies) == 5:
+            await asyncio.sleep(2)  # a hung engine
+        return web.Response(status=200 if len(bodies) != 4 else 500, text="no")
 
     async def use(url: str) -> None:
-        await abort_all([url, url])
-        with pytest.raises(RuntimeError, match="http://127.0.0.1:1:"):
-            await abort_all([url, "http://127.0.0.1:1"])
+        await abort_all([url, "http://127.0.0.1:1", url])
+        assert "http://127.0.0.1:1" in caplog.text
+        await abort_all([url])
+        with pytest.raises(RuntimeError, match=f"abort_request failed: {url}.*500"):
+            await abort_all([url])
+        await abort_all([url], timeout_s=0.2)
 
     _serve(handler, use, "/abort_request")
-    assert bodies == [{"abort_all": True}] * 3
+    assert bodies == [{"abort_all": True}] * 5
 
 
 def test_short_siblings_share_a_request_and_long_ones_do_not() -> None:

@@ -10,19 +10,25 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
+from fusionrl.config.config import Config
+from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
 from fusionrl.engines.payload import SharedTensors, by_value
 from fusionrl.engines.router import Router
+from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params, stream_generate
 from fusionrl.weights.group import create_group_store, init_external_group
 from tests.tiny_model import make_tiny_qwen3
 
@@ -92,7 +98,7 @@ def spec_of(model_path: Path | str, log_dir: Path) -> EngineSpec:
         log_dir=str(log_dir),
         seed=1,
         start_timeout_s=120.0,
-        server_args={"max_total_tokens": 8192},
+        server_args={"max_total_tokens": 8192, "incremental_streaming_output": True},
     )
 
 
@@ -205,11 +211,15 @@ def test_pause_with_abort_answers_what_is_there(stack: Stack) -> None:
     assert sum(count for _, count in generation.weight_versions) == len(generation.tokens)
 
 
+def _num_running(engine: EngineActor) -> int:
+    loads = call("GET", engine.url + "/v1/loads", api_key=API_KEY)["loads"]
+    return sum(load["num_running_reqs"] for load in loads)
+
+
 def _wait_for_running_request(engine: EngineActor) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        loads = call("GET", engine.url + "/v1/loads", api_key=API_KEY)["loads"]
-        if sum(load["num_running_reqs"] for load in loads):
+        if _num_running(engine):
             time.sleep(0.1)  # into the decoding
             return
         time.sleep(0.01)
@@ -292,6 +302,122 @@ def test_memory_calls_are_accepted(stack: Stack) -> None:
     stack.engine.release_memory(["kv_cache"])
     stack.engine.resume_memory(["kv_cache"])
     stack.assert_serves(1, 7)
+
+
+def text_of(stack: Stack, tokens: np.ndarray, skip: bool = True) -> str:
+    """By the tokenizer, which has fewer tokens than the model; SGLang shows the others as token 0."""
+    tokenizer = load_tokenizer(str(stack.paths[0]))
+    return tokenizer.decode(np.where(tokens < len(tokenizer), tokens, 0), skip_special_tokens=skip)
+
+
+def test_a_streamed_answer_is_the_whole_one_bit_by_bit(stack: Stack) -> None:
+    """Greedy, through the router, with an end by length and one by a token; and its text is that of its tokens."""
+
+    async def ask(is_streaming: bool, params: dict[str, Any]) -> Generation:
+        client = GenerateClient(stack.router.url, API_KEY, 120.0, 8, stream_responses=is_streaming)
+        async with client:
+            return await client.generate({"input_ids": PROMPT, "sampling_params": {"temperature": 0.0} | params})
+
+    first = stack.generate(100, sampling_params={"temperature": 0.0, "max_new_tokens": 100, "ignore_eos": True})
+    for params in (
+        {"max_new_tokens": 100, "ignore_eos": True},
+        {"max_new_tokens": 100, "ignore_eos": True, "skip_special_tokens": False},
+        {"max_new_tokens": 100, "stop_token_ids": [int(first.tokens[60])], "no_stop_trim": True},
+    ):
+        answers = []
+        for is_streaming in (False, True):
+            stack.engine.flush_cache()  # a cached prompt is another computation, and another last bit
+            answers.append(asyncio.run(ask(is_streaming, params)))
+        whole, streamed = answers
+        assert whole.tokens.tolist() == streamed.tokens.tolist()
+        assert whole.log_probs.tobytes() == streamed.log_probs.tobytes()
+        for name in ("text", "finish_reason", "weight_versions", "prompt_tokens", "cached_tokens", "part"):
+            assert getattr(whole, name) == getattr(streamed, name), name
+        assert text_of(stack, whole.tokens, params.get("skip_special_tokens", True)) == whole.text
+
+
+def test_a_stream_goes_on_through_a_weight_update(stack: Stack) -> None:
+    """Each piece has the version that sampled it, as the engine's own account at the end says."""
+
+    async def stream() -> list[Generation]:
+        async with GenerateClient(stack.router.url, API_KEY, 120.0, 8) as client:
+            params = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
+            return [piece async for piece in client.stream({"input_ids": PROMPT, "sampling_params": params})]
+
+    with ThreadPoolExecutor() as pool:
+        request = pool.submit(lambda: asyncio.run(stream()))
+        _wait_for_running_request(stack.engine)
+        stack.engine.pause("retract")
+        stack.engine.update_weights_from_disk(str(stack.paths[0]), "8")
+        stack.engine.resume()
+        pieces = request.result()
+    assert len(pieces) > 100
+    assert [piece.finish_reason for piece in pieces] == [""] * (len(pieces) - 1) + ["length"]
+    tokens, log_probs = (np.concatenate([getattr(p, name) for p in pieces]) for name in ("tokens", "log_probs"))
+    versions = np.concatenate([np.full(n, version) for piece in pieces for version, n in piece.weight_versions])
+    (first, before), (second, after) = join(pieces).weight_versions
+    assert (first, second, before + after, len(tokens)) == (7, 8, 1500, 1500)
+    assert versions.tolist() == [7] * before + [8] * after
+    np.testing.assert_allclose(log_probs[:before], stack.log_probs(1, PROMPT, tokens)[:before], atol=1e-4)
+    np.testing.assert_allclose(log_probs[before:], stack.log_probs(0, PROMPT, tokens)[before:], atol=1e-4)
+    stack.assert_serves(0, 8)
+
+
+def test_a_generate_function_stops_early(stack: Stack) -> None:
+    """Leaving the loop of `stream_generate` ends the request on the engine, behind the router."""
+    args: Any = Config.from_flat(
+        {"hf_checkpoint": str(stack.paths[0]), "rollout_max_response_len": 1500, "rollout_ignore_eos": True}
+    ).to_args()
+
+    async def use() -> tuple[Sample, float]:
+        sample = Sample(prompt_tokens=np.array(PROMPT, np.int32))
+        async with GenerateClient(stack.router.url, API_KEY, 120.0, 8) as args.generate_client:
+            async with aclosing(stream_generate(args, sample, sampling_params(args))) as pieces:
+                async for piece in pieces:
+                    assert sample.tokens[-1] == piece.tokens[-1]
+                    if sample.response_length >= 20:
+                        break
+            left = time.monotonic()
+            while _num_running(stack.engine):
+                await asyncio.sleep(0.02)
+        return sample, time.monotonic() - left
+
+    sample, seconds = asyncio.run(use())
+    assert 20 <= sample.response_length < 200
+    assert seconds < 10
+    assert sample.status == Sample.Status.COMPLETED
+    sample.validate()
+    tokens = np.asarray(sample.tokens)[len(PROMPT) :]
+    assert sample.response and text_of(stack, tokens).startswith(sample.response)  # half a character is not shown yet
+    np.testing.assert_allclose(sample.rollout_log_probs, stack.log_probs(0, PROMPT, tokens), atol=1e-4)
+    assert set(sample.weight_versions) == {8}  # type: ignore[arg-type]
+
+
+def test_a_hanging_engine_is_told_from_a_busy_one(stack: Stack) -> None:
+    with ThreadPoolExecutor() as pool:
+        request = pool.submit(stack.generate, 1500)
+        _wait_for_running_request(stack.engine)
+        stack.engine.check_responds(30.0)
+        request.result()
+    stack.engine.check_responds(30.0)
+    schedulers = [
+        child.pid
+        for child in psutil.Process(stack.engine.info()["pid"]).children(recursive=True)
+        if "scheduler" in "".join(child.cmdline())
+    ]
+    assert schedulers
+    for pid in schedulers:
+        os.kill(pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"engine 0 at .* made no token within 3 s \(--rollout-health-check-timeout\)"
+    ):
+        stack.engine.check_responds(3.0)
+    assert 3.0 <= time.monotonic() - begin < 8.0
+    for pid in schedulers:
+        os.kill(pid, signal.SIGCONT)
+    stack.engine.check_responds(30.0)
+    stack.assert_serves(0, 8)
 
 
 def test_a_server_that_cannot_start_ends_with_its_log(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from fusionrl.buffer.data_source import RolloutDataSource
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
-from fusionrl.engines.client import Generation
+from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.rewards.dispatch import RewardError
-from fusionrl.rollout.sglang_rollout import generate, generate_rollout, sampling_params
+from fusionrl.rollout.sglang_rollout import generate, generate_rollout, sampling_params, stream_generate
 from fusionrl.rollout.types import RolloutAborted
+from tests.engines.streaming import Engine, serve
 
 HOOKS = Path(__file__).with_name("rollout_hooks.py")
 
@@ -450,3 +452,72 @@ def test_hooks_see_each_sample_before_it_is_scored(start: Any) -> None:
             assert sample.metadata["seen"] == (6, False, None)
             assert sample.response == "ok hooked"
             assert sample.reward is not None
+
+
+@pytest.mark.parametrize("function", ["generate", "stream_generate"])
+def test_a_sample_of_two_engines(function: str, start: Any, tokenizer: Any) -> None:
+    """The first engine dies within a character: every token is there once, and the text is whole."""
+    text = "aé€z"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokens) == 7
+    args, _ = start(rollout_max_response_len=7, stream_responses=True)
+    served = Engine(tokens, 2, [("die", 2)])
+
+    async def use(url: str) -> Sample:
+        sample = Sample(prompt_tokens=np.array([1, 2], np.int32), session_id="session")
+        async with GenerateClient(url, stream_responses=True) as args.generate_client:
+            if function == "generate":
+                return await generate(args, sample, sampling_params(args))
+            seen = []
+            async for piece in stream_generate(args, sample, sampling_params(args)):
+                seen += piece.tokens.tolist()
+                assert sample.response_length == len(seen) and sample.status != Sample.Status.PENDING
+            assert seen == tokens
+            return sample
+
+    sample = serve(served, use)
+    assert list(sample.tokens) == [1, 2, *tokens] and sample.response == text
+    assert sample.rollout_log_probs is not None
+    assert list(sample.rollout_log_probs) == [served.log_prob(i) for i in range(7)]
+    assert list(sample.weight_versions) == [7] * 7  # type: ignore[arg-type]
+    assert sample.status == Sample.Status.TRUNCATED
+    assert args.generate_client.num_tokens_kept == 2
+    assert served.keys == ["session", "session"]
+
+
+def test_leaving_a_stream_keeps_what_came(start: Any) -> None:
+    args, _ = start(rollout_max_response_len=4, rollout_max_context_len=6)
+    served = Engine([97, 98, 99, 100], 2)
+
+    async def use(url: str) -> list[Sample]:
+        samples = [Sample(prompt_tokens=np.array([1] * count, np.int32)) for count in (2, 6)]
+        async with GenerateClient(url) as args.generate_client:
+            async with aclosing(stream_generate(args, samples[0], sampling_params(args))) as pieces:
+                async for _ in pieces:
+                    if samples[0].response == "ab":
+                        break
+            async for _ in stream_generate(args, samples[1], sampling_params(args)):
+                raise AssertionError("there is no room for a token")
+        return samples
+
+    left, full = serve(served, use)
+    assert (left.response, left.status, left.response_length) == ("ab", Sample.Status.COMPLETED, 2)
+    left.validate()
+    assert (full.response_length, full.status) == (0, Sample.Status.TRUNCATED)
+    assert len(served.asked) == 1
+
+
+def test_retries_are_counted_with_fault_tolerance(start: Any) -> None:
+    args, source = start(
+        custom_generate_function_path=None, use_fault_tolerance=True, stream_responses=True, n_samples_per_prompt=1
+    )
+    served = Engine([97, 98, 99, 100], 0, [("die", 3), ("status", 503)])
+    served.num_prompt = 2  # "p0", a byte a token
+
+    async def use(url: str) -> Any:
+        args.router_url = url
+        return await asyncio.to_thread(generate_rollout, args, 0, source)
+
+    output = serve(served, use)
+    assert [group[0].response_length for group in output.samples] == [4] * 4
+    assert output.metrics == {"rollout/requests_retried": 2, "rollout/tokens_kept": 3}
