@@ -13,6 +13,7 @@ from fusionrl.config.groups import (
     AlgorithmGroup,
     CheckpointGroup,
     ClusterGroup,
+    CriticGroup,
     DataGroup,
     EvalGroup,
     Group,
@@ -61,6 +62,7 @@ class Config(Group):
     rollout: RolloutGroup = Field(default_factory=RolloutGroup)
     reward: RewardGroup = Field(default_factory=RewardGroup)
     algorithm: AlgorithmGroup = Field(default_factory=AlgorithmGroup)
+    critic: CriticGroup = Field(default_factory=CriticGroup)
     train: TrainGroup = Field(default_factory=TrainGroup)
     eval: EvalGroup = Field(default_factory=EvalGroup)
     weights: WeightsGroup = Field(default_factory=WeightsGroup)

@@ -338,6 +338,7 @@ class AlgorithmGroup(Group):
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
             "remax",
+            "ppo",
             "dpo",
         ]
         | None
@@ -356,18 +357,21 @@ class AlgorithmGroup(Group):
         "remax",
         "opo",
         "pass_at_k",
+        "ppo",
     ] = Field(
         "grpo",
         description="Advantage estimator (docs/algorithms.md); gspo and cispo are grpo's with a policy loss of theirs.",
     )
     pass_k: int = Field(1, description="Answers that count as one try, for --advantage-estimator pass_at_k.", ge=1)
-    gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus).", ge=0, le=1)
+    gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus, ppo).", ge=0, le=1)
+    lambd: float = Field(1.0, description="Lambda of GAE (ppo).", ge=0, le=1)
     normalize_advantages: bool = Field(
         False, description="Whiten advantages over all tokens of a rollout; reinforce_plus_plus always does."
     )
     kl_coef: float = Field(
         0.0,
-        description="Price of the KL to the reference in each token's reward (reinforce_plus_plus), by --kl-loss-type.",
+        description="Price of the KL to the reference in each token's reward (reinforce_plus_plus, ppo), by"
+        " --kl-loss-type.",
         ge=0,
     )
     policy_loss: Literal[
@@ -458,6 +462,31 @@ class AlgorithmGroup(Group):
     use_rollout_logprobs: bool = Field(
         False, description="Take the engine's log-probs as the old policy's instead of computing them."
     )
+
+
+class CriticGroup(Group):
+    """Critic (--advantage-estimator ppo)"""
+
+    critic_load: str | None = Field(
+        None, description="Hugging Face folder that the critic starts with. Default: --hf-checkpoint, and values of 0."
+    )
+    critic_lr: float | None = Field(None, description="Learning rate of the critic. Default: --lr.", ge=0)
+    critic_lr_warmup_iters: int | None = Field(
+        None, description="Its warm-up, optimizer steps. Default: --lr-warmup-iters.", ge=0
+    )
+    critic_num_gpus: int | None = Field(
+        None, description="Devices of the critic alone. Default: it shares the actor's.", ge=1
+    )
+    critic_tensor_model_parallel_size: int | None = Field(
+        None, description="Tensor parallel size of the critic. Default: as the actor's, here and below.", ge=1
+    )
+    critic_pipeline_model_parallel_size: int | None = Field(
+        None, description="Pipeline parallel size of the critic.", ge=1
+    )
+    critic_context_parallel_size: int | None = Field(None, description="Context parallel size of the critic.", ge=1)
+    critic_expert_model_parallel_size: int | None = Field(None, description="Expert parallel size of the critic.", ge=1)
+    num_critic_only_steps: int = Field(0, description="First rollouts in which the critic alone is trained.", ge=0)
+    value_clip: float = Field(0.2, description="How far a value may move from the one before the step.", gt=0)
 
 
 class TrainGroup(Group):
@@ -619,6 +648,7 @@ GROUPS: dict[str, type[Group]] = {
     "rollout": RolloutGroup,
     "reward": RewardGroup,
     "algorithm": AlgorithmGroup,
+    "critic": CriticGroup,
     "train": TrainGroup,
     "eval": EvalGroup,
     "weights": WeightsGroup,

@@ -27,7 +27,6 @@ COMING: dict[str, str] = {
     "custom_model_provider_path": "the model provider hook",
     "use_routing_replay": "routing replay",
     "use_rollout_routing_replay": "routing replay",
-    "lambd": "estimators with a critic",
     "multimodal_keys": "multimodal data",
     "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",
     "rollout_external_engine_addrs": "external engines",

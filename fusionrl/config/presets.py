@@ -43,6 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_loss_type": "k2",
     },
     "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
+    "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001, "kl_loss_type": "k1"},
     "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
 }
 OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens

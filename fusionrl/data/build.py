@@ -17,7 +17,7 @@ from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
 
-OPTIONAL = tuple(name for name, spec in FIELDS.items() if not (spec.required or spec.by_trainer))
+OPTIONAL = tuple(name for name, spec in FIELDS.items() if not (spec.required or spec.is_derived))
 
 
 def build_shards(
@@ -64,6 +64,7 @@ def build_shards(
             present,
             rollout_id=rollout_id,
             steps=s,
+            positions=members,
             extra={name: [values[i] for i in members] for name, values in (extra or {}).items()},
         )
         for members, s in zip(per_rank, steps, strict=True)
@@ -136,6 +137,7 @@ def _shard(
     *,
     rollout_id: int,
     steps: list[TrainStep],
+    positions: list[int],
     extra: dict[str, list[Any]],
 ) -> TrainShard:
     """One rank's shard. `present` is decided over all ranks: a field stands in every shard or in none."""
@@ -146,6 +148,7 @@ def _shard(
         "raw_rewards": flat_field("raw_rewards", raw_rewards),
         "sample_index": flat_field("sample_index", [_or(s.index, -1) for s in samples]),
         "group_index": flat_field("group_index", [_or(s.group_index, -1) for s in samples]),
+        "position": flat_field("position", positions),
         "truncated": flat_field("truncated", [s.status == Status.TRUNCATED for s in samples]),
     }
     for name in present:

@@ -24,7 +24,7 @@ class FieldSpec:
     dtype: type
     required: bool
     description: str
-    by_trainer: bool = False  # made by a forward pass of the trainers, or from what these give
+    is_derived: bool = False  # no field of a Sample: made of the rollout, or by forward passes of the trainers
 
 
 FIELDS: dict[str, FieldSpec] = {
@@ -38,6 +38,7 @@ FIELDS: dict[str, FieldSpec] = {
     "sample_index": FieldSpec("sample", np.int64, True, "Sample.index"),
     "group_index": FieldSpec("sample", np.int64, True, "Sample.group_index"),
     "truncated": FieldSpec("sample", np.bool_, True, "whether the response hit its length limit"),
+    "position": FieldSpec("sample", np.int64, False, "where the sample stands in the rollout", True),
     "log_probs": FieldSpec("response", np.float32, False, "the trainers' log-probs before the first step", True),
     "ref_log_probs": FieldSpec("response", np.float32, False, "the reference model's log-probs", True),
     "values": FieldSpec("response", np.float32, False, "the critic's value before each response token", True),

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import socket
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -71,6 +72,7 @@ class TrainerActor:
         self._offload: Offload | None = None
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
+        self._prepared: tuple[int, TrainShard, dict[str, float]] | None = None
         self._skipped_in_a_row = 0
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
 
@@ -105,7 +107,11 @@ class TrainerActor:
 
         self.trained = model.build_training(config, modules, transformer, self.device)
         a = config.algorithm
-        if config.run.mode == "rl" and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"):
+        if (
+            config.run.mode == "rl"
+            and not self.is_critic
+            and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo")
+        ):
             self._read_reference()
         return {
             "num_parameters": self.shape.num_parameters,
@@ -234,12 +240,42 @@ class TrainerActor:
         if self._offload is not None:
             self._offload.reload(only_weights=only_weights)
 
-    def train(self, rollout_id: int, shard: TrainShard | list[Any]) -> dict[str, float]:
+    def values(self, shard: TrainShard | list[Any]) -> Columns:
+        """A critic's values before each response token that is trained on, of this rank's shard."""
+        self.reload()
+        shard = _pull(shard)
+        return columns_of(replace(shard, fields=shard.fields | {"values": self._scored(shard)}), ("values",))
+
+    def prepare(self, rollout_id: int, shard: TrainShard | list[Any], columns: Sequence[Any]) -> Columns:
+        """With a critic: the advantages of this rank's shard, for the `train` that follows, and the critic's targets.
+
+        Args:
+            rollout_id: as of `train`.
+            shard: as of `train`.
+            columns: what the critic's `values` returned on each of its data-parallel ranks, or references to it.
+
+        Returns:
+            values and returns.
+        """
+        from fusionrl.trainer.batch import check_shard
+        from fusionrl.trainer.loss import LossOptions
+
+        self.reload()
+        pulled = _pull(shard)
+        shard = replace(pulled, fields=dict(pulled.fields))
+        check_shard(shard)
+        take_columns(shard, columns)
+        metrics = self._prepare(rollout_id, shard, LossOptions.from_config(self.config))
+        self._prepared = (rollout_id, shard, metrics)
+        return columns_of(shard, ("values", "returns"))
+
+    def train(self, rollout_id: int, shard: TrainShard | list[Any], columns: Sequence[Any] = ()) -> dict[str, float]:
         """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
 
         Args:
             rollout_id: kept with the checkpoint.
             shard: the shard, or `[ref]` with a Ray reference to it.
+            columns: of a critic, what the actor's `prepare` returned on each data-parallel rank.
 
         Returns:
             `train/…` metrics over all ranks, the mean over the optimizer steps; the same on every rank.
@@ -257,8 +293,15 @@ class TrainerActor:
         # What the trainers find out is added to the fields, and in one process these may be somebody else's.
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
-        loss = LossOptions.from_config(self.config)
-        prepared = self._prepare(rollout_id, shard, loss) if loss.mode == "rl" else {}
+        loss = LossOptions.from_config(self.config, self.is_critic)
+        if self.is_critic:
+            take_columns(shard, columns)
+            prepared: dict[str, float] = {}
+        elif self._prepared is not None and self._prepared[0] == rollout_id:
+            _, shard, prepared = self._prepared
+            self._prepared = None
+        else:
+            prepared = self._prepare(rollout_id, shard, loss) if loss.mode == "rl" else {}
         options = self._batch_options()
         hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir))
         history: list[dict[str, float]] = []
@@ -280,7 +323,8 @@ class TrainerActor:
             self._counters["skipped"] += int(metrics["train/skipped"])
             self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
         self._counters["rollout_id"] = rollout_id
-        return mean_metrics(history) | prepared
+        metrics = mean_metrics(history) | prepared
+        return {name.replace("train/", "critic/", 1): v for name, v in metrics.items()} if self.is_critic else metrics
 
     def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> dict[str, float]:
         """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages.
@@ -419,9 +463,10 @@ class TrainerActor:
             share_prompts=self.shape.mla is None,
             aggregation=aggregation_of(config),
             constant=loss_length(config),
-            entropy_grad=not sft and config.algorithm.entropy_coef > 0,
+            entropy_grad=not sft and not self.is_critic and config.algorithm.entropy_coef > 0,
             all_responses=all_responses,
-            whole_sequences=not sft and config.algorithm.loss_type == "custom_loss" and not all_responses,
+            whole_sequences=not (sft or self.is_critic or all_responses)
+            and config.algorithm.loss_type == "custom_loss",
         )
 
     def score(self, shard: TrainShard | list[Any], weights: str | None = None) -> list[np.ndarray]:
@@ -652,6 +697,30 @@ def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
         else:
             result[name] = sum(values) / len(values)
     return result
+
+
+Columns = dict[int, dict[str, np.ndarray]]  # position of a sample in the rollout -> name -> [response_length]
+
+
+def columns_of(shard: TrainShard, names: Sequence[str]) -> Columns:
+    """Columns of a shard by the samples' positions, for trainers whose shards are cut otherwise."""
+    parts = {name: shard.split(name)[: shard.num_samples] for name in names}
+    positions = shard.fields["position"].tolist()
+    return {position: {name: parts[name][i] for name in names} for i, position in enumerate(positions)}
+
+
+def take_columns(shard: TrainShard, columns: Sequence[Any]) -> None:
+    """Add to the shard what `columns_of` gave of all ranks' shards; references are pulled."""
+    whole: Columns = {}
+    for part in columns:
+        if not isinstance(part, dict):
+            import ray
+
+            part = ray.get(part)
+        whole |= part
+    found = [whole[position] for position in shard.fields["position"].tolist()]
+    for name in found[0] if found else ("values", "returns"):
+        shard.fields[name] = np.concatenate([np.zeros(0, np.float32), *(one[name] for one in found)])
 
 
 def _pull(shard: TrainShard | list[Any]) -> TrainShard:

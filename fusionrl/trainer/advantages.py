@@ -46,7 +46,7 @@ class AdvantageOptions:
         return cls(
             estimator=algorithm.advantage_estimator,
             gamma=algorithm.gamma,
-            lambd=1.0,
+            lambd=algorithm.lambd,
             kl_coef=algorithm.kl_coef,
             kl_type=algorithm.kl_loss_type,
             is_whitened=algorithm.normalize_advantages or algorithm.advantage_estimator in WHITENED,

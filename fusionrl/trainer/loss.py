@@ -24,6 +24,7 @@ from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.sft import sft_loss
+from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup
 from fusionrl.config.hooks import call_hook
@@ -46,7 +47,7 @@ class LossOptions:
     is_custom        --loss-type custom_loss
     """
 
-    mode: str
+    mode: str  # rl, sft, or value: a critic's
     policy_loss: str = "ppo"
     constants: PolicyLossOptions = field(default_factory=PolicyLossOptions)
     correction: CorrectionOptions | None = None
@@ -59,11 +60,14 @@ class LossOptions:
     needs_log_probs: bool = False
     is_custom: bool = False
     custom_policy_loss_path: str | None = None
+    value_clip: float | None = None
 
     @classmethod
-    def from_config(cls, config: Config) -> LossOptions:
+    def from_config(cls, config: Config, is_critic: bool = False) -> LossOptions:
         """The options of `config`."""
         a, train = config.algorithm, config.train
+        if is_critic:
+            return cls(mode="value", value_clip=config.critic.value_clip)
         return cls(
             mode="sft" if "sft" in (config.run.mode, a.loss_type[:3]) else "rl",
             policy_loss=policy_loss_name(a),
@@ -171,7 +175,7 @@ def micro_batch_loss(
     """Loss (a sum, see above) of the chosen tokens of one micro-batch.
 
     Args:
-        log_probs: [N] of the policy that is trained, with gradient.
+        log_probs: [N] of the policy that is trained, with gradient; of a critic its values.
         entropy: [N].
         batch: the micro-batch.
         options: see `LossOptions`.
@@ -187,6 +191,12 @@ def micro_batch_loss(
         losses = sft_loss(log_probs)
         loss = (batch.weights * losses).sum()
         sums, means = {"loss": loss}, {}
+    elif options.mode == "value":
+        returns = batch.fields["returns"]
+        losses, means = value_loss(log_probs, batch.fields["values"], returns, options.value_clip)
+        loss = (batch.weights * losses).sum()
+        error = (batch.fields["values"] - returns).abs()
+        sums, means = {"loss": loss}, means | {"value_error": error, "return_mean": returns, "value_mean": log_probs}
     else:
         loss, losses, sums, means = _policy_terms(log_probs, entropy, batch, options, hooks)
     token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in means.items()}

@@ -80,7 +80,8 @@ def _loss_function(
         if custom is not None:
             value, sums = custom(batch, output)
         else:
-            value, sums = micro_batch_loss(output[0], output[1], batch, options, compare, hooks)
+            # A critic gives values alone.
+            value, sums = micro_batch_loss(output[0], output[-1], batch, options, compare, hooks)
         # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
         return value, torch.zeros((), dtype=torch.int, device=output.device), sums
 

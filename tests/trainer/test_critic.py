@@ -1,0 +1,104 @@
+"""PPO's critic: its values, GAE from them, and its training, at every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import trainer_worker
+from tests.trainer.test_weight_sets import LAYOUTS, critic_folder
+from tests.trainer.trainer_worker import Failed, Samples, config_of
+
+PPO = {"advantage_estimator": "ppo", "gamma": 0.95, "lambd": 0.9, "normalize_advantages": False}
+
+
+def shards_of(samples: Samples, dp: int, micro: int = 2):
+    shards = samples.shards(dp, 1, micro)
+    for shard in shards:
+        shard.fields["position"] = shard.fields["sample_index"]
+    return shards
+
+
+def call(workers, layout, method, shards, *args):
+    """Call a method with each rank's shard; what one rank of each data-parallel rank returned."""
+    found = workers.call_each(
+        method, [(*args[:1], shards[layout.dp_rank(rank)], *args[1:]) for rank in range(layout.world_size)]
+    )
+    return [found[layout.ranks_of_dp(dp)[0]] for dp in range(layout.dp)]
+
+
+def gae_by_loops(rewards, values, mask, gamma, lam):
+    """(advantages, returns) at trained tokens of one sample, by the recursion in float64."""
+    trained = np.flatnonzero(mask)
+    v = values[trained].astype(np.float64)
+    r = np.zeros(trained.size)
+    r[-1] = rewards
+    advantages, following = np.zeros(trained.size), 0.0
+    for t in reversed(range(trained.size)):
+        delta = r[t] + gamma * (v[t + 1] if t + 1 < trained.size else 0.0) - v[t]
+        following = delta + gamma * lam * following
+        advantages[t] = following
+    return advantages, advantages + v
+
+
+def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
+    folder, _ = hf("qwen3", False)
+    critic_folder(tmp_path / "critic", "qwen3")
+    samples = Samples(6, seed=71, share=2)
+    layout = TrainerLayout(2)
+    config = config_of(tmp_path / "critic", **PPO, lr=2e-3)
+    workers.start(config, layout, is_critic=True)
+    values = call(workers, layout, "values", shards_of(samples, 2))
+    everything = {position: columns["values"] for part in values for position, columns in part.items()}
+    assert sorted(everything) == list(range(6))
+
+    # The actor has another layout: its ranks find their own samples' values.
+    actor_layout = TrainerLayout(2, pp=2)
+    workers.start(config_of(folder, **PPO), actor_layout)
+    prepared = call(workers, actor_layout, "prepare", shards_of(samples, 1), 0, values)
+    (columns,) = prepared
+    for i in range(6):
+        trained = samples.mask[i] > 0
+        _, returns = gae_by_loops(samples.rewards[i], everything[i], samples.mask[i], 0.95, 0.9)
+        assert np.abs(columns[i]["returns"][trained] - returns).max() < 1e-5
+        assert np.all(columns[i]["returns"][~trained] == 0)
+    metrics = workers.train(shards_of(samples, 1), actor_layout, 0)
+    wanted = [gae_by_loops(r, everything[i], samples.mask[i], 0.95, 0.9)[0] for i, r in enumerate(samples.rewards)]
+    assert metrics["train/advantage_mean"] == pytest.approx(np.concatenate(wanted).mean(), abs=1e-5)
+
+    errors = [columns[i]["returns"] - everything[i] for i in range(6)]
+    masked = np.concatenate([error[mask > 0] for error, mask in zip(errors, samples.mask, strict=True)])
+    reference = None
+    for layout in LAYOUTS:
+        workers.start(config, layout, is_critic=True)
+        shards = shards_of(samples, layout.dp)
+        metrics = call(workers, layout, "train", shards, 0, prepared)[0]
+        assert metrics["critic/loss"] == pytest.approx(0.5 * np.mean(masked.astype(np.float64) ** 2), rel=1e-5)
+        assert metrics["critic/value_error"] == pytest.approx(np.abs(masked).mean(), rel=1e-5)
+        assert "train/loss" not in metrics
+        weights = workers.run(trainer_worker.weights)[0]
+        if reference is None:
+            reference = weights
+        assert max(np.abs(weights[name] - tensor).max() for name, tensor in reference.items()) < 2e-5, layout
+        again = call(workers, layout, "values", shards)
+        after = {position: found["values"] for part in again for position, found in part.items()}
+        gap = np.concatenate([(after[i] - columns[i]["returns"])[samples.mask[i] > 0] for i in range(6)])
+        assert np.mean(gap**2) < np.mean(masked**2), "a step brings the values nearer to the returns"
+
+
+def test_a_critic_that_has_no_head_yet_starts_with_values_of_zero(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = Samples(3, seed=72)
+    workers.start(config_of(folder, **PPO), TrainerLayout(1), is_critic=True)
+    (values,) = call(workers, TrainerLayout(1), "values", shards_of(samples, 1))
+    assert all(not columns["values"].any() for columns in values.values())
+
+
+def test_values_that_are_not_finite_are_named(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = Samples(3, seed=73)
+    workers.start(config_of(folder, **PPO), TrainerLayout(1))
+    values = {i: {"values": np.full(n, np.nan, np.float32)} for i, n in enumerate(samples.response)}
+    with pytest.raises(Failed, match="value nan at response token"):
+        call(workers, TrainerLayout(1), "prepare", shards_of(samples, 1), 0, [values])
