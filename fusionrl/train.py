@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from fusionrl.algorithms.mismatch_report import mismatch_warning
+from fusionrl.buffer.actor import Rollout
 from fusionrl.buffer.rollout_metrics import eval_table
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.cluster.session import Session
@@ -177,7 +178,7 @@ def on_policy(run: Run) -> None:
         rollout = session.generate(rollout_id)
         session.release_engine_memory()
         run.progress.status("training")
-        values = rollout.metrics | _timed_train(session, rollout_id, rollout.shards)
+        values = rollout.metrics | _timed_train(session, rollout)
         run.last_trained = rollout_id
         run.progress.status("pushing weights")
         values |= session.push(version=rollout_id + 1)
@@ -198,7 +199,7 @@ def sft(run: Run) -> None:
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
         rollout = run.session.generate(rollout_id)
-        values = rollout.metrics | _timed_train(run.session, rollout_id, rollout.shards)
+        values = rollout.metrics | _timed_train(run.session, rollout)
         run.last_trained = rollout_id
         values["perf/step_time_s"] = time.perf_counter() - start
         values["perf/tokens_per_s"] = values["train/num_tokens"] / values["perf/step_time_s"]
@@ -236,7 +237,7 @@ def train_only(run: Run) -> None:
     """--debug-train-only: trainers on saved rollouts without engines."""
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         rollout = run.session.generate(rollout_id)
-        values = rollout.metrics | _timed_train(run.session, rollout_id, rollout.shards)
+        values = rollout.metrics | _timed_train(run.session, rollout)
         run.last_trained = rollout_id
         run.record(rollout_id + 1, values)
         run.save_if_due(rollout_id)
@@ -264,9 +265,9 @@ def choose_loop(config: Config) -> object:
     return {"sft": sft, "reject-sampling": reject_sampling, "eval": evaluate_only}[config.run.mode]
 
 
-def _timed_train(session: Session, rollout_id: int, shards: list[object]) -> dict[str, float]:
+def _timed_train(session: Session, rollout: Rollout) -> dict[str, float]:
     start = time.perf_counter()
-    values = session.train(rollout_id, shards)
+    values = session.train(rollout.rollout_id, rollout.shards, rollout.critic_shards)
     return values | {"perf/time_train_s": time.perf_counter() - start}
 
 

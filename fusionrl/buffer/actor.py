@@ -66,6 +66,7 @@ class Rollout:
     shards: list[Any]  # object references; the trainers pull what they stand for
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
+    critic_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's ranks
 
 
 class BufferActor:
@@ -265,6 +266,7 @@ class BufferActor:
         if mode == "reject-sampling":
             metrics.update({f"rollout/{name}": float(count) for name, count in counts.items()})
         shards: list[Any] = []
+        critic_shards: list[Any] = []
         if self.plan.balance is not None and self.plan.batch is not None and mode in ("rl", "sft"):
             extra: dict[str, list[Any]] = {}
             path = self.config.reward.custom_convert_samples_to_train_data_path
@@ -274,17 +276,15 @@ class BufferActor:
                 samples, rewards, raw, extra = samples_of(data, samples, f"{flag_of(field)} {path}")
             if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
                 samples, rewards, raw = best_and_worst(samples, rewards)
-            built = build_shards(
-                samples,
-                rewards,
-                raw,
-                self.plan.batch,
-                self.plan.balance,
-                rollout_id=rollout_id,
-                extra=extra,
-            )
+            given, named = (samples, rewards, raw), {"rollout_id": rollout_id, "extra": extra}
+            built = build_shards(*given, self.plan.batch, self.plan.balance, **named)
             shards = [self._put(shard) for shard in built]
-        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0))
+            if (critic := self.plan.critic) is not None:
+                assert critic.batch is not None
+                critic_shards = [
+                    self._put(shard) for shard in build_shards(*given, critic.batch, critic.balance, **named)
+                ]
+        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), critic_shards)
 
     def _accept(self, rollout_id: int, samples: list[Sample], raw: list[float]) -> dict[str, int]:
         if self.attempt > 1 and not self._is_accepted_clean:

@@ -21,6 +21,8 @@ from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
+from fusionrl.plan.critic import critic_config
+from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
 from fusionrl.weights.push import WeightMismatch, push_weights, verify_push
@@ -52,6 +54,7 @@ class Session:
         self.run_dir, self.attempt = run_dir.resolve(), attempt
         self.say, self.check_stop, self.on_ray = say, check_stop, on_ray
         self.trainers: list[Any] = []
+        self.critics: list[Any] = []
         self._engines_away = False  # whether the engines gave their memory back
         self.engines: list[Any] = []
         self.urls: list[str] = []
@@ -176,22 +179,37 @@ class Session:
     def _make_trainers(self, bundles: list[Bundle]) -> list[Any]:
         if self.plan.layout is None:
             return []
-        for rank, place in enumerate(self.plan.trainer_bundles):
-            bundle = bundles[place]
+        config = pinned(self.config, self.plan)
+        self.trainers = self._trainer_group(config, [bundles[place] for place in self.plan.trainer_bundles], False)
+        groups = [self.trainers]
+        if self.plan.critic is not None:
+            places = [bundles[place] for place in self.plan.critic.bundles]
+            self.critics = self._trainer_group(critic_config(config), places, True)
+            groups.append(self.critics)
+        refs = []
+        for group in groups:
+            address, port = ray.get(group[0].node_address.remote())
+            refs += [trainer.setup.remote(address, port) for trainer in group]
+        return refs
+
+    def _trainer_group(self, config: Config, places: list[Bundle], is_critic: bool) -> list[Any]:
+        made = []
+        for rank, bundle in enumerate(places):
             env = self._env(bundle.node_address)
             env["OMP_NUM_THREADS"] = str(self.plan.train_num_threads)
-            actor = actor_on(TrainerWorker, bundle, self._group, env=env, max_concurrency=1).remote(
-                pinned(self.config, self.plan),
-                self.plan,
-                rank,
-                str(self.run_dir),
-                bundle.device_id,
-                LOOPBACK if self.alone else bundle.node_address,
-                self._log(f"trainer-{rank}"),
+            made.append(
+                actor_on(TrainerWorker, bundle, self._group, env=env, max_concurrency=1).remote(
+                    config,
+                    self.plan,
+                    rank,
+                    str(self.run_dir),
+                    bundle.device_id,
+                    LOOPBACK if self.alone else bundle.node_address,
+                    self._log(f"{'critic' if is_critic else 'trainer'}-{rank}"),
+                    is_critic,
+                )
             )
-            self.trainers.append(actor)
-        address, port = ray.get(self.trainers[0].node_address.remote())
-        return [trainer.setup.remote(address, port) for trainer in self.trainers]
+        return made
 
     def _make_router_and_buffer(self, engine_refs: list[Any]) -> Any:
         router_url = ""
@@ -351,14 +369,34 @@ class Session:
             ray.get([engine.release_memory.remote(None) for engine in self.engines])
             self._engines_away = True
 
-    def train(self, rollout_id: int, shards: Sequence[Any]) -> dict[str, float]:
+    def train(self, rollout_id: int, shards: Sequence[Any], critic_shards: Sequence[Any] = ()) -> dict[str, float]:
         """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
         assert self.plan.layout is not None
-        refs = [
-            trainer.train.remote(rollout_id, [shards[self.plan.layout.dp_rank(rank)]])
-            for rank, trainer in enumerate(self.trainers)
-        ]
-        return _gather(refs)[0]
+        layout, critic = self.plan.layout, self.plan.critic
+        own = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
+        if critic is None:
+            return _gather([t.train.remote(rollout_id, s) for t, s in zip(self.trainers, own, strict=True)])[0]
+        theirs = [[critic_shards[critic.layout.dp_rank(rank)]] for rank in range(critic.layout.world_size)]
+        # Values, advantages and targets go from group to group by reference, of one rank of each replica.
+        pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.critics, theirs, strict=True)]
+        values = _of_replicas(pairs, critic.layout)
+        self._make_room(self.critics)
+        prepare = [trainer.prepare.options(num_returns=2) for trainer in self.trainers]
+        pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
+        targets = _of_replicas(pairs, layout)
+        metrics: dict[str, float] = {}
+        if rollout_id >= self.config.critic.num_critic_only_steps:
+            metrics |= _gather([t.train.remote(rollout_id, s) for t, s in zip(self.trainers, own, strict=True)])[0]
+        self._make_room(self.trainers)
+        refs = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.critics, theirs, strict=True)]
+        metrics |= _gather(refs)[0]
+        self._make_room(self.critics)
+        return metrics
+
+    def _make_room(self, group: list[Any]) -> None:
+        """On GPUs that actor and critic share, one gives its memory away before the other works."""
+        if self.plan.device == "cuda" and self.plan.shares_with_critic and self.config.cluster.offload_train != "never":
+            ray.get([trainer.offload.remote(False) for trainer in group])
 
     def generate(self, rollout_id: int) -> Any:
         """The Buffer's `Rollout`; of an engine that dies meanwhile the death is reported, not its consequences."""
@@ -410,6 +448,7 @@ class Session:
         when = self.config.cluster.offload_train
         if when == "always" or (when == "auto" and self.plan.device == "cuda" and self.plan.is_colocated):
             ray.get([trainer.offload.remote(keep_weights) for trainer in self.trainers])
+            ray.get([critic.offload.remote(False) for critic in self.critics])
 
     def _watched(self, ref: Any) -> Any:
         """Wait for the Buffer's answer, looking after the engines: a dead one is an error at once, or replaced."""
@@ -439,35 +478,39 @@ class Session:
         When this returns, training may go on; the checkpoint is complete after `finish_save`.
         """
         refs = [self.buffer.save.remote(str(path / "buffer.json"), rollout_id)]
-        refs += [trainer.begin_save.remote(str(path / "trainer"), rollout_id) for trainer in self._trained()]
+        for name, group in self._trained().items():
+            refs += [trainer.begin_save.remote(str(path / name), rollout_id) for trainer in group]
         _gather(refs)
 
     def is_saved(self) -> bool:
         """Whether `finish_save` would return soon."""
-        return all(_gather([trainer.is_saved.remote() for trainer in self._trained()]))
+        return all(_gather([t.is_saved.remote() for group in self._trained().values() for t in group]))
 
     def finish_save(self) -> None:
         """Wait for the files of `begin_save`."""
-        _gather([trainer.finish_save.remote() for trainer in self._trained()])
+        _gather([t.finish_save.remote() for group in self._trained().values() for t in group])
 
     def state_hashes(self) -> dict[str, Any]:
         """SHA-256 of the Buffer's state, and of each trainer's weights, optimizer and RNG states."""
         buffer = self.buffer.state_hash.remote()
         return {
             "buffer": ray.get(buffer),
-            "trainers": _gather([trainer.state_hashes.remote() for trainer in self._trained()]),
+            "trainers": _gather([t.state_hashes.remote() for group in self._trained().values() for t in group]),
         }
 
     def load(self, path: Path) -> None:
         """The inverse of `save`."""
         refs = [self.buffer.load.remote(str(path / "buffer.json"))]
-        refs += [trainer.load.remote(str(path / "trainer")) for trainer in self._trained()]
+        for name, group in self._trained().items():
+            refs += [trainer.load.remote(str(path / name)) for trainer in group]
         _, *restored = _gather(refs)
         self.rng_restored = all(facts["rng_restored"] for facts in restored)
 
-    def _trained(self) -> list[Any]:
-        """The trainers, in a mode that changes their weights."""
-        return [] if self.config.run.mode == "reject-sampling" else self.trainers
+    def _trained(self) -> dict[str, list[Any]]:
+        """Folder in a checkpoint → trainers, in a mode that changes their weights."""
+        if self.config.run.mode == "reject-sampling" or not self.trainers:
+            return {}
+        return {"trainer": self.trainers} | ({"critic": self.critics} if self.critics else {})
 
     def save_hf(self, path: Path) -> None:
         """Weights as a Hugging Face folder."""
@@ -490,12 +533,12 @@ class Session:
             self.router.shutdown()
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_ENGINE_STOP_TIMEOUT_S)
-        for actor in [*self.trainers, *self.engines, self.buffer]:
+        for actor in [*self.trainers, *self.critics, *self.engines, self.buffer]:
             if actor is not None:
                 ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
-        self.trainers, self.engines, self.buffer = [], [], None
+        self.trainers, self.critics, self.engines, self.buffer = [], [], [], None
         self.router = self._group = None
         ray.shutdown()
 
@@ -514,6 +557,12 @@ def pinned(config: Config, plan: Plan) -> Config:
             ),
         }
     )
+
+
+def _of_replicas(pairs: Sequence[Any], layout: TrainerLayout) -> list[Any]:
+    """Wait for what each rank answers, (None, columns); references to the columns, one of each replica."""
+    _gather([done for done, _ in pairs])
+    return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]
 
 
 def _gather(refs: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:

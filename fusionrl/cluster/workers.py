@@ -72,9 +72,17 @@ class TrainerWorker:
     """A trainer rank's actor process. Megatron is imported here and nowhere in the driver."""
 
     def __init__(
-        self, config: Config, plan: Plan, rank: int, run_dir: str, device_id: int, host: str, log: str
+        self,
+        config: Config,
+        plan: Plan,
+        rank: int,
+        run_dir: str,
+        device_id: int,
+        host: str,
+        log: str,
+        is_critic: bool = False,
     ) -> None:
-        _log_to(log, f"trainer-{rank}", config.run.log_level)
+        _log_to(log, f"{'critic' if is_critic else 'trainer'}-{rank}", config.run.log_level)
         import torch
 
         if plan.device == "cuda":
@@ -83,9 +91,10 @@ class TrainerWorker:
             torch.set_num_threads(plan.train_num_threads)
         from fusionrl.trainer.actor import TrainerActor
 
-        assert plan.layout is not None
+        layout = plan.critic.layout if is_critic and plan.critic else plan.layout
+        assert layout is not None
         self._plan, self._config, self._host, self._rank = plan, config, host, rank
-        self._trainer = TrainerActor(config, plan.layout, rank, run_dir, device_id)
+        self._trainer = TrainerActor(config, layout, rank, run_dir, device_id, is_critic)
         self._sender: Any = None
 
     def node_address(self) -> tuple[str, int]:
@@ -150,9 +159,17 @@ class TrainerWorker:
         """Give memory away while engines generate; see `TrainerActor.offload`."""
         return self._trainer.offload(keep_weights)
 
-    def train(self, rollout_id: int, shard: Any) -> dict[str, float]:
+    def train(self, rollout_id: int, shard: Any, columns: Any = ()) -> dict[str, float]:
         """The optimizer steps of one rollout."""
-        return self._trainer.train(rollout_id, shard)
+        return self._trainer.train(rollout_id, shard, columns)
+
+    def values(self, shard: Any) -> tuple[None, Any]:
+        """A critic's values, as a second object: the driver waits for the first and never sees them."""
+        return None, self._trainer.values(shard)
+
+    def prepare(self, rollout_id: int, shard: Any, columns: Any) -> tuple[None, Any]:
+        """Advantages from a critic's values, for the `train` that follows; the critic's targets, as of `values`."""
+        return None, self._trainer.prepare(rollout_id, shard, columns)
 
     def score(self, shard: Any) -> list[Any]:
         """Log-probs of the responses, forward only."""

@@ -1,10 +1,25 @@
-"""What the critic's trainers have instead of the actor's flags."""
+"""The critic's part of the plan: what its trainers have instead of the actor's flags, and where they run."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fusionrl.config.config import Config
+from fusionrl.plan.balance import Balance
+from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.layout import TrainerLayout
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+@dataclass(frozen=True)
+class CriticPlan:
+    """The trainers of the critic."""
+
+    layout: TrainerLayout
+    bundles: tuple[int, ...]  # rank → bundle
+    batch: BatchPlan | None
+    balance: Balance
 
 
 def uses_critic(config: Config) -> bool:

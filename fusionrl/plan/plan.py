@@ -11,6 +11,7 @@ from fusionrl.config.model_shape import ModelShape
 from fusionrl.config.presets import described
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
+from fusionrl.plan.critic import CriticPlan, critic_config, uses_critic
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
 
@@ -24,6 +25,7 @@ class Plan:
     rollout_dtype: Literal["fp32", "bf16"]
     shape: ModelShape
     layout: TrainerLayout | None  # None: the run has no trainers
+    critic: CriticPlan | None
     num_engines: int
     engine_size: int
     num_bundles: int
@@ -46,6 +48,11 @@ class Plan:
         """Whether an engine and a trainer share a device."""
         used = {bundle for bundles in self.engine_bundles for bundle in bundles}
         return bool(used & set(self.trainer_bundles))
+
+    @property
+    def shares_with_critic(self) -> bool:
+        """Whether actor and critic share a device."""
+        return self.critic is not None and bool(set(self.critic.bundles) & set(self.trainer_bundles))
 
 
 def uses_trainers(config: Config) -> bool:
@@ -89,6 +96,9 @@ def make_plan(
     engine_bundles = tuple(
         tuple(range(first_engine + e * size, first_engine + (e + 1) * size)) for e in range(num_engines)
     )
+    num_bundles = max(world_size, first_engine + rollout_gpus)
+    critic = _critic(config, shape, device, num_bundles) if layout and uses_critic(config) else None
+    num_bundles = max(num_bundles, 1 + max(critic.bundles)) if critic else num_bundles
     transport = None
     if layout and num_engines:
         wanted = config.weights.update_weight_transport
@@ -101,9 +111,10 @@ def make_plan(
         rollout_dtype=_precision(model.rollout_dtype, precision),
         shape=shape,
         layout=layout,
+        critic=critic,
         num_engines=num_engines,
         engine_size=size,
-        num_bundles=max(world_size, first_engine + rollout_gpus),
+        num_bundles=num_bundles,
         trainer_bundles=tuple(range(world_size)),
         engine_bundles=engine_bundles,
         transport=transport,
@@ -132,6 +143,7 @@ def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = Non
     except ValueError as error:
         errors.append(str(error))
     pieces: list[Callable[[], object]] = [
+        lambda: _critic(config, shape, "cpu", 0) if shape and layout and uses_critic(config) else None,
         lambda: _rollout_gpus(config),
         lambda: _batch(config, layout),
         lambda: _check_colocated(config),
@@ -163,12 +175,29 @@ def _check_colocated(config: Config) -> None:
         )
 
 
-def _layout(config: Config, shape: ModelShape | None) -> TrainerLayout | None:
+def _critic(config: Config, shape: ModelShape, device: str, first: int) -> CriticPlan:
+    """The critic's trainers: on the actor's devices, or with --critic-num-gpus on those from `first` on."""
+    own = critic_config(config)
+    count = config.critic.critic_num_gpus
+    try:
+        layout = _layout(own, shape, count)
+        assert layout is not None
+        errors = model_errors(layout, shape, config.passthrough.transformer)
+        if errors:
+            raise ValueError(errors[0])
+        _check_saved(own, layout, shape)
+    except ValueError as error:
+        raise ValueError(f"critic (--critic-num-gpus, --critic-…-parallel-size): {error}") from error
+    places = range(layout.world_size) if count is None else range(first, first + count)
+    return CriticPlan(layout, tuple(places), _batch(config, layout), _balance(own, layout, shape, device))
+
+
+def _layout(config: Config, shape: ModelShape | None, world_size: int | None = None) -> TrainerLayout | None:
     if not uses_trainers(config):
         return None
     model = config.model
     return TrainerLayout(
-        world_size=config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node,
+        world_size=world_size or config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node,
         tp=model.tensor_model_parallel_size,
         pp=model.pipeline_model_parallel_size,
         cp=model.context_parallel_size,
@@ -298,6 +327,12 @@ def render_plan(plan: Plan, config: Config) -> str:
         lines.append(
             f"trainers   {lay.world_size} ranks = TP {lay.tp} x CP {lay.cp} x PP {lay.pp} x DP {lay.dp} (EP {lay.ep})"
             f" on devices {list(plan.trainer_bundles)}"
+        )
+    if plan.critic:
+        lay = plan.critic.layout
+        lines.append(
+            f"critic     {lay.world_size} ranks = TP {lay.tp} x CP {lay.cp} x PP {lay.pp} x DP {lay.dp} (EP {lay.ep})"
+            f" on devices {list(plan.critic.bundles)}"
         )
     if plan.num_engines:
         places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
