@@ -39,6 +39,7 @@ from fusionrl.rewards.dispatch import RewardError, batched_async_rm, take_lost
 from fusionrl.rewards.length import length_reward
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.sglang_rollout import apply_filter
+from fusionrl.rollout.teacher import score_samples
 from fusionrl.rollout.types import RolloutAborted, as_eval_output, as_train_output, check_samples, flatten
 
 SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
@@ -53,6 +54,8 @@ class EngineEndpoints:
     router_url: str = ""
     engine_urls: tuple[str, ...] = ()
     api_key: str | None = None
+    rm_urls: tuple[str, ...] = ()
+    teacher_urls: tuple[str, ...] = ()
 
 
 @dataclass
@@ -104,7 +107,10 @@ class BufferActor:
         run = self.config.run
         if self.endpoints.api_key is not None:
             os.environ[ROUTER_KEY] = self.endpoints.api_key
-            os.environ[ROUTER_URLS] = " ".join([self.endpoints.router_url, *self.endpoints.engine_urls])
+            os.environ[ROUTER_URLS] = " ".join(
+                [self.endpoints.router_url, *self.endpoints.engine_urls]
+                + [*self.endpoints.rm_urls, *self.endpoints.teacher_urls]
+            )
         path = self.config.rollout.rollout_function_path
         default = type(self.config.rollout)().rollout_function_path
         if run.mode == "sft" and path == default:
@@ -194,6 +200,8 @@ class BufferActor:
             router_url=self.endpoints.router_url,
             engine_urls=list(self.endpoints.engine_urls),
             api_key=self.endpoints.api_key,
+            rm_urls=list(self.endpoints.rm_urls),
+            teacher_urls=list(self.endpoints.teacher_urls),
             rollout_global_dataset=True,
             vocab_size=self.plan.shape.vocab_size,
             save=str(self.run_dir / "checkpoints"),
@@ -233,6 +241,7 @@ class BufferActor:
         else:
             groups, metrics = self._collect_groups(rollout_id)
             samples = flatten(groups)
+            asyncio.run(score_samples(self._args(), samples))  # those of a user's rollout function
         if self.config.run.save_debug_rollout_data:
             self._save_samples(rollout_id, samples)
         if mode == "sft":

@@ -31,6 +31,7 @@ FIELDS: dict[str, FieldSpec] = {
     "loss_mask": FieldSpec("response", np.float32, True, "1 where the token is trained on, else 0"),
     "rollout_log_probs": FieldSpec("response", np.float32, False, "the engine's log-prob of each response token"),
     "weight_versions": FieldSpec("response", np.int32, False, "weight version that generated each token"),
+    "teacher_log_probs": FieldSpec("response", np.float32, False, "the teacher's log-prob of each response token"),
     "rewards": FieldSpec("sample", np.float32, True, "reward that is trained on, after post-processing"),
     "raw_rewards": FieldSpec("sample", np.float32, True, "reward as the reward function gave it"),
     "sample_index": FieldSpec("sample", np.int64, True, "Sample.index"),
