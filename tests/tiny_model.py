@@ -65,3 +65,21 @@ def make_tiny_qwen3(path: str | Path, seed: int = 0, *, num_layers: int = 2, voc
                     parameter.mul_(3.0)  # away from the uniform distribution, so that a wrong weight shows
     model.save_pretrained(path)
     return Path(path)
+
+
+def make_classifier(policy: str | Path, path: str | Path, seed: int = 0, num_labels: int = 1) -> Path:
+    """Write a float32 sequence classifier of the shape of `policy`, random, with its tokenizer to `path`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(policy, num_labels=num_labels)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3.0)  # away from scores that are all the same
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(path)
+    return Path(path)

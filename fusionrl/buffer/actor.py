@@ -42,6 +42,7 @@ from fusionrl.rewards.dispatch import RewardError, batched_async_rm, take_lost
 from fusionrl.rewards.length import length_reward
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.sglang_rollout import apply_filter
+from fusionrl.rollout.teacher import score_samples
 from fusionrl.rollout.types import RolloutAborted, as_eval_output, as_train_output, check_samples, flatten
 
 SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
@@ -56,6 +57,8 @@ class EngineEndpoints:
     router_url: str = ""
     engine_urls: tuple[str, ...] = ()
     api_key: str | None = None
+    rm_urls: tuple[str, ...] = ()
+    teacher_urls: tuple[str, ...] = ()
 
 
 @dataclass
@@ -134,7 +137,8 @@ class BufferActor:
         self.endpoints = replace(self.endpoints, engine_urls=tuple(engine_urls))
         if self.endpoints.api_key is not None:
             os.environ[ROUTER_KEY] = self.endpoints.api_key
-            os.environ[ROUTER_URLS] = " ".join([self.endpoints.router_url, *engine_urls])
+            urls = [self.endpoints.router_url, *engine_urls, *self.endpoints.rm_urls, *self.endpoints.teacher_urls]
+            os.environ[ROUTER_URLS] = " ".join(urls)
 
     async def status(self) -> dict[str, Any]:
         """What the Buffer is doing, since how many seconds, and the data cursor."""
@@ -207,6 +211,8 @@ class BufferActor:
             router_url=self.endpoints.router_url,
             engine_urls=list(self.endpoints.engine_urls),
             api_key=self.endpoints.api_key,
+            rm_urls=list(self.endpoints.rm_urls),
+            teacher_urls=list(self.endpoints.teacher_urls),
             rollout_global_dataset=True,
             vocab_size=self.plan.shape.vocab_size,
             save=str(self.run_dir / "checkpoints"),
@@ -246,6 +252,7 @@ class BufferActor:
         else:
             groups, metrics = self._collect_groups(rollout_id)
             samples = flatten(groups)
+            asyncio.run(score_samples(self._args(), samples))  # those of a user's rollout function
         if self.config.run.save_debug_rollout_data:
             self._save_samples(rollout_id, samples)
         if mode == "sft":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
+from fusionrl.data.build import response_mask
 from fusionrl.data.sample import Sample, Status
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
@@ -26,6 +27,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index
                 parts.setdefault(name, []).append(value)
     return {
         **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
+        **_distance_to_teacher(samples),
         "rollout/raw_reward": float(rewards.mean()),
         "rollout/raw_reward_std": float(rewards.std()),
         "rollout/accuracy": float((rewards >= ACCURATE).mean()),
@@ -37,6 +39,17 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index
         "rollout/num_samples": float(len(samples)),
         "rollout/num_tokens": float(lengths.sum()),
     }
+
+
+def _distance_to_teacher(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean of log p(student) - log p(teacher) over the trained-on tokens: an estimate of their reverse KL (k1)."""
+    gaps = [np.zeros(0)]
+    for s in samples:
+        if s.teacher_log_probs is not None and s.rollout_log_probs is not None:
+            gap = np.asarray(s.rollout_log_probs, np.float64) - np.asarray(s.teacher_log_probs, np.float64)
+            gaps.append(gap[response_mask(s) > 0])
+    found = np.concatenate(gaps)
+    return {"rollout/opd_reverse_kl": float(found.mean())} if found.size else {}
 
 
 def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -58,6 +58,7 @@ class Session:
         self._engines_away = False  # whether the engines gave their memory back
         self.engines: list[Any] = []
         self.urls: list[str] = []
+        self.scorers: dict[str, list[Any]] = {}  # role → engines that only read, and get no weights
         self.buffer: Any = None
         self.router: Router | None = None
         self.api_key: str | None = None
@@ -96,7 +97,7 @@ class Session:
         self.alone = is_alone()
         if plan.num_bundles:
             self._group, self._bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
-        self.say("starting " + " and ".join(self._parts()))
+        self.say("starting " + ", ".join(self._parts()))
         engine_refs = self._make_engines()
         trainer_refs = self._make_trainers(self._bundles)
         buffer_ready = self._make_router_and_buffer(engine_refs)
@@ -113,6 +114,7 @@ class Session:
         parts = []
         if self.plan.num_engines:
             parts.append(f"{self.plan.num_engines} engine{'s' * (self.plan.num_engines > 1)} and the router")
+        parts += ["the " + scorer.role.replace("-", " ") for scorer in self.plan.scorers]
         if self.plan.layout:
             parts.append(f"{self.plan.layout.world_size} trainer{'s' * (self.plan.layout.world_size > 1)}")
         return parts or ["the Buffer"]
@@ -140,41 +142,63 @@ class Session:
         if not self.plan.num_engines:
             return []
         self.api_key = secrets.token_hex(24)  # no dash: a key that begins with one reads as a flag
-        self.engines = [self._make_engine(index) for index in range(self.plan.num_engines)]
-        return [engine.start.remote() for engine in self.engines]
+        self.engines = [self._make_policy_engine(index) for index in range(self.plan.num_engines)]
+        reward, algorithm = self.config.reward, self.config.algorithm
+        own_args = {"reward-model": reward.rm_server_args, "teacher": algorithm.opd_teacher_server_args}
+        for scorer in self.plan.scorers:
+            self.scorers[scorer.role] = [
+                self._make_engine(scorer.role, index, scorer.model_path, places, own_args[scorer.role])
+                for index, places in enumerate(scorer.bundles)
+            ]
+        return [engine.start.remote() for engine in self._all_engines()]
 
-    def _make_engine(self, index: int) -> Any:
-        places = self.plan.engine_bundles[index]
-        first = self._bundles[places[0]]
-        if len({self._bundles[i].node_id for i in places}) > 1:
-            raise ValueError(
-                f"engine {index} would span several nodes (--rollout-num-gpus-per-engine {self.plan.engine_size}),"
-                " which is not available yet"
-            )
+    def _make_policy_engine(self, index: int) -> Any:
         server_args = dict(self.config.passthrough.sglang)
         if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
             server_args.setdefault("enable_memory_saver", True)
         if self.config.rollout.stream_responses:  # else each event repeats all tokens so far
             server_args.setdefault("incremental_streaming_output", True)
+        folder = str(self.config.model.hf_checkpoint)
+        return self._make_engine("engine", index, folder, self.plan.engine_bundles[index], server_args)
+
+    def _make_engine(
+        self,
+        role: Literal["engine", "reward-model", "teacher"],
+        index: int,
+        model_path: str,
+        bundles: Sequence[int],
+        server_args: dict[str, Any],
+    ) -> Any:
+        places = [self._bundles[i] for i in bundles]
+        first = places[0]
+        if len({place.node_id for place in places}) > 1:
+            flag = {"engine": "--rollout", "reward-model": "--rm", "teacher": "--opd-teacher"}[role]
+            raise ValueError(
+                f"{role} {index} would span several nodes ({flag}-num-gpus-per-engine {len(places)}),"
+                " which is not available yet"
+            )
         spec = EngineSpec(
             index=index,
-            model_path=str(self.config.model.hf_checkpoint),
+            model_path=model_path,
             device=self.plan.device,
             dtype=_TORCH_DTYPES[self.plan.rollout_dtype],
-            tp_size=self.plan.engine_size,
-            gpu_ids=tuple(self._bundles[i].device_id for i in places),
+            tp_size=len(places),
+            gpu_ids=tuple(place.device_id for place in places),
             host=LOOPBACK if self.alone else first.node_address,
             api_key=self.api_key,
             log_dir=str(self.run_dir / "logs"),
             seed=self.config.data.rollout_seed + index,
             start_timeout_s=self.config.rollout.engine_start_timeout_s,
             num_threads=self.config.rollout.engine_num_threads,
-            server_args=server_args,
+            server_args=dict(server_args),
+            role=role,
         )
-        env = self._env(first.node_address)
-        return actor_on(EngineWorker, first, self._group, env=env, max_concurrency=8).remote(
-            spec, self._log(f"engine-actor-{index}")
+        return actor_on(EngineWorker, first, self._group, env=self._env(first.node_address), max_concurrency=8).remote(
+            spec, self._log(f"{role}-actor-{index}")
         )
+
+    def _all_engines(self) -> list[Any]:
+        return self.engines + [engine for engines in self.scorers.values() for engine in engines]
 
     def _make_trainers(self, bundles: list[Bundle]) -> list[Any]:
         if self.plan.layout is None:
@@ -212,7 +236,7 @@ class Session:
         return made
 
     def _make_router_and_buffer(self, engine_refs: list[Any]) -> Any:
-        router_url = ""
+        router_url, scorer_urls = "", dict[str, tuple[str, ...]]()
         if engine_refs:
             host = LOOPBACK if self.alone else ray.util.get_node_ip_address()
             self.router = Router(
@@ -222,11 +246,20 @@ class Session:
                 router_args=self.config.passthrough.router,
             )
             router_url = self.router.start()
-            self.urls = _gather(engine_refs, self.check_stop)
+            urls = iter(_gather(engine_refs, self.check_stop))
+            self.urls = [next(urls) for _ in self.engines]
+            for role, engines in self.scorers.items():
+                scorer_urls[role] = tuple(next(urls) for _ in engines)
             for url in self.urls:
                 self.router.add_worker(url, self.api_key)
             self._recovery = self._make_recovery(self.router)
-        endpoints = EngineEndpoints(router_url, tuple(self.urls), self.api_key)
+        endpoints = EngineEndpoints(
+            router_url,
+            tuple(self.urls),
+            self.api_key,
+            rm_urls=scorer_urls.get("reward-model", ()),
+            teacher_urls=scorer_urls.get("teacher", ()),
+        )
         self.buffer = actor_on(BufferWorker, None, None, env=self._env()).remote(
             self.config, self.plan, str(self.run_dir), self.attempt, endpoints, self._log("buffer")
         )
@@ -240,7 +273,7 @@ class Session:
             self.engines,
             self.urls,
             router,
-            self._make_engine,
+            self._make_policy_engine,
             api_key=self.api_key,
             interval_s=rollout.rollout_health_check_interval,
             timeout_s=rollout.rollout_health_check_timeout,
@@ -467,10 +500,12 @@ class Session:
 
     def check_engines(self) -> None:
         """Raise with the end of its log when an engine's server is dead; with --use-fault-tolerance, when all are."""
+        others = [engine for engines in self.scorers.values() for engine in engines]
         if self._recovery is not None:
             self._recovery.check()
-            return
-        ray.get([engine.check_alive.remote() for engine in self.engines])
+        else:
+            others += self.engines
+        ray.get([engine.check_alive.remote() for engine in others])
 
     def begin_save(self, path: Path, rollout_id: int) -> None:
         """The Buffer's cursor and the trainers' checkpoint, where the mode changes weights, into the folder `path`.
@@ -528,17 +563,17 @@ class Session:
                 self._guard = None
 
     def _end_actors(self) -> None:
-        stops = [engine.shutdown.remote() for engine in self.engines]
+        stops = [engine.shutdown.remote() for engine in self._all_engines()]
         if self.router is not None:
             self.router.shutdown()
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_ENGINE_STOP_TIMEOUT_S)
-        for actor in [*self.trainers, *self.critics, *self.engines, self.buffer]:
+        for actor in [*self.trainers, *self.critics, *self._all_engines(), self.buffer]:
             if actor is not None:
                 ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
-        self.trainers, self.critics, self.engines, self.buffer = [], [], [], None
+        self.trainers, self.critics, self.engines, self.scorers, self.buffer = [], [], [], {}, None
         self.router = self._group = None
         ray.shutdown()
 

@@ -33,7 +33,7 @@ class EngineWorker(EngineActor):
     """An engine's actor process."""
 
     def __init__(self, spec: EngineSpec, log: str) -> None:
-        _log_to(log, f"engine-{spec.index}")
+        _log_to(log, f"{spec.role}-{spec.index}")
         super().__init__(spec)
 
     def check_alive(self) -> None:

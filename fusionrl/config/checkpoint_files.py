@@ -15,7 +15,20 @@ def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> Non
     Raises:
         ValueError: no weights, a shard of the index that is missing, or a file that is cut off or no safetensors.
     """
-    folder = Path(folder)
+    for path in _weight_files(Path(folder), flag):
+        _check_file(path, flag)
+
+
+def tensor_names(folder: str | Path) -> set[str]:
+    """Names of the tensors in the .safetensors files that the folder needs.
+
+    Raises:
+        ValueError: as `check_weight_files`.
+    """
+    return {name for path in _weight_files(Path(folder), "model") for name in _check_file(path, "model")}
+
+
+def _weight_files(folder: Path, flag: str) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -30,12 +43,14 @@ def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> Non
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{flag} {folder}: it has no .safetensors file; convert the weights to safetensors")
-    for path in paths:
-        _check_file(path, flag)
+    return paths
 
 
-def _check_file(path: Path, flag: str) -> None:
-    """The format: 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes."""
+def _check_file(path: Path, flag: str) -> list[str]:
+    """Names of the file's tensors.
+
+    The format: 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -44,12 +59,13 @@ def _check_file(path: Path, flag: str) -> None:
             raise ValueError(f"{flag} {path}: not a safetensors file, or cut off in its header")
         try:
             header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{flag} {path}: malformed safetensors header ({error!r})") from error
-    expected = 8 + length + max(ends, default=0)
+    expected = 8 + length + max(ends.values(), default=0)
     if size != expected:
         raise ValueError(
             f"{flag} {path}: the file has {size} bytes, its header describes {expected}; it is cut off or damaged, copy"
             " it again"
         )
+    return list(ends)

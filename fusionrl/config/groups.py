@@ -294,6 +294,22 @@ class RewardGroup(Group):
         None, description="Regular expression that --rm-type format wants of the whole response."
     )
     rm_url: str | None = Field(None, description="Server that scores the samples, for --rm-type remote_rm.")
+    rm_model: str | None = Field(
+        None,
+        description="Hugging Face folder of a reward model (a sequence classifier with one label), for --rm-type"
+        " reward_model: engines of its own serve it.",
+    )
+    rm_input: Literal["auto", "tokens", "chat"] = Field(
+        "auto",
+        description="What the reward model reads: the sample's tokens, or the conversation by its own chat template."
+        " auto: the tokens, where its tokenizer has the same ones.",
+    )
+    rm_num_gpus: int = Field(1, description="Devices of the reward model's engines in all.", ge=1)
+    rm_num_gpus_per_engine: int = Field(1, description="Devices of one of them (its tensor parallel size).", ge=1)
+    rm_server_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="SGLang ServerArgs fields of the reward model's engines, as JSON; --sglang-* are the policy's.",
+    )
     custom_rm_path: str | None = Field(None, description="Reward function, `async rm(args, sample, **kw)`.")
     group_rm: bool = Field(False, description="The reward function gets a whole group, and returns a list.")
     reward_key: str | None = Field(None, description="Key of the reward that is trained on, where it is a dict.")
@@ -449,6 +465,23 @@ class AlgorithmGroup(Group):
     kl_loss_coef: float = Field(0.0, description="Coefficient of the KL term in the loss.", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("k3", description="Estimator of the KL term.")
     entropy_coef: float = Field(0.0, description="Coefficient of the entropy bonus.", ge=0)
+    use_opd: bool = Field(
+        False, description="On-policy distillation: a teacher says the log-prob of each token of a response."
+    )
+    opd_type: Literal["sglang", "megatron"] = Field(
+        "sglang", description="What computes the teacher's log-probs: engines of its own, or the trainers."
+    )
+    opd_kl_coef: float = Field(1.0, description="Coefficient of the reverse KL to the teacher.", ge=0)
+    opd_teacher_load: str | None = Field(
+        None, description="Hugging Face folder of the teacher; its tokens are those of --hf-checkpoint."
+    )
+    opd_teacher_num_gpus: int = Field(1, description="Devices of the teacher's engines in all.", ge=1)
+    opd_teacher_num_gpus_per_engine: int = Field(
+        1, description="Devices of one of them (its tensor parallel size).", ge=1
+    )
+    opd_teacher_server_args: dict[str, Any] = Field(
+        default_factory=dict, description="SGLang ServerArgs fields of the teacher's engines, as JSON."
+    )
     calculate_per_token_loss: bool = Field(
         True, description="Average the loss over all tokens; off: over samples of their token means."
     )

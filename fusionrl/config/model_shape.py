@@ -111,6 +111,15 @@ def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> Model
     Raises:
         ValueError: no folder, no or malformed config.json, or a family that is not supported; names `flag`.
     """
+    return shape_from_hf_config(read_hf_config(folder, flag), f"{flag} {folder}")
+
+
+def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
+    """`folder`/config.json.
+
+    Raises:
+        ValueError: no folder, no config.json, or one that is no JSON object; names `flag`.
+    """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ValueError(f"{flag} {folder}: there is no such folder; give a Hugging Face model folder")
@@ -122,7 +131,7 @@ def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> Model
         raise ValueError(f"{flag} {folder}: config.json is not valid JSON ({error})") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{flag} {folder}: config.json is no JSON object")
-    return shape_from_hf_config(raw, f"{flag} {folder}")
+    return raw
 
 
 def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,12 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import SIGNATURES, check_hook
 from fusionrl.config.model_shape import ModelShape, read_model_shape
+from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors
+from fusionrl.config.validate_scorers import scorer_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
-from fusionrl.rewards.registry import PACKAGES, REMOTE, gives_dict, parse_rm_type
+from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     _check_parallel(config, shape, errors)
     _check_rollout(config, shape, errors)
     _check_rewards(config, errors)
+    errors += scorer_errors(config, shape)
     _check_hooks(config, errors)
     num_prompts = _check_data(config, errors)
     _check_eval(config, errors)
@@ -107,7 +109,8 @@ def _check_modes(config: Config, errors: list[str]) -> None:
     own_rewards = mode == "eval" and config.eval.eval_config is not None  # each set is asked for its own
     needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only and not own_rewards
     custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
-    if needs_reward and not custom_rollout and config.reward.rm_type is None and config.reward.custom_rm_path is None:
+    needs_reward = needs_reward and not custom_rollout and not config.algorithm.use_opd
+    if needs_reward and config.reward.rm_type is None and config.reward.custom_rm_path is None:
         errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")
     no_limit = config.rollout.rollout_max_response_len is None and not own_rewards
     if mode != "sft" and not run.debug_train_only and no_limit:
@@ -186,15 +189,21 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
         errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
     if reward.group_rm and not reward.custom_rm_path:
         errors.append("--group-rm needs --custom-rm-path: the built-in rewards score one sample")
-    if rollout.dynamic_sampling_filter_path == NONZERO_STD and rollout.n_samples_per_prompt == 1:
+    no_reward = config.algorithm.use_opd and reward.rm_type is None and reward.custom_rm_path is None
+    if rollout.dynamic_sampling_filter_path == NONZERO_STD and no_reward:
+        errors.append(
+            "--dynamic-sampling-filter-path check_reward_nonzero_std drops every group where there is no reward"
+            " (--use-opd alone): no rollout would ever end; leave it out"
+        )
+    elif rollout.dynamic_sampling_filter_path == NONZERO_STD and rollout.n_samples_per_prompt == 1:
         errors.append(
             "--dynamic-sampling-filter-path check_reward_nonzero_std drops every group of --n-samples-per-prompt 1:"
             " no rollout would ever end; use at least 2"
         )
 
 
-def _rm_type_errors(rm_type: str, reward_key: str | None, key_flag: str) -> list[str]:
-    """What is wrong with a built-in reward: its name, a package that it needs, a dict without `reward_key`."""
+def _rm_type_errors(config: Config, rm_type: str, reward_key: str | None, key_flag: str) -> list[str]:
+    """What is wrong with a built-in reward: its name, what it needs, a dict without `reward_key`."""
     if rm_type == REMOTE:
         return []
     try:
@@ -202,6 +211,8 @@ def _rm_type_errors(rm_type: str, reward_key: str | None, key_flag: str) -> list
     except ValueError as error:
         return [str(error)]
     errors = []
+    if asks_model(rm_type) and config.reward.rm_model is None:
+        errors.append(f"{rm_type} needs --rm-model: the Hugging Face folder of the reward model")
     for package in sorted({PACKAGES[part.name] for part in parts.values() if part.name in PACKAGES}):
         if importlib.util.find_spec(package) is None:
             pip = package.replace("_", "-")
@@ -216,7 +227,7 @@ def _check_rewards(config: Config, errors: list[str]) -> None:
     reward, longest = config.reward, config.rollout.rollout_max_response_len
     if reward.rm_type is not None:
         key = reward.reward_key or ("" if reward.custom_rm_path else None)
-        errors += [f"--rm-type {error}" for error in _rm_type_errors(reward.rm_type, key, "--reward-key")]
+        errors += [f"--rm-type {error}" for error in _rm_type_errors(config, reward.rm_type, key, "--reward-key")]
     url = reward.rm_url
     if (reward.rm_type == REMOTE) != (url is not None):
         errors.append(f"--rm-type {REMOTE} and --rm-url go together; give both")
@@ -370,7 +381,7 @@ def _eval_set_errors(config: Config, one: EvalSet) -> list[str]:
     if is_default and one.rm_type is None and one.custom_rm_path is None:
         found.append("it has no reward; give rm_type or custom_rm_path")
     if one.rm_type not in (None, config.reward.rm_type):
-        found += [f"rm_type {error}" for error in _rm_type_errors(one.rm_type, one.reward_key, "reward_key")]
+        found += [f"rm_type {error}" for error in _rm_type_errors(config, one.rm_type, one.reward_key, "reward_key")]
     if one.max_response_len is None:
         found.append("it has no max_response_len, and --rollout-max-response-len is not given")
     elif one.min_new_tokens > one.max_response_len:
@@ -384,17 +395,8 @@ def _eval_set_errors(config: Config, one: EvalSet) -> list[str]:
 
 def _has_template(config: Config) -> bool | None:
     """Whether the tokenizer has a chat template; None where that is not known."""
-    folder = Path(config.model.hf_checkpoint or "")
-    if config.model.hf_checkpoint is None or not folder.is_dir():
-        return None
-    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except FileNotFoundError:
-        return False
-    except (ValueError, AttributeError):
-        return None  # the tokenizer's own loading says what is wrong with the file
+    folder = config.model.hf_checkpoint
+    return has_chat_template(folder) if folder is not None and Path(folder).is_dir() else None
 
 
 def _check_keep_best(config: Config, errors: list[str]) -> None:

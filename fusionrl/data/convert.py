@@ -53,7 +53,7 @@ def samples_of(
             metadata=data["metadata"][i] if "metadata" in data else {},
         )
         if "teacher_log_probs" in data:
-            sample.teacher_log_probs = data["teacher_log_probs"][i]  # type: ignore[attr-defined]
+            sample.teacher_log_probs = data["teacher_log_probs"][i]
         try:
             sample.validate()
         except ValueError as error:

@@ -30,6 +30,7 @@ _ARRAY_DTYPES = {
     "loss_mask": np.int32,
     "rollout_log_probs": np.float32,
     "weight_versions": np.int32,
+    "teacher_log_probs": np.float32,
     "prompt_tokens": np.int32,
 }
 
@@ -43,6 +44,7 @@ class Sample:
     loss_mask          [response_length], 1 = trained on; None: all of the response is
     rollout_log_probs  [response_length], the engine's log-prob of each response token (0 where the mask is 0)
     weight_versions    [response_length], weight version that generated each token
+    teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     reward             a float, or a dict of floats (then --reward-key chooses); None: not scored yet
     """
 
@@ -59,6 +61,7 @@ class Sample:
     loss_mask: Sequence[int] | np.ndarray | None = None
     rollout_log_probs: Sequence[float] | np.ndarray | None = None
     weight_versions: Sequence[int] | np.ndarray | None = None
+    teacher_log_probs: Sequence[float] | np.ndarray | None = None
     status: _Status = Status.PENDING
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -119,6 +122,8 @@ class Sample:
         self.rollout_log_probs = _joined(self._response_field("rollout_log_probs", 0), kept)
         self.weight_versions = _joined(self._response_field("weight_versions", 0), version)
         self.tokens = _joined(np.asarray(self.tokens, np.int32), np.asarray(tokens, np.int32))
+        if count:
+            self.teacher_log_probs = None  # the teacher has not seen these tokens: it is asked for all of them
         self.response_length += count
         self.response += text
         if finish_reason is not None:
@@ -140,7 +145,7 @@ class Sample:
             raise ValueError(
                 f"sample {self.index}: response_length {self.response_length} exceeds its {len(self.tokens)} tokens"
             )
-        for name in ("loss_mask", "rollout_log_probs", "weight_versions"):
+        for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
             value = getattr(self, name)
             if value is not None and len(value) != self.response_length:
                 raise ValueError(

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fusionrl.config.checkpoint_files import tensor_names
+from fusionrl.config.scorers import read_scorer
 from fusionrl.engines.http import EndpointError, call
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
@@ -23,6 +25,7 @@ __all__ = ["EngineActor", "EngineSpec"]
 
 _WEIGHTS_TIMEOUT_S = 1800.0
 _CONTROL_TIMEOUT_S = 300.0
+_HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
 class EngineActor:
@@ -49,6 +52,8 @@ class EngineActor:
             return self.url
         self._has_update_sessions = None
         self._server = start_on_free_ports(self.spec.host, 2, self._spawn, self._wait_ready)
+        if self.spec.role == "reward-model":
+            self._clear_head_bias()
         self._shared_memory |= {
             path for path in shared_memory_of(self._server.pid) if path.name.startswith(("sgl_", "sglang_"))
         }
@@ -65,12 +70,12 @@ class EngineActor:
         self.url = base_url(self.spec.host, port)
         return ChildProcess(
             server_command(self.spec, port, nccl_port),
-            os.path.join(self.spec.log_dir, f"engine-{self.spec.index}.log"),
+            os.path.join(self.spec.log_dir, f"{self.spec.role}-{self.spec.index}.log"),
             env=env,
         )
 
     def _wait_ready(self, server: ChildProcess) -> None:
-        what = f"start of engine {self.spec.index} ({self.spec.model_path}) at {self.url}"
+        what = f"start of {self.spec.name} ({self.spec.model_path}) at {self.url}"
         server.wait_until(lambda: self._answers("/health"), self.spec.start_timeout_s, what)
         # The first forward pass, so that a model that loads but cannot run fails here.
         server.wait_until(lambda: self._answers("/health_generate"), self.spec.start_timeout_s, what)
@@ -80,12 +85,32 @@ class EngineActor:
             if path == "/health_generate" and self.spec.device == "cpu":
                 # /health_generate sleeps a second before it looks for the token.
                 payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-                self._call("POST", "/generate", payload, timeout_s=60.0, watch=False)
+                path = "/classify" if self.spec.role == "reward-model" else "/generate"
+                self._call("POST", path, payload, timeout_s=60.0, watch=False)
             else:
                 self._call("GET", path, timeout_s=30.0, watch=False)
         except RuntimeError:
             return False
         return True
+
+    def _clear_head_bias(self) -> None:
+        """Set the bias of a classifier's head to 0 where the checkpoint has none.
+
+        SGLang (0.5.23) gives Qwen2's and Qwen3's head a bias that transformers' has not, and leaves it at
+        random: every score would be off by the same number, another one after each start.
+        """
+        model = read_scorer(self.spec.model_path, "model")
+        if model.architecture in _HEADS_WITH_BIAS and "score.bias" not in tensor_names(self.spec.model_path):
+            import torch
+
+            from fusionrl.engines.payload import by_value
+
+            zeros = by_value([("score.bias", torch.zeros(model.num_labels))])
+            self.begin_weight_update()
+            self.update_weights_from_tensor(
+                [zeros] * self.spec.tp_size, load_format=None, version=None, flush_cache=True
+            )
+            self.end_weight_update()
 
     def info(self) -> dict[str, Any]:
         """`url`, `host`, `node_id` (Ray's, where there is one), `pid` of the server, `index` and
@@ -277,9 +302,9 @@ class EngineActor:
 
     def _living(self, what: str) -> ChildProcess:
         if self._server is None:
-            raise RuntimeError(f"{what} of engine {self.spec.index}: it has not been started")
+            raise RuntimeError(f"{what} of {self.spec.name}: it has not been started")
         if not self._server.alive():
-            raise self._server.died(f"{what} of engine {self.spec.index} at {self.url}")
+            raise self._server.died(f"{what} of {self.spec.name} at {self.url}")
         return self._server
 
     def _post(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
@@ -309,7 +334,7 @@ class EngineActor:
     def _server_death(self, path: str, cause: RuntimeError) -> None:
         assert self._server is not None
         if self._server.wait_exit(2.0):
-            raise self._server.died(f"{path} of engine {self.spec.index} at {self.url}") from cause
+            raise self._server.died(f"{path} of {self.spec.name} at {self.url}") from cause
 
 
 def _node_id() -> str:

@@ -41,9 +41,7 @@ os.register_at_fork(after_in_child=_close_starter_ends)
 class ChildExited(RuntimeError):
     """A child ended while something was expected of it; the message has its status and the end of its log."""
 
-    def __init__(
-        self, message: str, log: str = ""
-    ) -> None:  # a default: an exception is unpickled of its message alone
+    def __init__(self, message: str, log: str = "") -> None:  # pickled, as Ray does, with its message alone
         super().__init__(message)
         self.address_in_use = bool(_ADDRESS_IN_USE.search(log))
 

@@ -8,10 +8,13 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from fusionrl.config.scorers import read_scorer
 from fusionrl.engines.launch_server import API_KEY_VARIABLE, DEVICE_VARIABLE
 from fusionrl.engines.process import interface_of
+
+_RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 
 OWNED_FIELDS = frozenset(
     ("model_path", "device", "dtype", "tp_size", "host", "port", "nccl_port")
@@ -61,11 +64,18 @@ class EngineSpec:
     """OpenMP threads a scheduler on a CPU."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """The user's own values of SGLang's ServerArgs fields; they win over the defaults here."""
+    role: Literal["engine", "reward-model", "teacher"] = "engine"
+    """Part of the log's name. A reward model classifies and a teacher reads: only an engine generates."""
+
+    @property
+    def name(self) -> str:
+        """As messages say it."""
+        return f"{self.role} {self.index}"
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be started."""
         if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device!r} of engine {self.index}: expected 'cpu' or 'cuda'")
+            raise ValueError(f"device={self.device!r} of {self.name}: expected 'cpu' or 'cuda'")
         owned = sorted(OWNED_FIELDS & self.server_args.keys())
         if owned:
             flags = ", ".join("--sglang-" + name.replace("_", "-") for name in owned)
@@ -74,7 +84,7 @@ class EngineSpec:
             steps = {b - a for a, b in zip(self.gpu_ids, self.gpu_ids[1:], strict=False)}
             if len(self.gpu_ids) != self.tp_size or len(steps) > 1 or (steps and min(steps) < 1):
                 raise ValueError(
-                    f"gpu_ids={self.gpu_ids} of engine {self.index}: SGLang takes tp_size={self.tp_size} "
+                    f"gpu_ids={self.gpu_ids} of {self.name}: SGLang takes tp_size={self.tp_size} "
                     f"devices, ascending and evenly spaced"
                 )
 
@@ -84,6 +94,7 @@ def server_command(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
     arguments: dict[str, Any] = {
         **_DEFAULTS,
         **(_CPU_DEFAULTS if spec.device == "cpu" else {}),
+        **({} if spec.role == "engine" else {"context_length": _reading_length(spec.model_path)}),
         **spec.server_args,
         "model_path": _resolved(spec.model_path),
         "device": spec.device,
@@ -139,6 +150,8 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     interface = interface_of(spec.host)
     if interface is not None:
         env["GLOO_SOCKET_IFNAME"] = interface
+    if spec.role != "engine":
+        env.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # see `_reading_length`
     if os.path.isdir(spec.model_path):
         env["HF_HUB_OFFLINE"] = "1"
     if spec.device == "cpu":
@@ -148,6 +161,16 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _thread_binding(spec))
         _skip_other_models(env, spec.model_path)
     return env
+
+
+def _reading_length(model_path: str) -> int | None:
+    """A context length by which a model may read as many tokens as it has positions; None: SGLang's own.
+
+    SGLang keeps the last places of the context for tokens to be generated, and refuses an input that reaches into
+    them: the last tokens of the policy's longest samples, where both models have as many positions.
+    """
+    longest = read_scorer(model_path, "model").max_positions
+    return None if longest is None else longest + _RESERVED_TOKENS
 
 
 def _resolved(model_path: str) -> str:

@@ -17,6 +17,20 @@ from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
 
 
 @dataclass(frozen=True)
+class ScorerPlan:
+    """Engines that only read, and whose weights stay as they are: a reward model's or a teacher's."""
+
+    role: Literal["reward-model", "teacher"]
+    model_path: str
+    bundles: tuple[tuple[int, ...], ...]  # engine → its bundles
+
+    @property
+    def size(self) -> int:
+        """Devices of one engine (its tensor parallel size)."""
+        return len(self.bundles[0])
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything derived from the configuration. Bundles are devices, numbered by node and then by device."""
 
@@ -31,6 +45,7 @@ class Plan:
     num_bundles: int
     trainer_bundles: tuple[int, ...]  # rank → bundle
     engine_bundles: tuple[tuple[int, ...], ...]  # engine → its bundles
+    scorers: tuple[ScorerPlan, ...]
     transport: Literal["broadcast", "ipc"] | None
     batch: BatchPlan | None
     balance: Balance | None
@@ -99,6 +114,8 @@ def make_plan(
     num_bundles = max(world_size, first_engine + rollout_gpus)
     critic = _critic(config, shape, device, num_bundles) if layout and uses_critic(config) else None
     num_bundles = max(num_bundles, 1 + max(critic.bundles)) if critic else num_bundles
+    scorers = _scorers(config, num_bundles)
+    last = max((bundle for scorer in scorers for bundles in scorer.bundles for bundle in bundles), default=-1)
     transport = None
     if layout and num_engines:
         wanted = config.weights.update_weight_transport
@@ -114,9 +131,10 @@ def make_plan(
         critic=critic,
         num_engines=num_engines,
         engine_size=size,
-        num_bundles=num_bundles,
+        num_bundles=max(num_bundles, last + 1),
         trainer_bundles=tuple(range(world_size)),
         engine_bundles=engine_bundles,
+        scorers=scorers,
         transport=transport,
         batch=_batch(config, layout),
         balance=_balance(config, layout, shape, device) if layout else None,
@@ -145,6 +163,7 @@ def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = Non
     pieces: list[Callable[[], object]] = [
         lambda: _critic(config, shape, "cpu", 0) if shape and layout and uses_critic(config) else None,
         lambda: _rollout_gpus(config),
+        lambda: _scorers(config, 0),
         lambda: _batch(config, layout),
         lambda: _check_colocated(config),
     ]
@@ -260,6 +279,37 @@ def _rollout_gpus(config: Config) -> int:
     return count
 
 
+def _scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
+    """The engines that only read, on devices from `first` on.
+
+    None of them spans two nodes: one that does not fit on what is left of a node begins on the next.
+    """
+    if not uses_engines(config):
+        return ()
+    reward, algorithm, per_node = config.reward, config.algorithm, config.cluster.num_gpus_per_node
+    wanted: list[tuple[Literal["reward-model", "teacher"], str, str, int, int]] = []
+    if reward.rm_model is not None:
+        wanted.append(
+            ("reward-model", "--rm", reward.rm_model, reward.rm_num_gpus, reward.rm_num_gpus_per_engine),
+        )
+    if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
+        count, size = algorithm.opd_teacher_num_gpus, algorithm.opd_teacher_num_gpus_per_engine
+        wanted.append(("teacher", "--opd-teacher", algorithm.opd_teacher_load, count, size))
+    scorers = []
+    for role, prefix, path, count, size in wanted:
+        if count % size:
+            raise ValueError(f"{prefix}-num-gpus {count} is no multiple of {prefix}-num-gpus-per-engine {size}")
+        bundles = []
+        for _ in range(count // size):
+            left = per_node - first % per_node
+            if size > left:
+                first += left
+            bundles.append(tuple(range(first, first + size)))
+            first += size
+        scorers.append(ScorerPlan(role, path, tuple(bundles)))
+    return tuple(scorers)
+
+
 def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:
     if not config.rollout.rollout_batch_size:
         return None
@@ -318,7 +368,7 @@ def render_plan(plan: Plan, config: Config) -> str:
         f"{shape.hidden_size}, {shape.num_attention_heads} heads, vocabulary {shape.vocab_size}",
         f"device     {plan.device}, trainers {plan.precision}, engines {plan.rollout_dtype}, "
         f"collectives {plan.backend}",
-        f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}",
+        f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
     ]
     if config.algorithm.algorithm is not None:
         lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
@@ -337,6 +387,12 @@ def render_plan(plan: Plan, config: Config) -> str:
     if plan.num_engines:
         places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
         lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}")
+    for scorer in plan.scorers:
+        name = "rm" if scorer.role == "reward-model" else scorer.role
+        lines.append(
+            f"{name:<11}{len(scorer.bundles)} x TP {scorer.size} of {scorer.model_path}:"
+            f" {', '.join(str(list(bundles)) for bundles in scorer.bundles)}"
+        )
     if plan.transport:
         width = 4 if plan.rollout_dtype == "fp32" else 2
         lines.append(f"weights    {shape.num_parameters * width / 1e6:.1f} MB by {plan.transport}")
@@ -347,3 +403,10 @@ def render_plan(plan: Plan, config: Config) -> str:
         told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
         lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
     return "\n".join(lines) + "\n"
+
+
+def _idle(plan: Plan) -> str:
+    """The devices that nothing runs on, so that no engine spans two nodes."""
+    used = {*plan.trainer_bundles}.union(*plan.engine_bundles, *(b for scorer in plan.scorers for b in scorer.bundles))
+    idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
+    return f", idle {idle} so that no engine spans two nodes" if idle else ""

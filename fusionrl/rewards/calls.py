@@ -14,7 +14,7 @@ from fusionrl.rewards.remote import PATH
 def reward_path(args: Any, sample: Sample) -> str | None:
     """The user's function that scores the sample; None: a built-in one does."""
     path = sample.custom_rm_path or args.custom_rm_path
-    return PATH if path is None and _rm_type(args, sample) == REMOTE else path
+    return PATH if path is None and rm_type_of(args, sample) == REMOTE else path
 
 
 def reward_name(args: Any, sample: Sample) -> str:
@@ -39,7 +39,8 @@ def is_async(path: str | None) -> bool:
 def call_reward(args: Any, target: Sample | list[Sample], **kwargs: Any) -> Any:
     """What the reward function returns for a sample, or for a group with --group-rm: a reward, or an awaitable.
 
-    The parts of a weighted sum are kept in `sample.metadata["rewards"]`.
+    `model_score` is among the keywords where a reward model has scored the sample. The parts of a weighted sum are kept
+    in `sample.metadata["rewards"]`.
     """
     path = args.custom_rm_path if isinstance(target, list) else reward_path(args, target)
     if path is not None:
@@ -47,13 +48,14 @@ def call_reward(args: Any, target: Sample | list[Sample], **kwargs: Any) -> Any:
     assert isinstance(target, Sample)
     metadata = _metadata(target)
     given = {"format_regex": getattr(args, "rm_format_regex", None)} | metadata
-    reward, parts = grade(_rm_type(args, target), target.response, target.label, given)
+    reward, parts = grade(rm_type_of(args, target), target.response, target.label, given, kwargs.get("model_score"))
     if parts:  # a new dict: the samples of a group may share theirs
         target.metadata = metadata | {"rewards": parts}
     return reward
 
 
-def _rm_type(args: Any, sample: Sample) -> str:
+def rm_type_of(args: Any, sample: Sample) -> str:
+    """The built-in reward of the sample where no function scores it; empty if there is none."""
     return _metadata(sample).get("rm_type") or args.rm_type or ""
 
 

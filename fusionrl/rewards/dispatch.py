@@ -16,8 +16,10 @@ from typing import Any
 
 from fusionrl.config.config import HookArgs
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.calls import is_async, reward_name, reward_path
+from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of
+from fusionrl.rewards.model import model_score
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
+from fusionrl.rewards.registry import MODEL, asks_model
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class RewardError(RuntimeError):
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
-    """The reward of one sample.
+    """The reward of one sample; 0 where there is none but a teacher's word (--use-opd).
 
     A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it gets
     --reward-failure-value, and is counted.
@@ -38,8 +40,17 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str
     Raises:
         RewardError: the function raised, or returned no number and no dict.
     """
-    name = reward_name(args, sample)
-    reward = await _score(args, [sample], "sample", reward_path(args, sample), name, kwargs)
+    name, path, rm_type = reward_name(args, sample), reward_path(args, sample), rm_type_of(args, sample)
+    if path is None and not rm_type and getattr(args, "use_opd", False):
+        return 0.0
+    if path is None and asks_model(rm_type):
+        score = await _model_score(args, sample, name)
+        if isinstance(score, Lost):
+            return _without_reward(args, sample, score, name)
+        if rm_type == MODEL:
+            return score
+        kwargs = {"model_score": score}
+    reward = await _score(args, [sample], "sample", path, name, kwargs)
     return _without_reward(args, sample, reward, name) if isinstance(reward, Lost) else _checked(reward, name, sample)
 
 
@@ -54,6 +65,14 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
         raise RewardError(f"{name}: with --group-rm it must return a list of {len(samples)} rewards, got {rewards!r}")
     return [_checked(reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
+
+
+async def _model_score(args: Any, sample: Sample, name: str) -> float | Lost:
+    try:
+        score = await model_score(args, sample)
+    except (RuntimeError, ValueError) as error:
+        raise RewardError(f"{name}: {error} at sample {sample.index}") from error
+    return score if isinstance(score, Lost) else _checked(score, name, sample)
 
 
 def take_lost() -> dict[str, int]:

@@ -38,6 +38,7 @@ RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
     "random": text.random_reward,
 }
 REMOTE = "remote_rm"  # a server's, by --rm-url: see `remote.py`
+MODEL = "reward_model"  # an engine's, by --rm-model: see `model.py`
 NEED_METADATA = frozenset({"gpqa", "ifeval", "format"})  # grade(response, label, metadata)
 READ_BOXES = frozenset({"math", "math_verl", "dapo"})  # with boxed_ these get the box, not what is in it
 PACKAGES = {"math": "math_verify", "math_verl": "math_verify", "deepscaler": "math_verify", "ifeval": "langdetect"}
@@ -47,7 +48,7 @@ DICT_KEY = {"dapo": "score"}  # graders that return a dict, and the number of it
 class Part(NamedTuple):
     """One term of --rm-type."""
 
-    name: str  # of RM_TYPES
+    name: str  # of RM_TYPES, or MODEL
     is_boxed: bool
     weight: float
 
@@ -70,10 +71,11 @@ def parse_rm_type(rm_type: str) -> dict[str, Part]:
     for term in re.split(r"\+(?=\s*[a-z_])", rm_type):
         written, colon, weight = (piece.strip() for piece in term.partition(":"))
         name = written.removeprefix("boxed_")
-        if name not in RM_TYPES:
+        if name not in RM_TYPES and written != MODEL:
             known = ", ".join(sorted(RM_TYPES))
             raise ValueError(
-                f"{rm_type}: unknown reward {written!r}; known are {known}, each also with boxed_ before it"
+                f"{rm_type}: unknown reward {written!r}; known are {known}, each also with boxed_ before it,"
+                f" and {MODEL}"
             )
         if written == "boxed_deepscaler":
             raise ValueError(f"{rm_type}: deepscaler looks for </think> and then for a box itself; leave boxed_ out")
@@ -93,6 +95,14 @@ def _weight(rm_type: str, weight: str) -> float:
     return number
 
 
+def asks_model(rm_type: str | None) -> bool:
+    """Whether a reward model's engine scores the sample, alone or as a part of a sum; False for what is no reward."""
+    try:
+        return rm_type is not None and rm_type != REMOTE and MODEL in parse_rm_type(rm_type)
+    except ValueError:
+        return False  # whoever grades by it says what is wrong
+
+
 def gives_dict(rm_type: str) -> str | None:
     """The key to choose with --reward-key where `rm_type` alone gives a dict; None where it gives a number."""
     parts = parse_rm_type(rm_type)
@@ -103,14 +113,27 @@ def _is_single(rm_type: str, parts: dict[str, Part]) -> bool:
     return len(parts) == 1 and ":" not in rm_type
 
 
-def grade(rm_type: str, response: str, label: Any, metadata: dict[str, Any] | None = None) -> Graded:
+def grade(
+    rm_type: str,
+    response: str,
+    label: Any,
+    metadata: dict[str, Any] | None = None,
+    model_score: float | None = None,
+) -> Graded:
     """The reward of a response by `rm_type`; a single name without a weight gives what its grader returns.
+
+    model_score  what the reward model said, where `rm_type` names one.
 
     Raises:
         ValueError: as `parse_rm_type`, or as the grader does for a label or metadata it cannot use.
     """
     parts = parse_rm_type(rm_type)
-    rewards = {written: _grade_part(part, response, label, metadata) for written, part in parts.items()}
+    if MODEL in parts and model_score is None:
+        raise ValueError(f"{rm_type}: {MODEL} is asked for by async_rm(args, sample), not by a grader")
+    rewards = {
+        written: model_score if part.name == MODEL else _grade_part(part, response, label, metadata)
+        for written, part in parts.items()
+    }
     if _is_single(rm_type, parts):
         return Graded(next(iter(rewards.values())), {})
     values = {

@@ -104,7 +104,7 @@ def begin(args: Any, sample: Sample, schemas: list[dict[str, Any]] | None = None
         sample.metadata["tools"] = schemas
     if sample.response_length:  # aborted in an earlier rollout (--partial-rollout): its turns are not gone on with
         sample.response, sample.response_length = "", 0
-        sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = None
+        sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
     sample.tokens = prompt_tokens(args, sample)
 
 

@@ -25,6 +25,7 @@ from fusionrl.data.sample import Sample, as_version, reward_value
 from fusionrl.engines.client import GenerateClient, Generation, abort_all
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.length import length_reward
+from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.types import (
     DynamicFilterOutput,
     RolloutAborted,
@@ -338,7 +339,7 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
     kept_blank: list[list[Sample]] = []
     dropped: Counter[str] = Counter()
     pending: dict[asyncio.Task[list[Sample]], list[Sample]] = {}
-    async with _client(args):
+    async with _client(args), Teacher(args) as teacher:
         try:
             while len(kept) < target:
                 if args.abort_event.is_set():
@@ -360,6 +361,7 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
                     else:
                         kept.append(group)
                         kept_blank.append(blank)
+                        teacher.begin(group)
         except RolloutAborted:
             data_source.add_samples(kept_blank)  # the finished groups are not handed out: their prompts come again
             raise
@@ -374,6 +376,7 @@ async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
             if unfinished:
                 data_source.add_samples(unfinished)  # their prompts come first in the next rollout
                 await abort_all(args.engine_urls, args.api_key)
+        await teacher.finish()
     kept.sort(key=lambda group: group[0].index if group[0].index is not None else 0)
     surplus = kept[target:]
     if surplus:

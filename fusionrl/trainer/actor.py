@@ -113,6 +113,9 @@ class TrainerActor:
             and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo")
         ):
             self._read_reference()
+        if is_policy and a.use_opd and a.opd_type == "megatron":
+            assert a.opd_teacher_load is not None
+            self.read_weights("teacher", a.opd_teacher_load, "--opd-teacher-load")
         return {
             "num_parameters": self.shape.num_parameters,
             "device": str(self.device),
@@ -338,6 +341,9 @@ class TrainerActor:
         if "ref" in self._weight_sets:
             self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "ref_")
             shard.fields["ref_log_probs"] = self._scored(shard, "ref")
+        if "teacher" in self._weight_sets:
+            self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "teacher_")
+            shard.fields["teacher_log_probs"] = self._scored(shard, "teacher")
         options = AdvantageOptions.from_config(self.config)
         is_off_policy = len(shard.steps) > 1 and not loss.use_rollout_log_probs
         if is_off_policy or loss.needs_log_probs or options.needs_log_probs:

@@ -50,7 +50,7 @@ class AdvantageOptions:
             kl_coef=algorithm.kl_coef,
             kl_type=algorithm.kl_loss_type,
             is_whitened=algorithm.normalize_advantages or algorithm.advantage_estimator in WHITENED,
-            opd_coef=None,
+            opd_coef=algorithm.opd_kl_coef if algorithm.use_opd else None,
         )
 
     @property
@@ -92,6 +92,8 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
     if options.is_whitened:
         advantages = whiten(advantages, mask, _added_up(moments(advantages, mask), device))
     if options.opd_coef is not None:
+        if "teacher_log_probs" not in columns:
+            raise ValueError("--use-opd: samples of this rollout have no teacher_log_probs")
         student, teacher = columns["log_probs"], columns["teacher_log_probs"]
         gap, excluded = add_reverse_kl(torch.zeros_like(advantages), student, teacher, mask, 1.0)
         advantages = advantages + options.opd_coef * gap

@@ -499,3 +499,22 @@ def test_a_sample_whose_fields_do_not_fit_names_the_function(buffer: MakeBuffer)
         HookError, match=r"--rollout-function-path .*:misaligned: sample 2: loss_mask has 1 values for 2"
     ):
         run(made.generate(0))
+
+
+def test_the_teacher_s_word_reaches_the_trainers_and_the_files(buffer: MakeBuffer, tmp_path: Path) -> None:
+    """Pure distillation: no reward, and log-probs of the teacher with every response token, now and in a replay."""
+    saved = str(tmp_path / "saved" / "{rollout_id}.jsonl")
+    distill = {"use_opd": True, "opd_teacher_load": "t", "custom_rm_path": None, "reward_timeout_s": 5.0}
+    one = buffer(**distill, rollout_function_path=f"{HOOKS}:taught", save_debug_rollout_data=saved)
+    rollout = run(one.generate(0))
+    assert rollout.metrics["rollout/raw_reward"] == 0.0
+    assert rollout.metrics["rollout/opd_reverse_kl"] == pytest.approx(((-1 + 3 / 8) + (-2 + 4 / 8)) / 2)
+    replay = buffer(**distill, run="replay", debug_train_only=True, load_debug_rollout_data=saved)
+    for shards in (rollout.shards, run(replay.generate(0)).shards):
+        for shard in shards:
+            assert shard.fields["teacher_log_probs"].dtype == np.float32
+            wanted = -shard.fields["tokens"].reshape(shard.num_samples, -1)[:, -2:].astype(np.float32) / 8
+            np.testing.assert_array_equal(shard.fields["teacher_log_probs"], wanted.reshape(-1))
+            assert not shard.fields["rewards"].any()
+    without = buffer(run="without")
+    assert "teacher_log_probs" not in run(without.generate(0)).shards[0].fields

@@ -85,15 +85,30 @@ def test_a_response_that_was_cut_by_hand_is_found() -> None:
         Sample(tokens=[1, 2], response_length=5).validate()
 
 
+def test_a_response_that_goes_on_is_read_by_the_teacher_anew() -> None:
+    """A partial rollout's sample must not be trained with the teacher's word about its first part alone."""
+    sample = appended()
+    sample.teacher_log_probs = np.zeros(7, np.float32)
+    sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
+    assert sample.teacher_log_probs is not None
+    sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
+    assert sample.teacher_log_probs is None
+    sample.teacher_log_probs = [0.0] * 7
+    with pytest.raises(ValueError, match="sample 3: teacher_log_probs has 7 values for 8 response tokens"):
+        sample.validate()
+
+
 def test_json_gives_back_the_same_sample() -> None:
     sample = appended()
     sample.prompt = [{"role": "user", "content": "é\n"}]
     sample.prompt_tokens = np.array([1, 2, 3], np.int32)
     sample.reward = {"accuracy": np.float32(0.1), "length": np.int64(3)}  # type: ignore[dict-item]
     sample.metadata = {"scores": np.arange(3), "nested": {"a": (1, 2)}}
+    sample.teacher_log_probs = np.linspace(-3, 0, 7, dtype=np.float32)
     sample.turns_left = 2  # type: ignore[attr-defined]
     back = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
-    for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "prompt_tokens"):
+    own = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs", "prompt_tokens")
+    for name in own:
         want, found = getattr(sample, name), getattr(back, name)
         assert found.dtype == want.dtype, name
         assert np.array_equal(found, want), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -198,3 +199,9 @@ def test_a_stolen_port_leads_to_a_start_on_another(tmp_path: Path) -> None:
 def test_interface_of_loopback_and_of_an_unknown_address() -> None:
     assert interface_of("127.0.0.1") in ("lo", "lo0")
     assert interface_of("203.0.113.77") is None
+
+
+def test_the_error_survives_the_way_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(ChildExited("engine 0: the process ended", "bind: Address already in use")))
+    assert isinstance(error, ChildExited)
+    assert str(error) == "engine 0: the process ended" and error.address_in_use

@@ -89,3 +89,15 @@ def test_cpu_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "qwen3" not in skipped
     assert "transformers" not in skipped
     assert "llama" in skipped
+
+
+def test_a_model_that_only_reads_takes_as_many_tokens_as_it_has_positions(tiny_model: Path) -> None:
+    """SGLang keeps places free for tokens to be generated, and would refuse the policy's longest samples."""
+    spec = make_spec(model_path=str(tiny_model), role="teacher")
+    assert _options(server_command(spec, 1, 2))["--context-length"] == str(2048 + 7)
+    assert server_environment(spec)["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+    own = make_spec(model_path=str(tiny_model), role="teacher", server_args={"context_length": 512})
+    assert _options(server_command(own, 1, 2))["--context-length"] == "512"
+    policy = make_spec(model_path=str(tiny_model))
+    assert "--context-length" not in _options(server_command(policy, 1, 2))
+    assert spec.name == "teacher 0" and policy.name == "engine 0"

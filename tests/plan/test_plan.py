@@ -67,6 +67,57 @@ def test_colocated() -> None:
     assert made.rollout_dtype == "bf16"
 
 
+SCORERS = {"rm_model": "RM", "use_opd": True, "opd_teacher_load": "TEACHER"}
+
+
+def scorers(made: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
+    return {scorer.role: scorer.bundles for scorer in made.scorers}
+
+
+def test_engines_that_only_read_come_after_the_policy_s() -> None:
+    made = plan(**SCORERS, actor_num_gpus_per_node=2, rollout_num_gpus=2)
+    assert made.engine_bundles == ((2,), (3,))
+    assert scorers(made) == {"reward-model": ((4,),), "teacher": ((5,),)}
+    assert made.num_bundles == 6
+    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **SCORERS}))
+    assert "rm         1 x TP 1 of RM: [4]\n" in text
+    assert "teacher    1 x TP 1 of TEACHER: [5]\n" in text
+    colocated = plan("cuda", **SCORERS, actor_num_gpus_per_node=4, colocate=True, rm_num_gpus=2)
+    assert scorers(colocated) == {"reward-model": ((4,), (5,)), "teacher": ((6,),)}
+    assert colocated.is_colocated and colocated.num_bundles == 7
+
+
+def test_no_engine_that_reads_spans_two_nodes() -> None:
+    """Three nodes of 4: trainers on the first, an engine and one of the reward model's on the second, …"""
+    values = {**SCORERS, "num_gpus_per_node": 4, "actor_num_gpus_per_node": 4, "rm_num_gpus": 4}
+    made = plan("cuda", **values, rm_num_gpus_per_engine=2, opd_teacher_num_gpus=4, opd_teacher_num_gpus_per_engine=4)
+    assert made.engine_bundles == ((4,),)
+    assert scorers(made) == {"reward-model": ((5, 6), (8, 9)), "teacher": ((12, 13, 14, 15),)}
+    assert made.num_bundles == 16
+    assert "idle [7, 10, 11] so that no engine spans two nodes" in render_plan(made, Config.from_flat(SCORERS))
+
+
+@pytest.mark.parametrize(
+    ("values", "roles"),
+    [
+        ({"mode": "eval"}, ["reward-model"]),
+        ({"mode": "reject-sampling"}, ["reward-model"]),
+        ({"debug_rollout_only": True, "use_opd": True}, ["reward-model", "teacher"]),
+        ({"debug_train_only": True, "use_opd": True}, []),
+        ({"mode": "sft"}, []),
+    ],
+)
+def test_modes_that_have_them(values: dict[str, Any], roles: list[str]) -> None:
+    assert list(scorers(plan(**SCORERS | {"use_opd": False} | values))) == roles
+
+
+def test_devices_of_theirs_that_do_not_divide() -> None:
+    values = {"rollout_batch_size": 8, "num_rollout": 3, **SCORERS, "rm_num_gpus": 3, "rm_num_gpus_per_engine": 2}
+    assert plan_errors(Config.from_flat(values), num_prompts=4) == [
+        "--rm-num-gpus 3 is no multiple of --rm-num-gpus-per-engine 2"
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "bundles", "engines", "has_layout", "transport"),
     [

@@ -1,0 +1,94 @@
+"""`--rm-type reward_model`: engines of their own, which serve the classifier of --rm-model, score the samples.
+
+They put together what is asked of them at the same time; here the number of requests is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from fusionrl.config.scorers import read_scorer, same_tokens
+from fusionrl.data.sample import Sample
+from fusionrl.engines.http import auth_headers
+from fusionrl.engines.post import post
+from fusionrl.rewards.pool import Lost
+
+MAX_IN_FLIGHT = 64  # requests at each engine: enough to fill its batches, few enough to be answered in time
+MAX_TRIES = 10
+_limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_turns = itertools.count()
+
+
+async def model_score(args: Any, sample: Sample) -> float | Lost:
+    """The reward model's score of prompt and response; Lost where it takes over --reward-timeout-s.
+
+    Broken connections and 5xx answers are tried again with growing pauses.
+
+    Raises:
+        ValueError: there is no reward model, or it cannot read the sample.
+        RuntimeError: a 4xx answer, or the last failed try.
+    """
+    urls = getattr(args, "rm_urls", None)
+    if not urls:
+        raise ValueError("there is no reward model; give --rm-model")
+    payload = {"input_ids": await asyncio.to_thread(input_ids, args, sample)}
+    limit = _limits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_IN_FLIGHT * len(urls)))
+    async with limit:
+        url = f"{urls[next(_turns) % len(urls)]}/classify"
+        try:
+            async with asyncio.timeout(args.reward_timeout_s):
+                answer = await post(url, payload, max_retries=MAX_TRIES, headers=auth_headers(args.api_key))
+        except TimeoutError:
+            return Lost("timeout")
+    return answer["embedding"][0]
+
+
+def input_ids(args: Any, sample: Sample) -> list[int]:
+    """What the reward model reads of a sample: its own tokens, or the conversation by the reward model's template.
+
+    Tokens of padding at the end are left out, as transformers takes the score of the last one that is none.
+
+    Raises:
+        ValueError: nothing to read, a token that the reward model has not, or a conversation that its template refuses.
+    """
+    model = read_scorer(args.rm_model, "--rm-model")
+    reads_tokens = args.rm_input == "auto" and same_tokens(args.hf_checkpoint, args.rm_model)
+    if args.rm_input == "tokens" or reads_tokens:
+        ids = np.asarray(sample.tokens, np.int64).tolist()
+    else:
+        ids = _conversation(args.rm_model, sample)
+    while len(ids) > 1 and ids[-1] == model.pad_token_id:
+        ids.pop()
+    if not ids:
+        raise ValueError("it has no tokens")
+    if max(ids) >= model.vocab_size:  # such a token ends an SGLang server
+        raise ValueError(f"token {max(ids)} is none of the {model.vocab_size} of --rm-model {args.rm_model}")
+    return ids
+
+
+def _conversation(folder: str, sample: Sample) -> list[int]:
+    import jinja2
+
+    prompt = sample.messages or sample.prompt
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    tokenizer = _tokenizer(folder)
+    try:
+        text = tokenizer.apply_chat_template(
+            [*messages, {"role": "assistant", "content": sample.response}], tokenize=False
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise ValueError(f"the chat template of --rm-model {folder} refuses it ({error})") from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@functools.cache
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer  # seconds to import: only where a text is to be written anew
+
+    return AutoTokenizer.from_pretrained(folder)

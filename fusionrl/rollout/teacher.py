@@ -1,0 +1,91 @@
+"""On-policy distillation: a teacher's log-prob of each token that the policy's samples hold (--use-opd)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from fusionrl.data.build import response_mask
+from fusionrl.data.sample import Sample
+from fusionrl.engines.client import GenerateClient
+
+MAX_IN_FLIGHT = 64  # requests at each engine, which puts them together into batches
+# Nothing is generated. The temperature says nothing either: log-probs of what is read are those of temperature 1.
+_READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
+
+
+class Teacher:
+    """The teacher's engines. Belongs to one event loop; a context manager. Without engines it does nothing."""
+
+    def __init__(self, args: Any) -> None:
+        """`args` are a hook's: `teacher_urls`, `api_key`, `vocab_size`."""
+        self._clients = [
+            GenerateClient(url, args.api_key, max_connections=MAX_IN_FLIGHT, vocab_size=args.vocab_size)
+            for url in getattr(args, "teacher_urls", ())
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Score `samples` while other things are done; `finish` waits for it."""
+        self._tasks.append(asyncio.create_task(self.score(samples)))
+
+    async def finish(self) -> None:
+        """Wait for all that was begun; raises what `score` raises."""
+        await asyncio.gather(*self._tasks)
+
+    async def score(self, samples: Sequence[Sample]) -> None:
+        """Fill in `teacher_log_probs`, [response_length] float32, of the samples that lack it and train something.
+
+        The tokens of tools and environments are scored with the others; a first token without a prompt gets 0.
+
+        Raises:
+            RuntimeError: the teacher refused the sample, or gave no number; names the sample.
+        """
+        if self._clients:
+            wanted = [s for s in samples if s.teacher_log_probs is None and response_mask(s).any()]
+            await asyncio.gather(*(self._score(sample) for sample in wanted))
+
+    async def _score(self, sample: Sample) -> None:
+        sample.validate()
+        # A group's prompt is read once: its samples go to one engine, which keeps what it has computed.
+        client = self._clients[(sample.group_index or 0) % len(self._clients)]
+        tokens = np.asarray(sample.tokens, np.int64).tolist()
+        payload = {
+            "input_ids": tokens,
+            "sampling_params": _READ_ONLY,
+            "return_logprob": True,
+            "logprob_start_len": max(sample.prompt_length - 1, 0),
+        }
+        try:
+            answer = await client.generate(payload)
+        except RuntimeError as error:
+            raise RuntimeError(f"--opd-teacher-load: the teacher at sample {sample.index}: {error}") from error
+        # Entries are [log-prob, token, text or null] from that place on, the first one without a log-prob. Tokens are
+        # no check: SGLang writes 0 for the vocabulary's last one.
+        entries = answer.meta_info["input_token_logprobs"][1:]
+        values = [0.0] * (sample.prompt_length == 0) + [entry[0] for entry in entries]
+        found = np.array(values, np.float32)  # None becomes NaN
+        if len(found) != sample.response_length or not np.isfinite(found).all():
+            raise RuntimeError(
+                f"--opd-teacher-load: the teacher gave {np.isfinite(found).sum()} log-probs for the"
+                f" {sample.response_length} response tokens of sample {sample.index}"
+            )
+        sample.teacher_log_probs = found
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+
+async def score_samples(args: Any, samples: Sequence[Sample]) -> None:
+    """`Teacher.score` of samples, by clients that are opened for it."""
+    async with Teacher(args) as teacher:
+        await teacher.score(samples)
