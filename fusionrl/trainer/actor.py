@@ -106,12 +106,8 @@ class TrainerActor:
         from fusionrl.trainer import model
 
         self.trained = model.build_training(config, modules, transformer, self.device)
-        a = config.algorithm
-        if (
-            config.run.mode == "rl"
-            and not self.is_critic
-            and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo")
-        ):
+        a, is_policy = config.algorithm, config.run.mode == "rl" and not self.is_critic
+        if is_policy and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"):
             self._read_reference()
         if is_policy and a.use_opd and a.opd_type == "megatron":
             assert a.opd_teacher_load is not None
