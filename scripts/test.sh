@@ -12,10 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup-env.sh examples
 bin=${FUSIONRL_VENV:-.venv}/bin
 
-select=()
+only_unit=
 if [ "${1:-}" = unit ]; then
   shift
-  select=(-m "not e2e and not engine")
+  only_unit=1
 fi
 
 status=0
@@ -38,7 +38,15 @@ fi
 [ "$status" -eq 0 ] || echo "== lint or types FAILED, see above; this run will exit with an error"
 echo "== pytest"
 # A test that hangs prints where it hangs, instead of leaving an empty log.
-tests=0
-"$bin/python" -m pytest -q --durations=15 -o faulthandler_timeout=600 ${select[@]+"${select[@]}"} "$@" || tests=$?
-[ "$tests" -eq 0 ] && exit "$status"
-exit "$tests"
+run_tests() { "$bin/python" -m pytest -q --durations=15 -o faulthandler_timeout=600 "$@" || [ $? -eq 5 ] || status=1; }
+if [ -n "$only_unit" ]; then
+  run_tests -m "not e2e and not engine" "$@"
+elif [ $# -gt 0 ]; then
+  run_tests "$@"
+else
+  run_tests -m "not e2e"
+  # Whole runs wait for each other's processes more than they compute: two at a time.
+  echo "== pytest, whole runs"
+  run_tests -m e2e -n 2 --dist loadgroup
+fi
+exit "$status"

@@ -40,6 +40,7 @@ def _prompts(folder: Path, rollout_id: int) -> tuple[int, list[str]]:
     return int(path.stem.rsplit(".a", 1)[1]), [row["prompt"] for row in rows]
 
 
+@pytest.mark.xdist_group("recorded")
 def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) -> None:
     """One run through four processes: engine killed, driver killed, SIGTERM, end. No step is lost or trained twice.
 

@@ -59,6 +59,7 @@ def test_sft(task: Path, tmp_path: Path) -> None:
     twice_and_killed([*flags, "--lr", "1e-3", "--weight-decay", "0.01"], tmp_path)
 
 
+@pytest.mark.xdist_group("recorded")
 def test_rl_on_recorded_rollouts(rl_flags: list[str], recorded: Path, tmp_path: Path) -> None:
     if not (recorded / "1.jsonl").exists():  # else test_kills_and_resumes has left them
         made = ["--num-rollout", "2", "--no-save", "--save-debug-rollout-data", str(recorded / "{rollout_id}.jsonl")]
