@@ -1,44 +1,23 @@
-"""Asynchronous client of `/generate`, of an engine or of the router.
-
-The answer is turned into arrays where it is read: a sample of 32,000 tokens is 32,000 small lists in JSON.
-"""
+"""Asynchronous client of `/generate`, of an engine or of the router."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
 import numpy as np
 import orjson
 
+from fusionrl.engines.generation import Generation
 from fusionrl.engines.http import EndpointError, auth_headers
+from fusionrl.engines.parsers import Parsers
 
 ROUTING_KEY = "X-SMG-Routing-Key"  # as the router knows it
 _FIRST_BACKOFF_S = 0.25
 _SHORT_TOKENS = 64
 _LONGEST_BACKOFF_S = 8.0  # a router that lost its engines' health for a moment gets them back
-
-
-@dataclass
-class Generation:
-    """One generated continuation of `n` tokens."""
-
-    tokens: np.ndarray
-    """int32 [n]."""
-    log_probs: np.ndarray
-    """float32 [n], of the sampled tokens under the engine's distribution; [0] if they were not asked for."""
-    text: str
-    finish_reason: str
-    """ "stop", "length" or "abort"."""
-    weight_versions: list[tuple[int | str, int]]
-    """(version, number of tokens) in order; the numbers sum to n."""
-    prompt_tokens: int
-    cached_tokens: int
-    meta_info: dict[str, Any]
-    """The engine's own, without the log-probs."""
 
 
 class GenerateClient:
@@ -70,6 +49,7 @@ class GenerateClient:
         self._session: aiohttp.ClientSession | None = None
         self._waiting: dict[bytes, list[asyncio.Future[Generation]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._parsers = Parsers()
 
     async def generate(self, payload: dict[str, Any], routing_key: str | None = None) -> Generation:
         """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
@@ -90,8 +70,7 @@ class GenerateClient:
     async def _request(self, payload: dict[str, Any], routing_key: str | None = None) -> list[Generation]:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         async with asyncio.timeout(self._timeout_s):
-            answer = orjson.loads(await self._send(body, routing_key))
-        return [parse_generation(one) for one in (answer if isinstance(answer, list) else [answer])]
+            return await self._parsers.parse(await self._send(body, routing_key))
 
     async def _generate_together(self, payload: dict[str, Any]) -> Generation:
         """Send short siblings as one request: equal requests made in one turn of the event loop.
@@ -175,6 +154,7 @@ class GenerateClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._parsers.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -189,57 +169,6 @@ class GenerateClient:
 def _is_short(payload: dict[str, Any]) -> bool:
     """Whether the answer has few tokens; SGLang's own default is 128."""
     return payload.get("sampling_params", {}).get("max_new_tokens", 128) <= _SHORT_TOKENS
-
-
-def parse_generation(answer: dict[str, Any]) -> Generation:
-    """Turn the JSON of one `/generate` answer into a `Generation`.
-
-    Raises RuntimeError when tokens and log-probs do not belong together.
-    """
-    meta = answer["meta_info"]
-    # Entries are [log-prob, token, text or null].
-    entries = meta.pop("output_token_logprobs", None) or []
-    ids = answer.get("output_ids")
-    if ids is None:
-        ids = [entry[1] for entry in entries]
-    if entries and [entry[1] for entry in entries] != ids:
-        raise RuntimeError(
-            f"request {meta.get('id')}: the engine returned {len(ids)} tokens and {len(entries)} log-probs of others"
-        )
-    return Generation(
-        tokens=np.array(ids, dtype=np.int32),
-        log_probs=np.fromiter((entry[0] for entry in entries), dtype=np.float32, count=len(entries)),
-        text=answer.get("text") or "",
-        finish_reason=(meta.get("finish_reason") or {}).get("type", "abort"),
-        weight_versions=_version_spans(meta, len(ids)),
-        prompt_tokens=int(meta.get("prompt_tokens", 0)),
-        cached_tokens=int(meta.get("cached_tokens", 0)),
-        meta_info=meta,
-    )
-
-
-def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | str, int]]:
-    """`weight_versions` where the server has it, else one span of `weight_version`."""
-    if num_tokens == 0:
-        return []
-    spans = meta.get("weight_versions")
-    if not spans:
-        return [(_as_version(meta.get("weight_version", "default")), num_tokens)]
-    found = []
-    covered = 0
-    for span in spans:
-        end = min(int(span["end"]), num_tokens)
-        if end > covered:
-            found.append((_as_version(span["version"]), end - covered))
-            covered = end
-    if covered != num_tokens:
-        raise RuntimeError(f"request {meta.get('id')}: weight_versions {spans} do not cover {num_tokens} tokens")
-    return found
-
-
-def _as_version(version: Any) -> int | str:
-    text = str(version)
-    return int(text) if text.isdecimal() else text
 
 
 async def abort_all(engine_urls: Sequence[str], api_key: str | None = None, timeout_s: float = 30.0) -> None:
