@@ -22,8 +22,13 @@ def receive(connection: socket.socket) -> Any:
     Raises:
         EOFError: the other end has closed it.
     """
+    return pickle.loads(receive_bytes(connection))
+
+
+def receive_bytes(connection: socket.socket) -> bytes:
+    """What stands behind the next length; as `receive`, for what is no pickle."""
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
-    return pickle.loads(_read(connection, length))
+    return _read(connection, length)
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

@@ -59,7 +59,7 @@ class AcceptedSamples:
                     rows.append(row)
                     taken += 1
         counts["accepted"] = len(rows)
-        with self.path.open("a", encoding="utf-8") as out:
+        with self.path.open("ab") as out:
             out.writelines(map(json_line, rows))
         self._count(rollout_id, counts)
         return counts

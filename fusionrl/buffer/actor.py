@@ -7,6 +7,7 @@ and status, metrics, abort and save answer while it does.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, roll
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
-from fusionrl.data.build import build_shards, response_mask
+from fusionrl.data.build import build_shards, response_mask, take_shards
 from fusionrl.data.convert import samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
@@ -250,8 +251,7 @@ class BufferActor:
         if self.config.run.load_debug_rollout_data:
             samples = self._load_saved(rollout_id)
         else:
-            groups, metrics = self._collect_groups(rollout_id)
-            samples = flatten(groups)
+            samples, metrics = self._collect_samples(rollout_id)
             asyncio.run(score_samples(self._args(), samples))  # those of a user's rollout function
         if self.config.run.save_debug_rollout_data:
             self._save_samples(rollout_id, samples)
@@ -268,7 +268,7 @@ class BufferActor:
             metrics.update({f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()})
             if len(self.config.data.prompt_data or []) > 1:
                 metrics.update(set_metrics(samples, raw))
-            self._writer.write(rollout_id, self.attempt, [s.to_dict() for s in samples], kind="train")
+            self._writer.write(rollout_id, self.attempt, (s.to_row() for s in samples), kind="train")
         counts = self._accept(rollout_id, samples, raw) if mode == "reject-sampling" else {}
         if mode == "reject-sampling":
             metrics.update({f"rollout/{name}": float(count) for name, count in counts.items()})
@@ -284,13 +284,12 @@ class BufferActor:
             if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
                 samples, rewards, raw = best_and_worst(samples, rewards)
             given, named = (samples, rewards, raw), {"rollout_id": rollout_id, "extra": extra}
-            built = build_shards(*given, self.plan.batch, self.plan.balance, **named)
-            shards = [self._put(shard) for shard in built]
             if (critic := self.plan.critic) is not None:
                 assert critic.batch is not None
-                critic_shards = [
-                    self._put(shard) for shard in build_shards(*given, critic.batch, critic.balance, **named)
-                ]
+                cut = build_shards(*given, critic.batch, critic.balance, **named)
+                critic_shards = [self._put(shard) for shard in cut]
+            built = take_shards(*given, self.plan.batch, self.plan.balance, **named, freed=_give_memory_back)
+            shards = list(map(self._put, built))  # no name holds a shard while the next one is made
         return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), critic_shards)
 
     def _accept(self, rollout_id: int, samples: list[Sample], raw: list[float]) -> dict[str, int]:
@@ -309,7 +308,7 @@ class BufferActor:
             call_hook("custom_rollout_log_function_path", path, rollout_id, self._args(), samples, metrics, seconds)
         )
 
-    def _collect_groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
+    def _collect_samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, float]]:
         """Call the rollout function until there are enough groups; score and filter what it left undone."""
         wanted = self.config.rollout.rollout_batch_size
         assert wanted is not None
@@ -341,7 +340,7 @@ class BufferActor:
         for position, group in enumerate(groups):
             _number_group(group, position)
             check_samples("rollout_function_path", options.rollout_function_path, group)
-        return groups, {**metrics, **dropped}
+        return flatten(groups), {**metrics, **dropped}
 
     def _call_rollout(self, args: Any, rollout_id: int, evaluation: bool = False) -> Any:
         """Call the rollout function, or with `evaluation` the one that evaluates."""
@@ -429,8 +428,8 @@ class BufferActor:
     def _save_samples(self, rollout_id: int, samples: list[Sample]) -> None:
         path = Path(str(self.config.run.save_debug_rollout_data).format(rollout_id=rollout_id))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as out:
-            out.writelines(json_line(sample.to_dict()) for sample in samples)
+        with path.open("wb") as out:
+            out.writelines(json_line(sample.to_row()) for sample in samples)
 
     def _load_saved(self, rollout_id: int) -> list[Sample]:
         path = Path(str(self.config.run.load_debug_rollout_data).format(rollout_id=rollout_id))
@@ -449,7 +448,7 @@ class BufferActor:
             self._set_phase("idle")
         result = as_eval_output(output)
         for name, found in result.data.items():
-            rows = [sample.to_dict() for sample in found.get("samples", [])]
+            rows = (sample.to_row() for sample in found.get("samples", []))
             self._writer.write(rollout_id, self.attempt, rows, kind=f"eval-{name}")
         self._write_summary(rollout_id, result.data)
         path = self.config.rollout.custom_eval_rollout_log_function_path
@@ -504,6 +503,13 @@ def _number_group(group: list[Sample], position: int) -> None:
     for sample in group:
         if sample.group_index is None:
             sample.group_index = number
+
+
+def _give_memory_back() -> None:
+    """Return what was freed to the system: glibc keeps the room of many small arrays for itself. Elsewhere nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _ray_put(value: Any) -> Any:

@@ -7,7 +7,7 @@ are those of the whole step, so that no split changes the loss.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
 
-OPTIONAL = tuple(name for name, spec in FIELDS.items() if not (spec.required or spec.is_derived))
+PACKED_AT_ONCE = 512  # samples; what is converted of them is in memory twice for a moment
 
 
 def build_shards(
@@ -40,6 +40,43 @@ def build_shards(
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
             micro-batch may be.
     """
+    given = (list(samples), rewards, raw_rewards, plan, balance)
+    return list(take_shards(*given, rollout_id=rollout_id, extra=extra))
+
+
+def take_shards(
+    samples: list[Sample],
+    rewards: Sequence[float],
+    raw_rewards: Sequence[float],
+    plan: BatchPlan,
+    balance: Balance,
+    *,
+    rollout_id: int,
+    extra: dict[str, list[Any]] | None = None,
+    freed: Callable[[], None] | None = None,
+) -> Iterator[TrainShard]:
+    """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
+
+    Each is replaced by an empty one when it was packed; `freed` is called after some hundreds of them. All but a value
+    that cannot be cast to its field's type is found before the first is taken.
+    """
+    per_rank, steps = _plan_steps(samples, plan, balance)
+    # A field stands in every shard or in none.
+    present = [
+        name
+        for name, spec in FIELDS.items()
+        if spec.required or (not spec.is_derived and all(_has(s, name) for s in samples))
+    ]
+    given = {"rewards": rewards, "raw_rewards": raw_rewards}
+    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
+    for members, own_steps in zip(per_rank, steps, strict=True):
+        yield _take_shard(samples, members, given, present, steps=own_steps, **named)
+
+
+def _plan_steps(
+    samples: Sequence[Sample], plan: BatchPlan, balance: Balance
+) -> tuple[list[list[int]], list[list[TrainStep]]]:
+    """(positions of each rank's samples, each rank's steps)."""
     bounds = _step_bounds(samples, plan)
     for sample in samples:
         sample.validate()
@@ -47,28 +84,14 @@ def build_shards(
     steps: list[list[TrainStep]] = [[] for _ in range(plan.dp_size)]
     for first, end in itertools.pairwise(bounds):
         chosen = samples[first:end]
-        masks = [response_mask(sample) for sample in chosen]
-        num_tokens = int(sum(mask.sum() for mask in masks))
-        num_samples = int(sum(mask.any() for mask in masks))
+        num_tokens = sum(int(response_mask(sample).sum()) for sample in chosen)
+        num_samples = sum(bool(response_mask(sample).any()) for sample in chosen)
         for rank, bins in enumerate(_divide(chosen, plan.dp_size, balance)):
             members = sorted(i for b in bins for i in b)
             local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
             steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, num_samples))
             per_rank[rank] += [first + i for i in members]
-    present = [name for name in OPTIONAL if all(_has(sample, name) for sample in samples)]
-    return [
-        _shard(
-            [samples[i] for i in members],
-            [rewards[i] for i in members],
-            [raw_rewards[i] for i in members],
-            present,
-            rollout_id=rollout_id,
-            steps=s,
-            positions=members,
-            extra={name: [values[i] for i in members] for name, values in (extra or {}).items()},
-        )
-        for members, s in zip(per_rank, steps, strict=True)
-    ]
+    return per_rank, steps
 
 
 def _step_bounds(samples: Sequence[Sample], plan: BatchPlan) -> list[int]:
@@ -129,41 +152,56 @@ def response_mask(sample: Sample) -> np.ndarray:
     return np.asarray(sample.loss_mask, np.float32)
 
 
-def _shard(
+def _take_shard(
     samples: list[Sample],
-    rewards: list[float],
-    raw_rewards: list[float],
-    present: list[str],
+    members: Sequence[int],
+    given: dict[str, Sequence[float]],
+    present: Sequence[str],
     *,
     rollout_id: int,
     steps: list[TrainStep],
-    positions: list[int],
     extra: dict[str, list[Any]],
+    freed: Callable[[], None] | None,
 ) -> TrainShard:
-    """One rank's shard. `present` is decided over all ranks: a field stands in every shard or in none."""
-    fields: dict[str, np.ndarray] = {
-        "tokens": flat_field("tokens", [s.tokens for s in samples]),
-        "loss_mask": flat_field("loss_mask", [response_mask(s) for s in samples]),
-        "rewards": flat_field("rewards", rewards),
-        "raw_rewards": flat_field("raw_rewards", raw_rewards),
-        "sample_index": flat_field("sample_index", [_or(s.index, -1) for s in samples]),
-        "group_index": flat_field("group_index", [_or(s.group_index, -1) for s in samples]),
-        "position": flat_field("position", positions),
-        "truncated": flat_field("truncated", [s.status == Status.TRUNCATED for s in samples]),
-    }
-    for name in present:
-        values: list[Any] = [getattr(s, name, None) for s in samples]
-        blank = [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
-        fields[name] = flat_field(name, blank)
-    return TrainShard(
-        rollout_id=rollout_id,
-        total_lengths=np.array([len(s.tokens) for s in samples], np.int32),
-        response_lengths=np.array([s.response_length for s in samples], np.int32),
-        fields=fields,
-        steps=steps,
-        metadata=[s.train_metadata if s.train_metadata is not None else s.metadata for s in samples],
-        extra=extra,
-    )
+    """One rank's shard, of the samples at `members`; `given` are fields that stand beside the samples."""
+    total = np.array([len(samples[i].tokens) for i in members], np.int32)
+    responses = np.array([samples[i].response_length for i in members], np.int32)
+    sizes = {"token": int(total.sum()), "response": int(responses.sum()), "sample": len(members)}
+    fields: dict[str, np.ndarray] = {name: np.empty(sizes[FIELDS[name].extent], FIELDS[name].dtype) for name in present}
+    ends = dict.fromkeys(present, 0)
+    metadata = []
+    for first in range(0, len(members), PACKED_AT_ONCE):
+        packed = members[first : first + PACKED_AT_ONCE]
+        chosen = [samples[i] for i in packed]
+        for name in present:
+            values = [given[name][i] for i in packed] if name in given else _values(name, chosen)
+            part = flat_field(name, values)
+            fields[name][ends[name] : ends[name] + len(part)] = part
+            ends[name] += len(part)
+        metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in chosen]
+        for i in packed:
+            samples[i] = Sample()
+        del chosen, values
+        if freed is not None:
+            freed()
+    columns = {name: [values[i] for i in members] for name, values in extra.items()}
+    fields["position"] = np.asarray(members, np.int64)
+    return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns)
+
+
+def _values(name: str, samples: list[Sample]) -> list[Any]:
+    """A value a sample, for `flat_field`."""
+    match name:
+        case "loss_mask":
+            return [response_mask(s) for s in samples]
+        case "sample_index":
+            return [_or(s.index, -1) for s in samples]
+        case "group_index":
+            return [_or(s.group_index, -1) for s in samples]
+        case "truncated":
+            return [s.status == Status.TRUNCATED for s in samples]
+    values = [getattr(s, name, None) for s in samples]
+    return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
 
 
 def _or(value: int | None, default: int) -> int:

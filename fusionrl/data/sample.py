@@ -165,10 +165,15 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain values that JSON can hold; attributes a hook added are kept."""
+        arrays = self.to_row().items()
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arrays}
+
+    def to_row(self) -> dict[str, Any]:
+        """As `to_dict`, with what runs over the tokens as arrays: for `json_line`, which writes those quickly."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
             if name in _ARRAY_DTYPES and value is not None:
-                out[name] = np.asarray(value).tolist()
+                out[name] = np.asarray(value)
             else:  # what hooks put into metadata, rewards and attributes may hold arrays and numpy scalars
                 out[name] = to_jsonable(value)
         return out

@@ -15,6 +15,7 @@ import orjson
 
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
+from fusionrl.engines.parsers import Parsers
 
 __all__ = ["ROUTING_KEY", "GenerateClient", "Generation", "abort_all", "parse_generation"]
 
@@ -69,6 +70,7 @@ class GenerateClient:
         self._session: aiohttp.ClientSession | None = None
         self._waiting: dict[bytes, list[asyncio.Future[Generation]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._parsers = Parsers()
 
     async def generate(self, payload: dict[str, Any], routing_key: str | None = None) -> Generation:
         """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
@@ -157,8 +159,7 @@ class GenerateClient:
     async def _request(self, payload: dict[str, Any], routing_key: str | None = None) -> list[Generation]:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         async with asyncio.timeout(self._timeout_s):
-            answer = orjson.loads(await self._send(body, routing_key))
-        return [parse_generation(one) for one in (answer if isinstance(answer, list) else [answer])]
+            return await self._parsers.parse(await self._send(body, routing_key))
 
     async def _generate_together(self, payload: dict[str, Any]) -> Generation:
         """Send short siblings as one request: equal requests made in one turn of the event loop.
@@ -251,6 +252,7 @@ class GenerateClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._parsers.close()
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import orjson
 
 
 @dataclass
@@ -31,6 +32,15 @@ class Generation:
     """The engine's own, without the log-probs."""
     part: int = 1
     """Which request made the end of it: over 1 where an engine died, and another one went on."""
+
+
+def parse_answer(body: bytes) -> list[Generation]:
+    """The generations of the body of an answer: one, or one for each prompt of the request.
+
+    Raises RuntimeError as `parse_generation` does, ValueError for what is no JSON.
+    """
+    answer = orjson.loads(body)
+    return [parse_generation(one) for one in (answer if isinstance(answer, list) else [answer])]
 
 
 def parse_generation(answer: dict[str, Any]) -> Generation:

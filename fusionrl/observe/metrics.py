@@ -68,7 +68,7 @@ class MetricsSink:
         }
         if nonfinite:
             line["nonfinite"] = nonfinite
-        self._file.write(json_line(line).encode())
+        self._file.write(json_line(line))
         if self._tensorboard is not None:
             self._tensorboard.log(int(step), scalars)
 

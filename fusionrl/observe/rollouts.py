@@ -59,7 +59,7 @@ class RolloutWriter:
             raise FileExistsError(f"{path} exists; rollouts are never overwritten, a resume raises the attempt")
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
+            with temporary.open("wb") as file:
                 for row in rows:
                     file.write(json_line(row))
                 file.flush()

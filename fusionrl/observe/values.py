@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 Scalar = float | int | str | bool | None
 
 
@@ -65,14 +67,18 @@ def _key(key: object) -> str:
     return key if isinstance(key, str) else str(key)
 
 
-def json_line(row: Mapping[str, Any]) -> str:
-    """`row` as one line of strict JSON, newline included."""
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """`row` as one line of strict JSON in UTF-8, newline included; NaN and infinities are null.
+
+    Numbers of an array have as many digits as tell them from others of its type: those of a float32 array are read back
+    exactly where they are read as float32.
+    """
     try:
-        # The C encoder walks the row itself; long token lists make `to_jsonable` ten times slower.
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=to_jsonable)
-    except (ValueError, TypeError):  # A NaN, or a key that is no string.
+        # Arrays are written as they stand: as lists, a long sample's numbers take thirty times as long.
+        return orjson.dumps(row, default=to_jsonable, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # a key that is no string, an integer of more than 64 bits, half a surrogate pair
         text = json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False)
-    return text + "\n"
+        return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def write_atomically(path: Path, text: str) -> None:

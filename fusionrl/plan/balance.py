@@ -21,6 +21,8 @@ from fusionrl.config.model_shape import ModelShape
 MAX_EXCHANGES = 600
 # Steps of simulated pipelines, over all trials of orders of micro-batches: a fifth of a second, about.
 MAX_PIPELINE_STEPS = 200_000
+# Items in a bin up to which the smallest number of bins is bounded by their sizes; beyond, by what they take together.
+MAX_IN_A_BIN = 16
 
 Limits = Sequence[int]
 
@@ -250,43 +252,57 @@ def pack(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int | None
     """
     assert not needs.size or (needs.max(axis=0) <= limits).all(), "an item over a limit"
     if count is not None:
-        bins = _spread(needs, costs, limits, count) or _first_fit(needs, limits, count)
-        if bins is None:
+        bins = _spread(needs, costs, limits, count) or _first_fit(needs, limits)
+        if len(bins) > count:
             return None
+        bins += [[] for _ in range(count - len(bins))]
         _exchange(bins, costs, moves=True, needs=needs, limits=limits)
         return [sorted(members) for members in bins]
-    number = max(1, *(-(-int(total) // limit) for total, limit in zip(needs.sum(axis=0), limits, strict=True)))
-    while (found := pack(needs, costs, limits, number)) is None:
-        number += 1
+    low, high = _fewest(needs, limits), max(1, len(_first_fit(needs, limits)))
+    while low < high:  # spreading may do with fewer
+        middle = (low + high) // 2
+        if _spread(needs, costs, limits, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return pack(needs, costs, limits, high)
+
+
+def _fewest(needs: np.ndarray, limits: Limits) -> int:
+    """Bins that are needed at least: by what all take together, and as at most j of over limit / (j + 1) fit in one."""
+    found = 1
+    for need, limit in zip(needs.T, limits, strict=True):
+        found = max(found, -(-int(need.sum()) // limit))
+        for j in range(1, MAX_IN_A_BIN + 1):
+            found = max(found, -(-int((need * (j + 1) > limit).sum()) // j))
     return found
 
 
 def _spread(needs: np.ndarray, costs: np.ndarray, limits: Limits, count: int) -> list[list[int]] | None:
     """The costliest item first to the cheapest bin that has room for it."""
-    loads, used = np.zeros(count), np.zeros((count, needs.shape[1]), dtype=np.int64)
+    loads, left = np.zeros(count), np.repeat(np.array(limits, dtype=np.int64)[:, None], count, axis=1)
     bins: list[list[int]] = [[] for _ in range(count)]
     for item in np.argsort(-costs, kind="stable").tolist():
-        room = (used + needs[item] <= limits).all(axis=1)
-        if not room.any():
-            return None
+        room = (left >= needs[item][:, None]).all(axis=0)
         best = int(np.where(room, loads, np.inf).argmin())
-        bins[best].append(item)
-        loads[best] += costs[item]
-        used[best] += needs[item]
-    return bins
-
-
-def _first_fit(needs: np.ndarray, limits: Limits, count: int) -> list[list[int]] | None:
-    """The largest item first to the first bin that has room: fills bins where spreading left holes in all of them."""
-    used = np.zeros((count, needs.shape[1]), dtype=np.int64)
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for item in np.argsort(-needs[:, 0], kind="stable").tolist():
-        room = (used + needs[item] <= limits).all(axis=1)
-        best = int(room.argmax())
         if not room[best]:
             return None
         bins[best].append(item)
-        used[best] += needs[item]
+        loads[best] += costs[item]
+        left[:, best] -= needs[item]
+    return bins
+
+
+def _first_fit(needs: np.ndarray, limits: Limits) -> list[list[int]]:
+    """The largest item first to the first bin that has room: fills bins where spreading left holes in all of them."""
+    left = np.repeat(np.array(limits, dtype=np.int64)[:, None], len(needs), axis=1)
+    bins: list[list[int]] = []
+    for item in np.argsort(-needs[:, 0], kind="stable").tolist():
+        best = int((left[:, : len(bins) + 1] >= needs[item][:, None]).all(axis=0).argmax())
+        if best == len(bins):
+            bins.append([])
+        bins[best].append(item)
+        left[:, best] -= needs[item]
     return bins
 
 

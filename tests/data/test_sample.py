@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fusionrl.data.sample import Sample, reward_value
+from fusionrl.observe.values import json_line
 
 
 def appended() -> Sample:
@@ -118,6 +119,7 @@ def test_json_gives_back_the_same_sample() -> None:
     assert back.metadata == {"scores": [0, 1, 2], "nested": {"a": [1, 2]}}
     assert back.turns_left == 2  # type: ignore[attr-defined]
     assert back.to_dict() == sample.to_dict()
+    assert Sample.from_dict(json.loads(json_line(sample.to_row()))).to_dict() == sample.to_dict()
     empty = Sample.from_dict(json.loads(json.dumps(Sample().to_dict())))
     assert empty.loss_mask is None
     assert empty.rollout_log_probs is None

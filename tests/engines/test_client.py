@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from fusionrl.engines.client import ROUTING_KEY, GenerateClient, abort_all, parse_generation
+from fusionrl.engines.client import ROUTING_KEY, GenerateClient, abort_all
+from fusionrl.engines.generation import parse_generation
 
 ANSWER = {
     "text": "ab",

@@ -48,6 +48,22 @@ def test_an_object_json_does_not_know_costs_no_run(tmp_path: Path) -> None:
     assert next(read_rollouts(tmp_path))["metadata"] == {"tool": "slice(1, 2, None)"}
 
 
+def test_arrays_are_read_back_exactly_and_what_is_odd_is_written_all_the_same(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).exponential(size=5000).astype(np.float32) * np.float32(1e-3)
+    rows = [
+        {"log_probs": values, "tokens": np.arange(10, dtype=np.int32)[::3], "mask": np.broadcast_to(np.float32(1), 3)},
+        {"log_probs": np.array([-0.5, np.nan, -np.inf], np.float32), "reward": float("nan")},
+        {"metadata": {7: 2**70}, "response": "\ud800 é", "nan": float("inf")},
+    ]
+    path = RolloutWriter(tmp_path).write(0, 1, rows)
+    assert b"NaN" not in path.read_bytes() and b"Infinity" not in path.read_bytes()
+    whole, gaps, odd = read_rollouts(tmp_path)
+    assert np.array_equal(np.asarray(whole["log_probs"], np.float32), values), "bit for bit"
+    assert whole["tokens"] == [0, 3, 6, 9] and whole["mask"] == [1, 1, 1]
+    assert gaps["log_probs"] == [-0.5, None, None] and gaps["reward"] is None
+    assert odd["metadata"] == {"7": 2**70} and odd["response"] == "\ud800 é" and odd["nan"] is None
+
+
 def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
     path = writer.write(0, 1, [{"reward": 1}])

@@ -161,3 +161,16 @@ def test_either_size_gives_the_other(batch: int | None, steps: int | None, wante
     )
     assert (plan.num_steps, plan.global_batch_size) == wanted
     assert plan.num_samples == 32
+
+
+def test_tokens_are_counted_beyond_what_a_float32_counts() -> None:
+    lengths = [2**24 - 1, 2, 2, 2]
+    samples = [
+        Sample(
+            index=i, group_index=i, tokens=np.zeros(n, np.int32), response_length=n, loss_mask=np.ones(n, np.float32)
+        )
+        for i, n in enumerate(lengths)
+    ]
+    plan, balance = BatchPlan(4, 1, 1, 4, 1), Balance(COST, 2**25)
+    (shard,) = build_shards(samples, [0.0] * 4, [0.0] * 4, plan, balance, rollout_id=0)
+    assert shard.steps[0].num_tokens == sum(lengths) == 2**24 + 5
