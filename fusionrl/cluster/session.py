@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.guard import Guard
-from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, start_ray
+from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, root_cause, start_ray
 from fusionrl.cluster.recovery import Recovery
 from fusionrl.cluster.workers import BufferWorker, EngineWorker, TrainerWorker
 from fusionrl.config.config import Config
@@ -313,7 +313,7 @@ class Session:
                 # Where memory is shared, nobody knows who has given back what in the middle of a push.
                 if self._shares_memory or attempt + 1 == _MAX_PUSHES or not self._recovery.find_hung():
                     raise
-                logger.warning("the push of version %d is made again: %s", version, error)
+                logger.warning("the push of version %d is made again: %s", version, root_cause(error))
         metrics["sync/engines_restarted"] = float(self._recovery.num_out)
         self._join()
         return metrics

@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.launch import Launched, launch, metrics_of
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 120
+NUM_TOKENS = 200
 
 
-def _strike(launched: Launched, folder: Path, rollout_id: int, pattern: str, number: int) -> None:
-    """Send the signal to the first process that matches, when the rollout is under way."""
+def _num_decodes(folder: Path, index: int) -> int:
+    """Lines of an engine's log that tell of decoding, one for 40 steps."""
+    return (folder / "logs" / f"engine-{index}.log").read_text(errors="replace").count("Decode batch")
+
+
+def _strike(launched: Launched, folder: Path, rollout_id: int, number: int) -> None:
+    """Send the signal to an engine that has begun to answer in the rollout: to its server, SIGSTOP to its scheduler."""
     launched.wait_for(lambda: (folder / f"began-{rollout_id}").exists(), timeout_s=300)
-    time.sleep(0.5)
-    pids = launched.find(pattern)
-    assert pids
-    os.kill(pids[0], number)
+    before = [_num_decodes(folder, index) for index in range(2)]
+    launched.wait_for(lambda: any(_num_decodes(folder, i) > before[i] for i in range(2)))
+    index = next(i for i in range(2) if _num_decodes(folder, i) > before[i])
+    (server,) = launched.find(rf"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed {42 + index} ")
+    children = psutil.Process(server).children(recursive=True)
+    schedulers = [child.pid for child in children if "scheduler" in "".join(child.cmdline())]
+    os.kill(schedulers[0] if number == signal.SIGSTOP else server, number)
 
 
 def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> None:
@@ -37,9 +45,13 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
         + ["--custom-generate-function-path", "tests/e2e/hooks.py:noted_generate"],
         tmp_path,
     )
-    _strike(launched, folder, 1, r"fusionrl\.engines\.launch_server", signal.SIGKILL)
-    _strike(launched, folder, 2, r"sglang::scheduler", signal.SIGSTOP)
-    assert launched.wait(300) == 0, launched.output()[-3000:]
+    try:
+        _strike(launched, folder, 1, signal.SIGKILL)
+        _strike(launched, folder, 2, signal.SIGSTOP)
+        assert launched.wait(300) == 0, launched.output()[-3000:]
+    finally:
+        for pid in launched.living() if launched.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
     launched.assert_nothing_left()
 
     rows = metrics_of(folder)
