@@ -15,9 +15,12 @@ pytestmark = pytest.mark.e2e
 def test_divided_trainers_and_two_engines(
     layout: str, task: Path, experts: Path, rl_flags: list[str], tmp_path: Path
 ) -> None:
+    """tp2-pp2 is PPO: its critic has a layout and devices of its own, and is trained towards the returns."""
     folder = tmp_path / "run"
     flags = {
-        "tp2-pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+        "tp2-pp2": ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+        + ["--algorithm", "ppo", "--critic-num-gpus", "1", "--critic-lr", "3e-3", "--num-critic-only-steps", "1"]
+        + ["--critic-tensor-model-parallel-size", "1", "--critic-pipeline-model-parallel-size", "1"],
         "ep2-dp2": ["--expert-model-parallel-size", "2", "--hf-checkpoint", str(experts)],
     }[layout]
     run(
@@ -31,6 +34,9 @@ def test_divided_trainers_and_two_engines(
     for row in rows:
         assert row["sync/verify_logprob_diff"] < 1e-4
         assert row["sync/version"] == row["step"]
+    if layout == "tp2-pp2":
+        assert "train/loss" not in rows.pop(1), "in the first rollout the critic alone is trained"
+        assert rows[1]["critic/value_mean"] != 0 and rows[1]["critic/grad_norm"] > 0
     for row in rows[1:]:
         assert row["train/logprob_diff_mean"] < 1e-4
         assert row["train/grad_norm"] > 0
