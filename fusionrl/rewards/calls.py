@@ -36,6 +36,17 @@ def is_async(path: str | None) -> bool:
     return path is not None and inspect.iscoroutinefunction(load_function(path))
 
 
+def takes_a_list(path: str | None) -> bool:
+    """Whether a user's function scores several samples in a call: its second parameter is `samples`, as in slime."""
+    if path is None:
+        return False
+    try:
+        names = list(inspect.signature(load_function(path)).parameters)
+    except ValueError:  # a builtin without a signature
+        return False
+    return names[1:2] == ["samples"]
+
+
 def call_reward(args: Any, target: Sample | list[Sample], **kwargs: Any) -> Any:
     """What the reward function returns for a sample, or for a group with --group-rm: a reward, or an awaitable.
 

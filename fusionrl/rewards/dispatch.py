@@ -16,7 +16,7 @@ from typing import Any
 
 from fusionrl.config.config import HookArgs
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of
+from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of, takes_a_list
 from fusionrl.rewards.model import model_score
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
@@ -55,15 +55,21 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
-    """The rewards of a group: in one call with --group-rm, one call a sample otherwise."""
-    if not args.group_rm:
+    """The rewards of a group: in one call with --group-rm, one call a sample otherwise.
+
+    In one call, too, where --custom-rm-path takes `samples`: what a generate function made of one prompt, say.
+    """
+    is_one_call = args.group_rm or (args.custom_rm_path and takes_a_list(args.custom_rm_path))
+    if not is_one_call or any(sample.custom_rm_path for sample in samples):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
     name = f"--custom-rm-path {args.custom_rm_path}"
     rewards = await _score(args, samples, "group", args.custom_rm_path, name, kwargs)
     if isinstance(rewards, Lost):
         return [_without_reward(args, sample, rewards, name) for sample in samples]
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
-        raise RewardError(f"{name}: with --group-rm it must return a list of {len(samples)} rewards, got {rewards!r}")
+        raise RewardError(
+            f"{name}: of several samples it must return a list of {len(samples)} rewards, got {rewards!r}"
+        )
     return [_checked(reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
 

@@ -229,9 +229,13 @@ async def generate_and_rm(args: Any, sample: Sample, params: dict[str, Any], eva
         result = hooked if isinstance(result, list) else hooked[0]
     samples = result if isinstance(result, list) else [result]
     if not args.group_rm:
-        for one in samples:
-            if one.reward is None and one.status not in (Sample.Status.ABORTED, Sample.Status.FAILED):
-                one.reward = await async_rm(args, one)
+        lost = (Sample.Status.ABORTED, Sample.Status.FAILED)
+        missing = [one for one in samples if one.reward is None and one.status not in lost]
+        if missing and isinstance(result, list):
+            for one, reward in zip(missing, await batched_async_rm(args, missing), strict=True):
+                one.reward = reward
+        elif missing:
+            missing[0].reward = await async_rm(args, missing[0])
     elif evaluation:  # an evaluation has no groups: the group function sees one sample at a time
         for one in samples:
             one.reward = (await batched_async_rm(args, [one]))[0]

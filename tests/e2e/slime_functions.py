@@ -39,7 +39,11 @@ async def two_answers(args: Any, sample: Sample, sampling_params: dict[str, Any]
     return made
 
 
-async def reward(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
-    """Reads an attribute that the generate function added."""
-    digits = sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
-    return {"digits": digits, "number": float(sample.my_note["number"])}  # type: ignore[attr-defined]
+async def reward(args: Any, samples: list[Sample], **kwargs: Any) -> list[dict[str, float]]:
+    """Gets all samples of one prompt, as slime hands them over; reads an attribute that the generate function added."""
+    assert [sample.my_note["number"] for sample in samples] == [0, 1]  # type: ignore[attr-defined]
+    found = []
+    for sample in samples:
+        digits = sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
+        found.append({"digits": digits, "number": float(sample.my_note["number"])})  # type: ignore[attr-defined]
+    return found

@@ -144,7 +144,8 @@ def test_groups(hooks: str) -> None:
     group = [Sample(index=i, response="x" * i) for i in range(3)]
     assert asyncio.run(batched_async_rm(flags(f"{hooks}:length"), group)) == [0.0, 1.0, 2.0]
     assert asyncio.run(batched_async_rm(flags(f"{hooks}:ranks", group_rm=True), group)) == [0.0, 1.0, 2.0]
-    with pytest.raises(RewardError, match=r"with --group-rm it must return a list of 3 rewards, got \[1.0\]"):
+    assert asyncio.run(batched_async_rm(flags(f"{hooks}:ranks"), group)) == [0.0, 1.0, 2.0], "it takes `samples`"
+    with pytest.raises(RewardError, match=r"of several samples it must return a list of 3 rewards, got \[1.0\]"):
         asyncio.run(batched_async_rm(flags(f"{hooks}:too_few", group_rm=True), group))
 
 
