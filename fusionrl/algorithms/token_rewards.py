@@ -46,7 +46,7 @@ def kl_rewards(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: str
     if not kl.isfinite().all():
         apart = float((policy - reference).abs().max())
         raise ValueError(
-            f"--kl-loss-type {kind}: log-probs of policy and reference are up to {apart:.0f} nats apart, too far for "
+            f"--kl-coef-type {kind}: log-probs of policy and reference are up to {apart:.0f} nats apart, too far for "
             "this estimator; low_var_kl is bounded"
         )
     return -coef * kl, excluded

@@ -281,9 +281,11 @@ class BufferActor:
                 field = "custom_convert_samples_to_train_data_path"
                 data = call_hook(field, path, self._args(), samples)
                 samples, rewards, raw, extra = samples_of(data, samples, f"{flag_of(field)} {path}")
+            named: dict[str, Any] = {"rollout_id": rollout_id}
             if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
-                samples, rewards, raw = best_and_worst(samples, rewards)
-            given, named = (samples, rewards, raw), {"rollout_id": rollout_id, "extra": extra}
+                samples, rewards, raw, extra = self._pairs(samples, rewards, raw, extra)
+                named["by_groups"] = True
+            given, named["extra"] = (samples, rewards, raw), extra
             if (critic := self.plan.critic) is not None:
                 assert critic.batch is not None
                 cut = build_shards(*given, critic.batch, critic.balance, **named)
@@ -291,6 +293,26 @@ class BufferActor:
             built = take_shards(*given, self.plan.batch, self.plan.balance, **named, freed=_give_memory_back)
             shards = list(map(self._put, built))  # no name holds a shard while the next one is made
         return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), critic_shards)
+
+    def _pairs(
+        self, samples: list[Sample], rewards: list[float], raw: list[float], extra: dict[str, list[Any]]
+    ) -> tuple[list[Sample], list[float], list[float], dict[str, list[Any]]]:
+        """DPO: the pairs of the rollout, chosen (+1) and rejected (-1) side by side, with what belongs to them.
+
+        Where there are fewer than optimizer steps, removed samples stand for the others: of these nothing is learnt.
+        """
+        pairs = best_and_worst(samples, rewards)
+        chosen = [i for pair in pairs for i in pair]
+        assert self.plan.batch is not None
+        num_blank = max(0, self.plan.batch.num_steps - len(pairs))
+        blanks = [replace(samples[0], remove_sample=True, group_index=-2 - i // 2) for i in range(2 * num_blank)]
+        positions = chosen + [0] * len(blanks)
+        return (
+            [samples[i] for i in chosen] + blanks,
+            [1.0, -1.0] * (len(pairs) + num_blank),
+            [raw[i] for i in positions],
+            {name: [values[i] for i in positions] for name, values in extra.items()},
+        )
 
     def _accept(self, rollout_id: int, samples: list[Sample], raw: list[float]) -> dict[str, int]:
         if self.attempt > 1 and not self._is_accepted_clean:
@@ -435,7 +457,8 @@ class BufferActor:
         path = Path(str(self.config.run.load_debug_rollout_data).format(rollout_id=rollout_id))
         if not path.is_file():
             raise ValueError(f"--load-debug-rollout-data: there is no {path}")
-        return [Sample.from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        with path.open(encoding="utf-8") as lines:  # not splitlines: a response may hold other ends of lines
+            return [Sample.from_dict(json.loads(line)) for line in lines]
 
     # -------------------------------------------------------------------------------- evaluation
     async def evaluate(self, rollout_id: int) -> dict[str, float]:

@@ -76,7 +76,8 @@ class Recovery:
         Raises:
             RuntimeError: no engine is left that serves; with what the last one died of.
         """
-        serving = [i for i in range(len(self._engines)) if i not in self._starting and i not in self._started]
+        # One that has started and waits for its weights is watched as well: it may die in the push that brings it back.
+        serving = [i for i in range(len(self._engines)) if i not in self._starting]
         dead = self._without_process(serving)
         if is_generating:
             dead = self._without_answer(serving) | dead
@@ -163,6 +164,8 @@ class Recovery:
         logger.warning("engine %d is taken out: %s", index, error)
         self._router.remove_worker(self._urls[index])
         self._probes.pop(index, None)
+        if index in self._started:
+            self._started.remove(index)
         self.num_restarts[index] += 1
         self._replace(index)
 

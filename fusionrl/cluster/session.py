@@ -372,10 +372,10 @@ class Session:
             ray.get([engine.resume_memory.remote(["kv_cache", "cuda_graph"]) for engine in self.engines])
             self._engines_away = False
         is_first = self._num_pushes == 0
-        self._num_pushes += 1
         self._version = version
         if weights.verify_weights == "always" or (weights.verify_weights == "first" and is_first):
             metrics.update(self._verify(version))
+        self._num_pushes += 1
         return metrics
 
     def _verify(self, version: int) -> dict[str, float]:
@@ -410,6 +410,7 @@ class Session:
         if critic is None:
             return _gather([t.train.remote(rollout_id, s) for t, s in zip(self.trainers, own, strict=True)])[0]
         theirs = [[critic_shards[critic.layout.dp_rank(rank)]] for rank in range(critic.layout.world_size)]
+        self._make_room(self.trainers)
         # Values, advantages and targets go from group to group by reference, of one rank of each replica.
         pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.critics, theirs, strict=True)]
         values = _of_replicas(pairs, critic.layout)
@@ -453,14 +454,18 @@ class Session:
         """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
         if self._recovery is None or self.router is None:
             return {}
-        died, retried = self._recovery.num_died, self.router.num_retries()
-        return {"engines_died": float(died), "requests_retried": float(retried)}
+        found = {"engines_died": float(self._recovery.num_died)}
+        try:
+            found["requests_retried"] = float(self.router.num_retries())
+        except RuntimeError as error:  # a number alone: a busy machine may hold its answer up
+            logger.warning("the router does not say how many requests it sent again: %s", error)
+        return found
 
     def _add_faults(self, metrics: dict[str, float], prefix: str, before: dict[str, float]) -> None:
         """What went wrong since `before`; the rollout has counted the retries of its own client."""
         for name, count in self._faults().items():
             key = f"{prefix}/{name}"
-            metrics[key] = metrics.get(key, 0.0) + count - before[name]
+            metrics[key] = metrics.get(key, 0.0) + count - before.get(name, count)
 
     def validation_losses(self) -> dict[str, float]:
         """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, of each set."""

@@ -386,9 +386,12 @@ class AlgorithmGroup(Group):
     )
     kl_coef: float = Field(
         0.0,
-        description="Price of the KL to the reference in each token's reward (reinforce_plus_plus, ppo), by"
-        " --kl-loss-type.",
+        description="Price of the KL to the reference in each token's reward (reinforce_plus_plus, ppo).",
         ge=0,
+    )
+    kl_coef_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+        "k1",
+        description="Estimator of that KL; k2 and k3 are never negative and also charge for being less likely.",
     )
     policy_loss: Literal[
         "auto", "ppo", "gspo", "gspo_token", "cispo", "sapo", "gpg", "gmpo", "clip_cov", "kl_cov", "dpo"

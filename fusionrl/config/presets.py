@@ -12,7 +12,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage_estimator": "grpo",
         "calculate_per_token_loss": False,
         "use_kl_loss": True,
-        "kl_loss_coef": 0.001,
+        "kl_loss_coef": 0.04,
         "kl_loss_type": "k3",
     },
     "dr_grpo": {"advantage_estimator": "dr_grpo", "loss_aggregation": "constant"},
@@ -34,7 +34,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {
         "advantage_estimator": "reinforce_plus_plus",
         "kl_coef": 0.01,
-        "kl_loss_type": "k2",
     },
     "reinforce_plus_plus_baseline": {
         "advantage_estimator": "reinforce_plus_plus_baseline",
@@ -43,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_loss_type": "k2",
     },
     "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
-    "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001, "kl_loss_type": "k1"},
+    "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001},
     "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
 }
 OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens
@@ -56,6 +55,8 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
     longest = str(values.get("rollout_max_response_len", ""))
     if name == "dapo" and longest.isdecimal():
         preset["overlong_buffer_len"] = max(1, round(OVERLONG_SHARE * int(longest)))
+    if str(values.get("use_kl_loss", True)) in ("False", "false"):
+        preset.pop("kl_loss_coef", None)  # the KL term is switched off, and its coefficient with it
     return preset | values
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
+from fusionrl.config.groups import AlgorithmGroup, CriticGroup
+from fusionrl.config.hooks import flag_of
 
 PRICED = ("reinforce_plus_plus", "ppo")  # estimators whose rewards are token by token, with --kl-coef as a price
 
@@ -36,7 +38,50 @@ def algorithm_errors(config: Config) -> list[str]:
         )
     if a.loss_aggregation == "constant" and a.loss_length is None and rollout.rollout_max_response_len is None:
         errors.append("--loss-aggregation constant needs --loss-length or --rollout-max-response-len")
-    return errors + _correction_errors(config)
+    if a.custom_policy_loss_path is not None and a.policy_loss != "auto":
+        errors.append(f"--policy-loss {a.policy_loss} and --custom-policy-loss-path exclude each other; leave one out")
+    if a.loss_type == "custom_loss" and config.run.mode != "rl":
+        errors.append(f"--loss-type custom_loss belongs to --mode rl, not to {config.run.mode}")
+    shaped = config.reward.length_penalty_coef or config.reward.overlong_buffer_len
+    if a.advantage_estimator == "pass_at_k" and shaped:
+        errors.append(
+            "--advantage-estimator pass_at_k counts right and wrong answers; --length-penalty-coef and"
+            " --overlong-buffer-len change rewards: leave them out"
+        )
+    if a.policy_loss == "dpo":
+        train = config.train
+        others = {
+            "--use-opd": a.use_opd,
+            "--normalize-advantages": a.normalize_advantages,
+            "--custom-advantage-function-path": train.custom_advantage_function_path,
+            f"--loss-type {a.loss_type}": a.loss_type != "policy_loss",
+        }
+        errors += [f"{flag}: --policy-loss dpo has no use for it; leave it out" for flag, on in others.items() if on]
+    return errors + _correction_errors(config) + _without_effect(config)
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Flags that were set and do nothing beside the others."""
+    a, plain = config.algorithm, AlgorithmGroup()
+    is_ppo, is_priced = a.advantage_estimator == "ppo", a.advantage_estimator in PRICED
+    ppo, priced = "--advantage-estimator ppo", "--advantage-estimator " + " or ".join(PRICED)
+    groups = [
+        (config.critic, CriticGroup(), tuple(CriticGroup.model_fields), is_ppo, ppo),
+        (a, plain, ("lambd",), is_ppo, ppo),
+        (a, plain, ("gamma", "kl_coef_type"), is_priced, priced),
+        (a, plain, ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"), a.use_tis, "--use-tis"),
+        (a, plain, ("rejection_low", "rejection_high"), a.rejection_level is not None, "--rejection-level"),
+        (a, plain, ("opsm_delta",), a.use_opsm, "--use-opsm"),
+        (a, plain, ("dpo_beta", "dpo_label_smoothing"), a.policy_loss == "dpo", "--policy-loss dpo"),
+        (a, plain, ("loss_length",), a.loss_aggregation == "constant", "--loss-aggregation constant"),
+    ]
+    return [
+        f"{flag_of(name)} {getattr(group, name)} has no effect without {needed}; add it, or leave it out"
+        for group, default, names, is_there, needed in groups
+        if not is_there
+        for name in names
+        if getattr(group, name) != getattr(default, name)
+    ]
 
 
 def _correction_errors(config: Config) -> list[str]:

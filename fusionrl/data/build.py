@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.data.sample import Sample, Status
+from fusionrl.data.sample import Sample, Status, is_trained_on
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
@@ -29,19 +29,21 @@ def build_shards(
     *,
     rollout_id: int,
     extra: dict[str, list[Any]] | None = None,
+    by_groups: bool = False,
 ) -> list[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
 
     samples  in the order in which they are trained; siblings of one group stand side by side and stay in one step
              where the step's size allows it.
     extra    a user's columns: one value a sample.
+    by_groups  no step begins within a group.
 
     Raises:
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
             micro-batch may be.
     """
     given = (list(samples), rewards, raw_rewards, plan, balance)
-    return list(take_shards(*given, rollout_id=rollout_id, extra=extra))
+    return list(take_shards(*given, rollout_id=rollout_id, extra=extra, by_groups=by_groups))
 
 
 def take_shards(
@@ -53,6 +55,7 @@ def take_shards(
     *,
     rollout_id: int,
     extra: dict[str, list[Any]] | None = None,
+    by_groups: bool = False,
     freed: Callable[[], None] | None = None,
 ) -> Iterator[TrainShard]:
     """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
@@ -60,7 +63,7 @@ def take_shards(
     Each is replaced by an empty one when it was packed; `freed` is called after some hundreds of them. All but a value
     that cannot be cast to its field's type is found before the first is taken.
     """
-    per_rank, steps = _plan_steps(samples, plan, balance)
+    per_rank, steps = _plan_steps(samples, plan, balance, by_groups)
     # A field stands in every shard or in none.
     present = [
         name
@@ -74,10 +77,10 @@ def take_shards(
 
 
 def _plan_steps(
-    samples: Sequence[Sample], plan: BatchPlan, balance: Balance
+    samples: Sequence[Sample], plan: BatchPlan, balance: Balance, by_groups: bool
 ) -> tuple[list[list[int]], list[list[TrainStep]]]:
     """(positions of each rank's samples, each rank's steps)."""
-    bounds = _step_bounds(samples, plan)
+    bounds = _step_bounds(samples, plan, by_groups)
     for sample in samples:
         sample.validate()
     per_rank: list[list[int]] = [[] for _ in range(plan.dp_size)]
@@ -94,12 +97,12 @@ def _plan_steps(
     return per_rank, steps
 
 
-def _step_bounds(samples: Sequence[Sample], plan: BatchPlan) -> list[int]:
+def _step_bounds(samples: Sequence[Sample], plan: BatchPlan, by_groups: bool) -> list[int]:
     """Where each optimizer step begins, and where the last one ends.
 
     A user's functions may make several samples for one prompt, or fewer prompts; then steps are of as many groups.
     """
-    if len(samples) == plan.num_samples:
+    if len(samples) == plan.num_samples and not by_groups:
         return [step * plan.global_batch_size for step in range(plan.num_steps + 1)]
     groups = _siblings(samples)
     if len(groups) < plan.num_steps:
@@ -145,7 +148,7 @@ def _has(sample: Sample, name: str) -> bool:
 
 def response_mask(sample: Sample) -> np.ndarray:
     """[response_length] float32: 1 where the token is trained on; all 0 for a removed or failed sample."""
-    if sample.remove_sample or sample.status in (Status.FAILED, Status.ABORTED):
+    if not is_trained_on(sample):
         return np.zeros(sample.response_length, np.float32)
     if sample.loss_mask is None:
         return np.ones(sample.response_length, np.float32)

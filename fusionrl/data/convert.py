@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fusionrl.data.sample import Sample, Status
+from fusionrl.data.sample import Sample, Status, is_trained_on
 
 REQUIRED = ("tokens", "response_lengths", "rewards")
 _KNOWN = (
@@ -22,7 +22,7 @@ def samples_of(
 
     tokens, response_lengths and rewards must be there; raw_reward, loss_masks, rollout_log_probs, teacher_log_probs,
     weight_versions, truncated, sample_indices, group_index and metadata may be. A sample whose index is that of one of
-    `originals` is of its group.
+    `originals` is of its group, and is not trained on where that is not.
 
     Raises:
         ValueError: names `flag` and what is missing or of another length.
@@ -37,13 +37,16 @@ def samples_of(
         if not hasattr(values, "__len__") or len(values) != count:
             size = len(values) if hasattr(values, "__len__") else "no"
             raise ValueError(f"{flag}: {name!r} has {size} entries, 'tokens' has {count}")
-    groups = {s.index: s.group_index for s in originals}
+    known = {s.index: s for s in originals}
     samples = []
     for i in range(count):
         index = int(data["sample_indices"][i]) if "sample_indices" in data else i
+        original = known.get(index) if "sample_indices" in data else None
+        own_group = -2 - i if original is None else original.group_index
         sample = Sample(
             index=index,
-            group_index=int(data["group_index"][i]) if "group_index" in data else groups.get(index, -2 - i),
+            group_index=int(data["group_index"][i]) if "group_index" in data else own_group,
+            remove_sample=original is not None and not is_trained_on(original),
             tokens=data["tokens"][i],
             response_length=int(data["response_lengths"][i]),
             loss_mask=data["loss_masks"][i] if "loss_masks" in data else None,

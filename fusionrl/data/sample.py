@@ -194,6 +194,11 @@ class Sample:
         return sample
 
 
+def is_trained_on(sample: Sample) -> bool:
+    """Whether its tokens may be trained on, as far as its status goes: it is neither removed, failed nor aborted."""
+    return not sample.remove_sample and sample.status not in (Status.FAILED, Status.ABORTED)
+
+
 def as_version(version: Any) -> int:
     """The pushed version of what an engine says; what it calls a checkpoint that it loaded itself is version 0."""
     return int(version) if str(version).lstrip("-").isdigit() else 0

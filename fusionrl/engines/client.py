@@ -147,7 +147,10 @@ class GenerateClient:
                 data = line.removeprefix(b"data:").strip()
                 if data == line.strip() or data == b"[DONE]":
                     continue  # no event, or the end
-                event = orjson.loads(data)
+                try:
+                    event = orjson.loads(data)
+                except orjson.JSONDecodeError as error:  # it ended within an event: as good as a broken connection
+                    raise EndpointError(self._url, 502, f"half an event of a stream: {data[:200]!r}") from error
                 error = event.get("error")
                 reason = (event.get("meta_info") or {}).get("finish_reason") or {}
                 if error is not None:  # the status line said 200 before the request was looked at

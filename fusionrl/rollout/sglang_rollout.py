@@ -97,15 +97,20 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
-async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any], done: int = 0) -> Generation | None:
+async def generate_turn(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], done: int = 0, longest: int | None = None
+) -> Generation | None:
     """Let the model go on from `sample.tokens`, and append what it sampled; the sample's status is the turn's.
 
-    `done` are tokens of the same turn that an earlier rollout left. Returns None, with status TRUNCATED, where there is
-    no room left (`room`), and with status ABORTED where the rollout has ended meanwhile.
+    `done` are tokens of the same turn that an earlier rollout left; `longest` bounds this turn alone. Returns None,
+    with status TRUNCATED, where there is no room left (`room`), and with status ABORTED where the rollout has ended.
     """
     payload = _turn_payload(args, sample, sampling_params, done)
     if payload is None:
         return None
+    if longest is not None:
+        params = payload["sampling_params"]
+        payload["sampling_params"] = dict(params, max_new_tokens=min(longest, params["max_new_tokens"]))
     answer = await args.generate_client.generate(payload, **_routing(sample))
     text = answer.text if answer.part == 1 else _decoded(args, answer.tokens, sampling_params)
     sample.append_response_tokens(
@@ -298,8 +303,10 @@ async def _greedy_reward(args: Any, sample: Sample, params: dict[str, Any]) -> f
     )
     made = await generate_and_rm(args, blank, dict(params, temperature=0.0, top_p=1.0, top_k=-1))
     answer = made[0] if isinstance(made, list) else made
-    if answer.status in (Sample.Status.ABORTED, Sample.Status.FAILED):
+    if answer.status == Sample.Status.ABORTED:
         return None
+    if answer.status == Sample.Status.FAILED and answer.reward is None:
+        return args.reward_failure_value  # as a reward function that fails
     if answer.reward is None:
         answer.reward = (await batched_async_rm(args, [answer]))[0]
     shaping = length_reward(answer.response_length, args.rollout_max_response_len, args)

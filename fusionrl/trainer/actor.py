@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import math
 import os
 import random
 import socket
@@ -16,12 +17,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, flag_of
 from fusionrl.config.model_shape import read_model_shape
@@ -302,7 +305,8 @@ class TrainerActor:
         else:
             prepared = self._prepare(rollout_id, shard, loss) if loss.mode == "rl" else {}
         options = self._batch_options()
-        hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir))
+        per_token = aggregation_of(self.config) == "token_mean"
+        hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir), per_token)
         history: list[dict[str, float]] = []
         for index, step in enumerate(shard.steps):
             looked = self._look_ahead(shard, index, loss) if loss.mode == "rl" else {}
@@ -400,7 +404,7 @@ class TrainerActor:
             lambda: hook_args(self.config, self.rank, self.run_dir),
             shard,
             step,
-            per_token=self.config.algorithm.calculate_per_token_loss,
+            weigh=partial(token_weights, kind=aggregation_of(self.config), constant=loss_length(self.config)),
             vocab_size=self.shape.vocab_size,
         )
 
@@ -434,6 +438,8 @@ class TrainerActor:
         if named:
             shown = ", ".join(map(str, named[:10])) + (f" and {len(named) - 10} more" if len(named) > 10 else "")
             what = f"the loss of sample{'s' * (len(named) > 1)} {shown} is not finite"
+        elif not math.isfinite(metrics["train/loss"]):
+            what = "the loss is not finite"
         else:
             what = f"the loss is finite, the gradient is not (norm {metrics['train/grad_norm']})"
         message = f"rollout {rollout_id}, optimizer step {step}: skipped, {what}"

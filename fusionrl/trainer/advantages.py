@@ -48,7 +48,7 @@ class AdvantageOptions:
             gamma=algorithm.gamma,
             lambd=algorithm.lambd,
             kl_coef=algorithm.kl_coef,
-            kl_type=algorithm.kl_loss_type,
+            kl_type=algorithm.kl_coef_type,
             is_whitened=algorithm.normalize_advantages or algorithm.advantage_estimator in WHITENED,
             opd_coef=algorithm.opd_kl_coef if algorithm.use_opd else None,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -31,7 +32,7 @@ class CustomLoss:
                         context-parallel size; the vocabulary is split as Megatron splits it, and what pads it is
                         improbable
     sum_of_sample_mean  values of all response tokens, sample after sample, in one tensor -> their mean over the whole
-                        step as the loss takes it (--calculate-per-token-loss), of which this is one summand; what it
+                        step as the loss takes it (--loss-aggregation), of which this is one summand; what it
                         gives adds up over micro-batches and ranks
 
     Raises:
@@ -45,11 +46,11 @@ class CustomLoss:
         shard: TrainShard,
         step: TrainStep,
         *,
-        per_token: bool,
+        weigh: Callable[..., np.ndarray],
         vocab_size: int,
     ) -> None:
         self.path, self.make_args, self.step = path, make_args, step
-        self.per_token, self.vocab_size = per_token, vocab_size
+        self.weigh, self.vocab_size = weigh, vocab_size
         self._data = as_rollout_data(shard)
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, LossSums]:
@@ -103,8 +104,9 @@ class CustomLoss:
         return chosen
 
     def _reducer(self, masks: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        counts = [self.step.num_tokens if self.per_token else self.step.num_samples * float(m.sum()) for m in masks]
-        weights = torch.cat([mask / max(count, 1e-12) for mask, count in zip(masks, counts, strict=True)])
+        counts = {"num_tokens": self.step.num_tokens, "num_samples": self.step.num_samples}
+        parts = [torch.from_numpy(self.weigh(mask.cpu().numpy(), **counts)).to(mask) for mask in masks]
+        weights = torch.cat(parts)
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             # Not a product: what is masked may be anything, and 0 times infinity is no number.

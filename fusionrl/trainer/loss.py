@@ -27,7 +27,7 @@ from fusionrl.algorithms.sft import sft_loss
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup
-from fusionrl.config.hooks import call_hook
+from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.loss_hooks import LossHooks
 
@@ -82,7 +82,7 @@ class LossOptions:
             needs_log_probs=a.loss_type == "custom_loss"
             or train.custom_advantage_function_path is not None
             or train.rollout_data_postprocess_path is not None,
-            is_custom=a.loss_type == "custom_loss",
+            is_custom=a.loss_type == "custom_loss" and config.run.mode == "rl",
             custom_policy_loss_path=a.custom_policy_loss_path,
         )
 
@@ -96,14 +96,31 @@ class LossOptions:
 
 
 def _named(path: str) -> PolicyLoss:
-    def loss(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return call_hook("custom_policy_loss_path", path, *args, **kwargs)
+    field = "custom_policy_loss_path"
+
+    def loss(log_probs: Tensor, *args: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        found = call_hook(field, path, log_probs, *args)
+        where, size = f"{flag_of(field)} {path}", tuple(log_probs.shape)
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+            raise HookError(
+                f"{where}: it returned {type(found).__name__}; expected (losses of tokens, dict of metrics)"
+            )
+        losses, metrics = found
+        if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
+            raise HookError(f"{where}: its losses must be a tensor of the shape {size}, a number for each token")
+        whole = {name: torch.as_tensor(value, device=losses.device) for name, value in metrics.items()}
+        for name, value in whole.items():
+            if value.dim() and value.shape != log_probs.shape:
+                raise HookError(f"{where}: its metric {name!r} must be a number, or one for each token {size}")
+        return losses, {name: value.expand(size) for name, value in whole.items()}
 
     return loss
 
 
 def policy_loss_name(algorithm: AlgorithmGroup) -> str:
-    """The policy loss that the flags choose."""
+    """The policy loss that the flags choose; a user's own is called as ppo is."""
+    if algorithm.custom_policy_loss_path is not None:
+        return "ppo"
     if algorithm.policy_loss != "auto":
         return algorithm.policy_loss
     return algorithm.advantage_estimator if algorithm.advantage_estimator in ("gspo", "cispo") else "ppo"
@@ -232,7 +249,8 @@ def _policy_terms(
         weights, keep, found = importance_weights(*given)
         losses, means = torch.where(keep, losses * weights, 0.0), means | found
     if options.opsm_delta is not None:
-        given = (log_probs.detach(), old, advantages, mask, sequences)
+        acted = fields.get("rollout_log_probs", old)  # with one step a rollout, `old` is the policy as it is
+        given = (log_probs.detach(), acted, advantages, mask, sequences)
         keep, found = opsm_mask(*given, options.opsm_delta)
         losses, means = torch.where(keep, losses, 0.0), means | found
     loss = (batch.weights * losses).sum()

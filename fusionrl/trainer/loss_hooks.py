@@ -20,15 +20,15 @@ class LossHooks:
     Both see whole responses, sample after sample; what is not trained on has loss, log-prob and mask 0.
     """
 
-    def __init__(self, config: Config, args: Any) -> None:
+    def __init__(self, config: Config, args: Any, per_token: bool) -> None:
         self.args = args
         self.tis, self.reducer = getattr(config.algorithm, TIS), getattr(config.algorithm, REDUCER)
-        self.per_token = config.algorithm.calculate_per_token_loss
+        self.per_token = per_token
 
     @classmethod
-    def of(cls, config: Config, args: Any) -> LossHooks | None:
-        """Those of the configuration, if it has any."""
-        hooks = cls(config, args)
+    def of(cls, config: Config, args: Any, per_token: bool) -> LossHooks | None:
+        """Those of the configuration, if it has any; `per_token`: the loss is a mean over tokens, not over samples."""
+        hooks = cls(config, args, per_token)
         return hooks if hooks.tis is not None or hooks.reducer is not None else None
 
     def policy_loss(

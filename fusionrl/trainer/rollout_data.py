@@ -58,10 +58,18 @@ def take_back(shard: TrainShard, data: dict[str, Any], flag: str) -> None:
             if part.size != length:
                 which = int(shard.fields["sample_index"][index])
                 raise ValueError(f"{shown} has {part.size} values for {length} response tokens of sample {which}")
-        shard.fields[name] = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-    for name in ("total_lengths", "response_lengths"):
-        if list(data[name]) != getattr(shard, name).tolist():
-            raise ValueError(f"{flag}: {name!r} may not change; set the loss mask of a token to 0 to leave it out")
+        column = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        if name == "loss_mask" and ((column > 0) & (shard.fields[name] == 0)).any():
+            raise ValueError(f"{shown} has a token that was masked: its log-probs are not known, it cannot be unmasked")
+        shard.fields[name] = column
+    kept = {"total_lengths": shard.total_lengths, "response_lengths": shard.response_lengths}
+    kept |= {"rewards": shard.fields["rewards"], "tokens": shard.fields["tokens"]}
+    for name, before in kept.items():
+        after = data[name] if name != "tokens" else [int(t) for part in data[name] for t in part]
+        if len(after) != len(before) or not np.array_equal(np.asarray(after, before.dtype), before):
+            raise ValueError(
+                f"{flag}: {name!r} may not change here; set a token's loss mask to 0 to leave it out, or 'advantages'"
+            )
     known = {"tokens", "metadata", "total_lengths", "response_lengths", *(NAMES.get(n, n) for n in FIELDS)}
     shard.extra = {
         name: list(value)

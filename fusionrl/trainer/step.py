@@ -154,8 +154,10 @@ def train_step(
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
     loss = _loss_function(options, compare, custom, hooks)
+    # A user's function may report on some ranks what it does not on others.
+    has_own = custom is not None or hooks is not None or options.custom_policy_loss_path is not None
     parts = _run(trained, batches, loss, forward_only=False, logits=custom is not None)
-    metrics = step_metrics(*reduce_sums(parts, device, same_names=custom is None and hooks is None))
+    metrics = step_metrics(*reduce_sums(parts, device, same_names=not has_own))
     metrics["train/lr"] = float(trained.optimizer.param_groups[0]["lr"])
     found_inf = trained.optimizer.prepare_grads()
     norm = float(trained.optimizer.get_grad_norm())

@@ -144,12 +144,12 @@ class EngineClient(Client):
         Raises:
             ValueError: a message that is no text, or sampling arguments that the run's flags decide.
         """
-        params = self._sampling_params(sampling_args)
+        params, longest = self._sampling_params(sampling_args)
         messages = [as_chat(message) for message in prompt]
         schemas = [as_schema(tool) for tool in tools or []]
         one = self._go_on(messages, schemas, params) or self._start(messages, schemas)
         asked = len(one.sample.tokens)
-        answer = await generate_turn(self.args, one.sample, params)
+        answer = await generate_turn(self.args, one.sample, params, longest=longest)
         if one.sample.status == Sample.Status.ABORTED:
             raise vf.ModelError("the rollout was aborted")
         if answer is None:
@@ -219,8 +219,8 @@ class EngineClient(Client):
         reason = "length" if cut else "tool_calls" if calls else "stop"
         return ResponseMessage(content=content, tool_calls=calls or None, finish_reason=reason, is_truncated=cut)
 
-    def _sampling_params(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The run's, with an environment's own stop strings and a lower bound of tokens."""
+    def _sampling_params(self, asked: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        """The run's, with an environment's own stop strings; and its limit of tokens of this turn."""
         asked = {name: value for name, value in asked.items() if value is not None and value not in ({}, [])}
         limits = [asked.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in asked]
         stop = asked.pop("stop", [])
@@ -229,10 +229,10 @@ class EngineClient(Client):
                 f"the environment asks for sampling arguments of its own ({asked}); samples that are trained on have"
                 " those of the run's flags, --rollout-temperature and its like"
             )
-        params = dict(self.sampling_params, max_new_tokens=min([self.sampling_params["max_new_tokens"], *limits]))
+        params = dict(self.sampling_params)
         if stop:
             params["stop"] = [*params.get("stop", []), *([stop] if isinstance(stop, str) else stop)]
-        return params
+        return params, min(limits, default=None)
 
     # The parts of a client over a network, of which `get_response` needs none.
     def setup_client(self, config: Any) -> Any:

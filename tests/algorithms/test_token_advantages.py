@@ -182,7 +182,7 @@ def test_kl_rewards_leave_out_and_count_what_is_not_finite(kind, formula) -> Non
 
 
 def test_kl_that_overflows_is_refused() -> None:
-    with pytest.raises(ValueError, match="--kl-loss-type k3: .* up to 120 nats apart.*low_var_kl"):
+    with pytest.raises(ValueError, match="--kl-coef-type k3: .* up to 120 nats apart.*low_var_kl"):
         kl_rewards(torch.tensor([-120.0]), torch.tensor([0.0]), torch.ones(1), "k3", 0.1)
 
 

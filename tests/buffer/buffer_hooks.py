@@ -171,6 +171,10 @@ def report_evaluation(rollout_id: int, args: Any, data: dict[str, Any], metrics:
     return True
 
 
+def same(args: Any, sample: Sample, **kwargs: Any) -> float:
+    return 0.5
+
+
 def graded(args: Any, sample: Sample, **kwargs: Any) -> float:
     """Another reward for each sample."""
     return (sample.index * 7 % 11) / 3.0

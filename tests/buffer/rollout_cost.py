@@ -10,7 +10,6 @@ import asyncio
 import copy
 import json
 import os
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,10 @@ def cost(buffer: BufferActor) -> dict[str, Any]:
     own, helpers, grown = os.times(), os.times(), psutil.Process().memory_info().rss
     shards = asyncio.run(buffer.generate(0)).shards
     own, helpers = _since(own, "user", "system"), _since(helpers, "children_user", "children_system")
-    # The largest so far: each rollout is larger than those before it.
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - grown
+    # The largest so far: each rollout is larger than those before it. Not ru_maxrss, which begins with the size of the
+    # process that started this one.
+    status = Path("/proc/self/status").read_text()
+    grown = int(status.split("VmHWM:")[1].split()[0]) * 1024 - grown
     payload = sum(array.nbytes for shard in shards for array in shard.fields.values())
     return {"payload": payload, "grown": grown, "cpu_s": own, "helpers_cpu_s": helpers}
 

@@ -236,6 +236,23 @@ def test_estimators_of_whole_samples(buffer: MakeBuffer) -> None:
             assert trained[i] == pytest.approx(wanted, rel=1e-5, abs=1e-6), (name, i)
 
 
+def test_pairs_of_answers(buffer: MakeBuffer) -> None:
+    """The best and the worst of each prompt in one optimizer step; what is missing for a step is nothing to learn."""
+    made = buffer(policy_loss="dpo", custom_rm_path=f"{HOOKS}:graded", n_samples_per_prompt=4, num_steps_per_rollout=2)
+    shards = run(made.generate(0)).shards
+    raw, signs, groups = _many(shards)
+    assert sorted(signs) == [-1.0] * 4 + [1.0] * 4
+    for group in set(groups.tolist()):
+        mine = groups == group
+        assert raw[mine & (signs > 0)][0] > raw[mine & (signs < 0)][0]
+    for step in range(2):
+        names = [int(s.fields["group_index"][i]) for s in shards for b in s.steps[step].micro_batches for i in b]
+        assert len(names) == 4 and all(names.count(name) == 2 for name in names)
+    made = buffer(run="equal", policy_loss="dpo", custom_rm_path=f"{HOOKS}:same", num_steps_per_rollout=2)
+    shards = run(made.generate(0)).shards
+    assert sum(int(s.fields["loss_mask"].sum()) for s in shards) == 0 and sum(s.num_samples for s in shards) == 4
+
+
 def test_remax_needs_the_greedy_answers_reward(buffer: MakeBuffer) -> None:
     with pytest.raises(ValueError, match="--advantage-estimator remax: sample 0 has no baseline_reward"):
         run(buffer(advantage_estimator="remax").generate(0))

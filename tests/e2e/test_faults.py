@@ -40,7 +40,7 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
     launched = launch(
         [*rl_flags, "--rollout-num-gpus", "2", "--num-rollout", "3", "--run-dir", str(folder), "--no-save"]
         + ["--use-fault-tolerance", "--stream-responses", "--verify-weights", "always"]
-        + ["--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "8"]
+        + ["--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "15"]
         + ["--rollout-ignore-eos", "--rollout-max-response-len", str(NUM_TOKENS)]
         + ["--custom-generate-function-path", "tests/e2e/hooks.py:noted_generate"],
         tmp_path,

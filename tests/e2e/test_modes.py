@@ -15,6 +15,13 @@ from tests.e2e.all_hooks import HOOKS
 from tests.e2e.launch import metrics_of, run
 
 pytestmark = pytest.mark.e2e
+# What a run with a custom loss has no place for: tests/rollout/test_agent.py, tests/trainer/test_losses.py.
+ELSEWHERE = {
+    "tools_path",
+    "custom_policy_loss_path",
+    "custom_tis_function_path",
+    "custom_pg_loss_reducer_function_path",
+}
 
 
 def _validation_set(task: Path, folder: Path) -> Path:
@@ -92,7 +99,7 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
         + [part for field, name in HOOKS.items() for part in (flag_of(field), f"tests/e2e/all_hooks.py:{name}")],
         tmp_path,
     )
-    assert set(seen.read_text().split()) == set(HOOKS) == set(SIGNATURES) - {"tools_path"}  # of agents: test_agent
+    assert set(seen.read_text().split()) == set(HOOKS) == set(SIGNATURES) - ELSEWHERE
     _, *steps = metrics_of(tmp_path / "rl")
     assert [step["train/num_samples"] for step in steps] == [63.0, 63.0], "one sample of each rollout is removed"
     assert all(step["train/difference_of_mine"] < 1e-5 for step in steps)

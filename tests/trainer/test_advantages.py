@@ -15,7 +15,7 @@ PLUS_PLUS = {
     "gamma": 0.9,
     "use_kl_loss": False,
     "kl_loss_coef": 0.0,
-    "kl_loss_type": "k2",
+    "kl_coef_type": "k2",
 }
 
 

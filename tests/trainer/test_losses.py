@@ -184,6 +184,8 @@ def test_a_users_parts_of_the_loss(workers, hf, by_hook, built_in):
     ("values", "message"),
     [
         ({"custom_policy_loss_path": "raises"}, "--custom-policy-loss-path .*raises: KeyError: 'mine'"),
+        ({"custom_policy_loss_path": "a_mean"}, r"a_mean: its losses must be a tensor of the shape \(\d+,\)"),
+        ({"custom_policy_loss_path": "bare"}, r"bare: it returned Tensor; expected \(losses of tokens, dict of"),
         ({"custom_tis_function_path": "raises_by_name"}, "--custom-tis-function-path .*: KeyError: 'mine'"),
         ({"custom_tis_function_path": "wrong_shape"}, r"its pg_loss must be a tensor of the shape \(\d+,\)"),
         ({"custom_pg_loss_reducer_function_path": "raises"}, "--custom-pg-loss-reducer-function-path .*'mine'"),

@@ -64,6 +64,8 @@ def test_advantages_and_masks_of_a_user(workers, hf):
         ({"custom_advantage_function_path": "too_short"}, r"too_short: 'advantages' has \d+ values for \d+ response"),
         ({"custom_advantage_function_path": "raises"}, "--custom-advantage-function-path .*raises: KeyError: 'mine'"),
         ({"rollout_data_postprocess_path": "raises"}, "--rollout-data-postprocess-path .*raises: KeyError: 'mine'"),
+        ({"rollout_data_postprocess_path": "unmasks"}, "'loss_masks' has a token that was masked"),
+        ({"rollout_data_postprocess_path": "other_rewards"}, "'rewards' may not change here"),
         ({"custom_loss_function_path": "raises"}, "--custom-loss-function-path .*raises: KeyError: 'mine'"),
         (
             {"custom_loss_function_path": "no_tuple"},

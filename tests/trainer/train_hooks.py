@@ -73,6 +73,23 @@ def plain_gradient(log_probs: Any, old_log_probs: Any, advantages: Any, mask: An
     return -advantages * log_probs, {"mine": advantages}
 
 
+def a_mean(log_probs: Any, *rest: Any) -> Any:
+    return log_probs.mean(), {}
+
+
+def bare(log_probs: Any, *rest: Any) -> Any:
+    return log_probs
+
+
+def unmasks(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    for mask in rollout_data["loss_masks"]:
+        mask[:] = 1
+
+
+def other_rewards(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    rollout_data["rewards"] = [0.5 for _ in rollout_data["rewards"]]
+
+
 def truncated(
     *,
     args: Any,
