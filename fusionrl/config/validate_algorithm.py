@@ -30,6 +30,8 @@ def algorithm_errors(config: Config) -> list[str]:
         errors.append(
             f"--policy-loss dpo compares answers to one prompt; --n-samples-per-prompt {samples} must be over 1"
         )
+    if a.policy_loss == "dpo" and a.advantage_estimator == "prime":
+        errors.append("--advantage-estimator prime: --policy-loss dpo learns from pairs, not advantages; leave one out")
     if a.policy_loss == "dpo" and a.loss_aggregation != "auto":
         errors.append(
             f"--loss-aggregation {a.loss_aggregation}: --policy-loss dpo has the mean over pairs; leave it out"
