@@ -533,7 +533,12 @@ class PrmGroup(Group):
         description="Hugging Face folder that the reward model starts with, and is measured against."
         " Default: --hf-checkpoint.",
     )
-    prm_lr: float | None = Field(None, description="Learning rate of the reward model. Default: --lr.", ge=0)
+    prm_lr: float | None = Field(
+        None,
+        description="Learning rate of the reward model, which learns to tell raw rewards above 0 from others."
+        " Default: --lr.",
+        ge=0,
+    )
     prm_lr_warmup_iters: int | None = Field(
         None, description="Its warm-up, optimizer steps. Default: --lr-warmup-iters.", ge=0
     )

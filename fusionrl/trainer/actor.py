@@ -258,9 +258,11 @@ class TrainerActor:
             Its metrics, as of `train`, and the columns process_rewards.
         """
         from fusionrl.algorithms.prime import implicit_rewards
+        from fusionrl.trainer.batch import check_shard
 
         self.reload()
         pulled = _pull(shard)
+        check_shard(pulled)
         outcomes = np.repeat((pulled.fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
         shard = replace(pulled, fields=pulled.fields | {"outcomes": outcomes})
         shard.fields["ref_log_probs"] = self._scored(shard, "ref")

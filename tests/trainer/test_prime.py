@@ -193,3 +193,19 @@ def test_rewards_that_are_not_finite_are_named(workers, hf):
     workers.start(config_of(folder, **PRIME), TrainerLayout(1))
     with pytest.raises(Failed, match="process reward nan at response token"):
         call(workers, TrainerLayout(1), "train", shards_of(samples, 1), 0, [process])
+
+
+def test_a_resumed_one_is_measured_against_its_first_weights(workers, hf, tmp_path):
+    folder, _ = hf("llama", True)
+    config, layout = auxiliary_config(config_of(folder, **PRIME, prm_lr=5e-3), "prm"), TrainerLayout(2, pp=2)
+    shards = shards_of(samples_of(86), 1)
+    workers.start(config, layout, "prm")
+    call(workers, layout, "process_rewards", shards, 0)
+    workers.call("save", str(tmp_path / "prm"), 0)
+    ((metrics, columns),) = call(workers, layout, "process_rewards", shards, 1)
+    assert metrics["prm/implicit_reward"] != 0
+    workers.start(config, layout, "prm")
+    workers.call("load", str(tmp_path / "prm"))
+    ((again, same),) = call(workers, layout, "process_rewards", shards, 1)
+    assert again == metrics
+    assert all(np.array_equal(same[i]["process_rewards"], columns[i]["process_rewards"]) for i in range(8))
