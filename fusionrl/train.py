@@ -267,7 +267,7 @@ def choose_loop(config: Config) -> object:
 
 def _timed_train(session: Session, rollout: Rollout) -> dict[str, float]:
     start = time.perf_counter()
-    values = session.train(rollout.rollout_id, rollout.shards, rollout.critic_shards)
+    values = session.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
     return values | {"perf/time_train_s": time.perf_counter() - start}
 
 

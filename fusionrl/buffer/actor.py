@@ -70,7 +70,7 @@ class Rollout:
     shards: list[Any]  # object references; the trainers pull what they stand for
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
-    critic_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's ranks
+    auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
 
 
 class BufferActor:
@@ -273,7 +273,7 @@ class BufferActor:
         if mode == "reject-sampling":
             metrics.update({f"rollout/{name}": float(count) for name, count in counts.items()})
         shards: list[Any] = []
-        critic_shards: list[Any] = []
+        auxiliary_shards: list[Any] = []
         if self.plan.balance is not None and self.plan.batch is not None and mode in ("rl", "sft"):
             extra: dict[str, list[Any]] = {}
             path = self.config.reward.custom_convert_samples_to_train_data_path
@@ -286,13 +286,13 @@ class BufferActor:
                 samples, rewards, raw, extra = self._pairs(samples, rewards, raw, extra)
                 named["by_groups"] = True
             given, named["extra"] = (samples, rewards, raw), extra
-            if (critic := self.plan.critic) is not None:
-                assert critic.batch is not None
-                cut = build_shards(*given, critic.batch, critic.balance, **named)
-                critic_shards = [self._put(shard) for shard in cut]
+            if (auxiliary := self.plan.auxiliary) is not None:
+                assert auxiliary.batch is not None
+                cut = build_shards(*given, auxiliary.batch, auxiliary.balance, **named)
+                auxiliary_shards = [self._put(shard) for shard in cut]
             built = take_shards(*given, self.plan.batch, self.plan.balance, **named, freed=_give_memory_back)
             shards = list(map(self._put, built))  # no name holds a shard while the next one is made
-        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), critic_shards)
+        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), auxiliary_shards)
 
     def _pairs(
         self, samples: list[Sample], rewards: list[float], raw: list[float], extra: dict[str, list[Any]]
@@ -420,7 +420,8 @@ class BufferActor:
     def _group_advantages(self, samples: list[Sample], rewards: list[float]) -> list[float]:
         """What each sample's reward is worth beside its siblings'; untouched where the trainers' estimator does it."""
         algorithm = self.config.algorithm
-        name = {"gspo": "grpo", "cispo": "grpo"}.get(algorithm.advantage_estimator, algorithm.advantage_estimator)
+        alike = {"gspo": "grpo", "cispo": "grpo", "prime": "rloo"}
+        name = alike.get(algorithm.advantage_estimator, algorithm.advantage_estimator)
         is_left = algorithm.disable_rewards_normalization or algorithm.policy_loss == "dpo"
         if is_left or name not in GROUP_ADVANTAGES or self.config.run.mode != "rl":
             return rewards

@@ -21,7 +21,7 @@ from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
-from fusionrl.plan.critic import critic_config
+from fusionrl.plan.auxiliary import Role, auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
@@ -54,7 +54,7 @@ class Session:
         self.run_dir, self.attempt = run_dir.resolve(), attempt
         self.say, self.check_stop, self.on_ray = say, check_stop, on_ray
         self.trainers: list[Any] = []
-        self.critics: list[Any] = []
+        self.auxiliaries: list[Any] = []  # trainers of the critic, or of the process reward model
         self._engines_away = False  # whether the engines gave their memory back
         self.engines: list[Any] = []
         self.urls: list[str] = []
@@ -204,19 +204,19 @@ class Session:
         if self.plan.layout is None:
             return []
         config = pinned(self.config, self.plan)
-        self.trainers = self._trainer_group(config, [bundles[place] for place in self.plan.trainer_bundles], False)
+        self.trainers = self._trainer_group(config, [bundles[place] for place in self.plan.trainer_bundles])
         groups = [self.trainers]
-        if self.plan.critic is not None:
-            places = [bundles[place] for place in self.plan.critic.bundles]
-            self.critics = self._trainer_group(critic_config(config), places, True)
-            groups.append(self.critics)
+        if (auxiliary := self.plan.auxiliary) is not None:
+            places = [bundles[place] for place in auxiliary.bundles]
+            self.auxiliaries = self._trainer_group(auxiliary_config(config, auxiliary.role), places, auxiliary.role)
+            groups.append(self.auxiliaries)
         refs = []
         for group in groups:
             address, port = ray.get(group[0].node_address.remote())
             refs += [trainer.setup.remote(address, port) for trainer in group]
         return refs
 
-    def _trainer_group(self, config: Config, places: list[Bundle], is_critic: bool) -> list[Any]:
+    def _trainer_group(self, config: Config, places: list[Bundle], role: Role | None = None) -> list[Any]:
         made = []
         for rank, bundle in enumerate(places):
             env = self._env(bundle.node_address)
@@ -229,8 +229,8 @@ class Session:
                     str(self.run_dir),
                     bundle.device_id,
                     LOOPBACK if self.alone else bundle.node_address,
-                    self._log(f"{'critic' if is_critic else 'trainer'}-{rank}"),
-                    is_critic,
+                    self._log(f"{role or 'trainer'}-{rank}"),
+                    role,
                 )
             )
         return made
@@ -402,34 +402,56 @@ class Session:
             ray.get([engine.release_memory.remote(None) for engine in self.engines])
             self._engines_away = True
 
-    def train(self, rollout_id: int, shards: Sequence[Any], critic_shards: Sequence[Any] = ()) -> dict[str, float]:
+    def train(self, rollout_id: int, shards: Sequence[Any], auxiliary_shards: Sequence[Any] = ()) -> dict[str, float]:
         """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
         assert self.plan.layout is not None
-        layout, critic = self.plan.layout, self.plan.critic
+        layout, auxiliary = self.plan.layout, self.plan.auxiliary
         own = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
-        if critic is None:
+        if auxiliary is None:
             return _gather([t.train.remote(rollout_id, s) for t, s in zip(self.trainers, own, strict=True)])[0]
-        theirs = [[critic_shards[critic.layout.dp_rank(rank)]] for rank in range(critic.layout.world_size)]
+        ranks = range(auxiliary.layout.world_size)
+        theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
+        train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
+        return train(rollout_id, own, theirs, auxiliary.layout)
+
+    # Between the two groups columns go by reference, of one rank of each replica.
+    def _train_with_prm(
+        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], layout: TrainerLayout
+    ) -> dict[str, float]:
+        """The process reward model learns the outcomes first, and rewards the same rollout then."""
         self._make_room(self.trainers)
-        # Values, advantages and targets go from group to group by reference, of one rank of each replica.
-        pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.critics, theirs, strict=True)]
-        values = _of_replicas(pairs, critic.layout)
-        self._make_room(self.critics)
+        calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
+        pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
+        rewards = _of_replicas(pairs, layout)
+        self._make_room(self.auxiliaries)
+        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.trainers, own, strict=True)]
+        return ray.get(pairs[0][0]) | _gather(refs)[0]
+
+    def _train_with_critic(
+        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], critic: TrainerLayout
+    ) -> dict[str, float]:
+        """The critic's values give the advantages and its targets; both learn then."""
+        assert self.plan.layout is not None
+        self._make_room(self.trainers)
+        pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
+        values = _of_replicas(pairs, critic)
+        self._make_room(self.auxiliaries)
         prepare = [trainer.prepare.options(num_returns=2) for trainer in self.trainers]
         pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
-        targets = _of_replicas(pairs, layout)
+        targets = _of_replicas(pairs, self.plan.layout)
         metrics: dict[str, float] = {}
         if rollout_id >= self.config.critic.num_critic_only_steps:
             metrics |= _gather([t.train.remote(rollout_id, s) for t, s in zip(self.trainers, own, strict=True)])[0]
         self._make_room(self.trainers)
-        refs = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.critics, theirs, strict=True)]
+        refs = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
         metrics |= _gather(refs)[0]
-        self._make_room(self.critics)
+        self._make_room(self.auxiliaries)
         return metrics
 
     def _make_room(self, group: list[Any]) -> None:
-        """On GPUs that actor and critic share, one gives its memory away before the other works."""
-        if self.plan.device == "cuda" and self.plan.shares_with_critic and self.config.cluster.offload_train != "never":
+        """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
+        is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
+        if is_shared and self.config.cluster.offload_train != "never":
             ray.get([trainer.offload.remote(False) for trainer in group])
 
     def generate(self, rollout_id: int) -> Any:
@@ -486,7 +508,7 @@ class Session:
         when = self.config.cluster.offload_train
         if when == "always" or (when == "auto" and self.plan.device == "cuda" and self.plan.is_colocated):
             ray.get([trainer.offload.remote(keep_weights) for trainer in self.trainers])
-            ray.get([critic.offload.remote(False) for critic in self.critics])
+            ray.get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
     def _watched(self, ref: Any) -> Any:
         """Wait for the Buffer's answer, looking after the engines: a dead one is an error at once, or replaced."""
@@ -550,7 +572,8 @@ class Session:
         """Folder in a checkpoint → trainers, in a mode that changes their weights."""
         if self.config.run.mode == "reject-sampling" or not self.trainers:
             return {}
-        return {"trainer": self.trainers} | ({"critic": self.critics} if self.critics else {})
+        auxiliary = self.plan.auxiliary
+        return {"trainer": self.trainers} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
     def save_hf(self, path: Path) -> None:
         """Weights as a Hugging Face folder."""
@@ -573,12 +596,12 @@ class Session:
             self.router.shutdown()
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_ENGINE_STOP_TIMEOUT_S)
-        for actor in [*self.trainers, *self.critics, *self._all_engines(), self.buffer]:
+        for actor in [*self.trainers, *self.auxiliaries, *self._all_engines(), self.buffer]:
             if actor is not None:
                 ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
-        self.trainers, self.critics, self.engines, self.scorers, self.buffer = [], [], [], {}, None
+        self.trainers, self.auxiliaries, self.engines, self.scorers, self.buffer = [], [], [], {}, None
         self.router = self._group = None
         ray.shutdown()
 

@@ -15,6 +15,7 @@ from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.http import EndpointError
 from fusionrl.observe.log import setup_logging
+from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.plan import Plan
 
 
@@ -80,9 +81,9 @@ class TrainerWorker:
         device_id: int,
         host: str,
         log: str,
-        is_critic: bool = False,
+        role: Role | None = None,
     ) -> None:
-        _log_to(log, f"{'critic' if is_critic else 'trainer'}-{rank}", config.run.log_level)
+        _log_to(log, f"{role or 'trainer'}-{rank}", config.run.log_level)
         import torch
 
         if plan.device == "cuda":
@@ -91,10 +92,10 @@ class TrainerWorker:
             torch.set_num_threads(plan.train_num_threads)
         from fusionrl.trainer.actor import TrainerActor
 
-        layout = plan.critic.layout if is_critic and plan.critic else plan.layout
+        layout = plan.auxiliary.layout if role is not None and plan.auxiliary else plan.layout
         assert layout is not None
         self._plan, self._config, self._host, self._rank = plan, config, host, rank
-        self._trainer = TrainerActor(config, layout, rank, run_dir, device_id, is_critic)
+        self._trainer = TrainerActor(config, layout, rank, run_dir, device_id, role)
         self._sender: Any = None
 
     def node_address(self) -> tuple[str, int]:
@@ -166,6 +167,10 @@ class TrainerWorker:
     def values(self, shard: Any) -> tuple[None, Any]:
         """A critic's values, as a second object: the driver waits for the first and never sees them."""
         return None, self._trainer.values(shard)
+
+    def process_rewards(self, rollout_id: int, shard: Any) -> tuple[dict[str, float], Any]:
+        """A process reward model's steps of one rollout, and the rewards it then gives, as of `values`."""
+        return self._trainer.process_rewards(rollout_id, shard)
 
     def prepare(self, rollout_id: int, shard: Any, columns: Any) -> tuple[None, Any]:
         """Advantages from a critic's values, for the `train` that follows; the critic's targets, as of `values`."""

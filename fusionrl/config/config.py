@@ -18,6 +18,7 @@ from fusionrl.config.groups import (
     EvalGroup,
     Group,
     ModelGroup,
+    PrmGroup,
     RejectSamplingGroup,
     RewardGroup,
     RolloutGroup,
@@ -63,6 +64,7 @@ class Config(Group):
     reward: RewardGroup = Field(default_factory=RewardGroup)
     algorithm: AlgorithmGroup = Field(default_factory=AlgorithmGroup)
     critic: CriticGroup = Field(default_factory=CriticGroup)
+    prm: PrmGroup = Field(default_factory=PrmGroup)
     train: TrainGroup = Field(default_factory=TrainGroup)
     eval: EvalGroup = Field(default_factory=EvalGroup)
     weights: WeightsGroup = Field(default_factory=WeightsGroup)

@@ -355,6 +355,7 @@ class AlgorithmGroup(Group):
             "reinforce_plus_plus_baseline",
             "remax",
             "ppo",
+            "prime",
             "dpo",
         ]
         | None
@@ -374,15 +375,17 @@ class AlgorithmGroup(Group):
         "opo",
         "pass_at_k",
         "ppo",
+        "prime",
     ] = Field(
         "grpo",
         description="Advantage estimator (docs/algorithms.md); gspo and cispo are grpo's with a policy loss of theirs.",
     )
     pass_k: int = Field(1, description="Answers that count as one try, for --advantage-estimator pass_at_k.", ge=1)
-    gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus, ppo).", ge=0, le=1)
+    gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus, ppo, prime).", ge=0, le=1)
     lambd: float = Field(1.0, description="Lambda of GAE (ppo).", ge=0, le=1)
     normalize_advantages: bool = Field(
-        False, description="Whiten advantages over all tokens of a rollout; reinforce_plus_plus always does."
+        False,
+        description="Whiten advantages over all tokens of a rollout; reinforce_plus_plus and prime always do.",
     )
     kl_coef: float = Field(
         0.0,
@@ -523,6 +526,43 @@ class CriticGroup(Group):
     critic_expert_model_parallel_size: int | None = Field(None, description="Expert parallel size of the critic.", ge=1)
     num_critic_only_steps: int = Field(0, description="First rollouts in which the critic alone is trained.", ge=0)
     value_clip: float = Field(0.2, description="How far a value may move from the one before the step.", gt=0)
+
+
+class PrmGroup(Group):
+    """Process reward model (--advantage-estimator prime)"""
+
+    prm_load: str | None = Field(
+        None,
+        description="Hugging Face folder that the reward model starts with, and is measured against."
+        " Default: --hf-checkpoint.",
+    )
+    prm_lr: float | None = Field(
+        None,
+        description="Learning rate of the reward model, which learns to tell raw rewards above 0 from others."
+        " Default: --lr.",
+        ge=0,
+    )
+    prm_lr_warmup_iters: int | None = Field(
+        None, description="Its warm-up, optimizer steps. Default: --lr-warmup-iters.", ge=0
+    )
+    prm_beta: float = Field(
+        0.05, description="Reward of a nat by which it finds a token likelier than at its start.", gt=0
+    )
+    prm_process_coef: float = Field(1.0, description="Weight of the process rewards in the advantage.", ge=0)
+    prm_outcome_coef: float = Field(1.0, description="Weight of the outcome in the advantage.", ge=0)
+    prm_num_gpus: int | None = Field(
+        None, description="Devices of the reward model alone. Default: it shares the actor's.", ge=1
+    )
+    prm_tensor_model_parallel_size: int | None = Field(
+        None, description="Tensor parallel size of the reward model. Default: as the actor's, here and below.", ge=1
+    )
+    prm_pipeline_model_parallel_size: int | None = Field(
+        None, description="Pipeline parallel size of the reward model.", ge=1
+    )
+    prm_context_parallel_size: int | None = Field(None, description="Context parallel size of the reward model.", ge=1)
+    prm_expert_model_parallel_size: int | None = Field(
+        None, description="Expert parallel size of the reward model.", ge=1
+    )
 
 
 class TrainGroup(Group):
@@ -685,6 +725,7 @@ GROUPS: dict[str, type[Group]] = {
     "reward": RewardGroup,
     "algorithm": AlgorithmGroup,
     "critic": CriticGroup,
+    "prm": PrmGroup,
     "train": TrainGroup,
     "eval": EvalGroup,
     "weights": WeightsGroup,

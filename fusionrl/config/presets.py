@@ -43,6 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
     "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001},
+    "prime": {"advantage_estimator": "prime", "prm_beta": 0.05, "calculate_per_token_loss": True},
     "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
 }
 OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens

@@ -109,7 +109,9 @@ def _check_modes(config: Config, errors: list[str]) -> None:
     own_rewards = mode == "eval" and config.eval.eval_config is not None  # each set is asked for its own
     needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only and not own_rewards
     custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
-    needs_reward = needs_reward and not custom_rollout and not config.algorithm.use_opd
+    algorithm = config.algorithm
+    may_lack = algorithm.use_opd and algorithm.advantage_estimator != "prime"
+    needs_reward = needs_reward and not custom_rollout and not may_lack
     if needs_reward and config.reward.rm_type is None and config.reward.custom_rm_path is None:
         errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")
     no_limit = config.rollout.rollout_max_response_len is None and not own_rewards

@@ -32,6 +32,8 @@ def algorithm_errors(config: Config) -> list[str]:
         errors.append(
             f"--policy-loss dpo compares answers to one prompt; --n-samples-per-prompt {samples} must be over 1"
         )
+    if a.policy_loss == "dpo" and a.advantage_estimator == "prime":
+        errors.append("--advantage-estimator prime: --policy-loss dpo learns from pairs, not advantages; leave one out")
     if a.policy_loss == "dpo" and a.loss_aggregation != "auto":
         errors.append(
             f"--loss-aggregation {a.loss_aggregation}: --policy-loss dpo has the mean over pairs; leave it out"
@@ -68,7 +70,8 @@ def _without_effect(config: Config) -> list[str]:
     groups = [
         (config.critic, CriticGroup(), tuple(CriticGroup.model_fields), is_ppo, ppo),
         (a, plain, ("lambd",), is_ppo, ppo),
-        (a, plain, ("gamma", "kl_coef_type"), is_priced, priced),
+        (a, plain, ("gamma",), is_priced or a.advantage_estimator == "prime", f"{priced} or prime"),
+        (a, plain, ("kl_coef_type",), is_priced, priced),
         (a, plain, ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"), a.use_tis, "--use-tis"),
         (a, plain, ("rejection_low", "rejection_high"), a.rejection_level is not None, "--rejection-level"),
         (a, plain, ("opsm_delta",), a.use_opsm, "--use-opsm"),

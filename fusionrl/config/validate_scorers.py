@@ -1,4 +1,4 @@
-"""Checks of the flags of a reward model (--rm-*) and of a teacher (--opd-*), and of the folders that they name."""
+"""Checks of the flags of reward models (--rm-*, --prm-*) and of a teacher (--opd-*), and of the folders they name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from fusionrl.config import upstream
 from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
-from fusionrl.config.groups import AlgorithmGroup, RewardGroup
+from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 
@@ -29,6 +29,10 @@ def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
         errors += _teacher_errors(config, shape)
     else:
         errors += _without_effect(config.algorithm, AlgorithmGroup(), _OPD_FLAGS, "--use-opd")
+    if config.algorithm.advantage_estimator != "prime":
+        errors += _without_effect(config.prm, PrmGroup(), tuple(PrmGroup.model_fields), "--advantage-estimator prime")
+    elif config.prm.prm_load is not None:
+        errors += _process_model_errors(config, config.prm.prm_load, shape)
     return errors
 
 
@@ -62,6 +66,28 @@ def _reward_model_errors(config: Config, folder: str) -> list[str]:
             errors.append(f"{where}: its tokenizer has no chat template to write the conversation by")
     else:
         errors += _length_errors(config, model, where)
+    return errors
+
+
+def _process_model_errors(config: Config, folder: str, shape: ModelShape | None) -> list[str]:
+    """What is wrong with PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
+    where, policy = f"--prm-load {folder}", config.model.hf_checkpoint
+    try:
+        found = read_model_shape(folder, "--prm-load")
+        check_weight_files(folder, "--prm-load")
+        errors = _length_errors(config, read_scorer(folder, "--prm-load"), where)
+    except ValueError as error:
+        return [str(error)]
+    if shape is not None and found.vocab_size != shape.vocab_size:
+        errors.append(
+            f"{where}: its vocabulary has {found.vocab_size} tokens, that of --hf-checkpoint {policy} has"
+            f" {shape.vocab_size}; it rewards the policy's own tokens, so they must agree"
+        )
+    elif policy is not None and not same_tokens(policy, folder):
+        errors.append(
+            f"{where}: its tokenizer has other tokens than that of --hf-checkpoint {policy}; it rewards the policy's"
+            " own tokens, so they must agree"
+        )
     return errors
 
 

@@ -42,6 +42,8 @@ FIELDS: dict[str, FieldSpec] = {
     "log_probs": FieldSpec("response", np.float32, False, "the trainers' log-probs before the first step", True),
     "ref_log_probs": FieldSpec("response", np.float32, False, "the reference model's log-probs", True),
     "values": FieldSpec("response", np.float32, False, "the critic's value before each response token", True),
+    "process_rewards": FieldSpec("response", np.float32, False, "PRIME's implicit reward of each token", True),
+    "outcomes": FieldSpec("response", np.float32, False, "1 where the sample's raw reward is above 0 (PRIME)", True),
     "advantages": FieldSpec("response", np.float32, False, "advantage of each response token", True),
     "selected": FieldSpec("response", np.float32, False, "1 where a loss that chooses tokens chose this one", True),
     "returns": FieldSpec("response", np.float32, False, "what the critic's value is trained towards", True),

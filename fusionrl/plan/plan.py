@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import described
+from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
-from fusionrl.plan.critic import CriticPlan, critic_config, uses_critic
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
 
@@ -39,7 +39,7 @@ class Plan:
     rollout_dtype: Literal["fp32", "bf16"]
     shape: ModelShape
     layout: TrainerLayout | None  # None: the run has no trainers
-    critic: CriticPlan | None
+    auxiliary: AuxiliaryPlan | None  # the critic, or the process reward model
     num_engines: int
     engine_size: int
     num_bundles: int
@@ -65,9 +65,9 @@ class Plan:
         return bool(used & set(self.trainer_bundles))
 
     @property
-    def shares_with_critic(self) -> bool:
-        """Whether actor and critic share a device."""
-        return self.critic is not None and bool(set(self.critic.bundles) & set(self.trainer_bundles))
+    def shares_with_auxiliary(self) -> bool:
+        """Whether the actor shares a device with the critic, or with the process reward model."""
+        return self.auxiliary is not None and bool(set(self.auxiliary.bundles) & set(self.trainer_bundles))
 
 
 def uses_trainers(config: Config) -> bool:
@@ -112,8 +112,8 @@ def make_plan(
         tuple(range(first_engine + e * size, first_engine + (e + 1) * size)) for e in range(num_engines)
     )
     num_bundles = max(world_size, first_engine + rollout_gpus)
-    critic = _critic(config, shape, device, num_bundles) if layout and uses_critic(config) else None
-    num_bundles = max(num_bundles, 1 + max(critic.bundles)) if critic else num_bundles
+    auxiliary = _auxiliary(config, shape, device, num_bundles) if layout else None
+    num_bundles = max(num_bundles, 1 + max(auxiliary.bundles)) if auxiliary else num_bundles
     scorers = _scorers(config, num_bundles)
     last = max((bundle for scorer in scorers for bundles in scorer.bundles for bundle in bundles), default=-1)
     transport = None
@@ -128,7 +128,7 @@ def make_plan(
         rollout_dtype=_precision(model.rollout_dtype, precision),
         shape=shape,
         layout=layout,
-        critic=critic,
+        auxiliary=auxiliary,
         num_engines=num_engines,
         engine_size=size,
         num_bundles=max(num_bundles, last + 1),
@@ -161,7 +161,7 @@ def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = Non
     except ValueError as error:
         errors.append(str(error))
     pieces: list[Callable[[], object]] = [
-        lambda: _critic(config, shape, "cpu", 0) if shape and layout and uses_critic(config) else None,
+        lambda: _auxiliary(config, shape, "cpu", 0) if shape and layout else None,
         lambda: _rollout_gpus(config),
         lambda: _scorers(config, 0),
         lambda: _batch(config, layout),
@@ -194,11 +194,15 @@ def _check_colocated(config: Config) -> None:
         )
 
 
-def _critic(config: Config, shape: ModelShape, device: str, first: int) -> CriticPlan:
-    """The critic's trainers: on the actor's devices, or with --critic-num-gpus on those from `first` on."""
-    own = critic_config(config)
-    count = config.critic.critic_num_gpus
+def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> AuxiliaryPlan | None:
+    """The trainers beside the actor's: on its devices, or with --critic-num-gpus (--prm-…) on those from `first` on."""
+    role = auxiliary_role(config)
+    if role is None:
+        return None
+    own, load = auxiliary_config(config, role), role_flag(config, role, "load")
+    count = role_flag(config, role, "num_gpus")
     try:
+        shape = read_model_shape(load, f"--{role}-load") if load else shape
         layout = _layout(own, shape, count)
         assert layout is not None
         errors = model_errors(layout, shape, config.passthrough.transformer)
@@ -206,9 +210,9 @@ def _critic(config: Config, shape: ModelShape, device: str, first: int) -> Criti
             raise ValueError(errors[0])
         _check_saved(own, layout, shape)
     except ValueError as error:
-        raise ValueError(f"critic (--critic-num-gpus, --critic-…-parallel-size): {error}") from error
+        raise ValueError(f"{role} (--{role}-num-gpus, --{role}-…-parallel-size): {error}") from error
     places = range(layout.world_size) if count is None else range(first, first + count)
-    return CriticPlan(layout, tuple(places), _batch(config, layout), _balance(own, layout, shape, device))
+    return AuxiliaryPlan(role, layout, tuple(places), _batch(config, layout), _balance(own, layout, shape, device))
 
 
 def _layout(config: Config, shape: ModelShape | None, world_size: int | None = None) -> TrainerLayout | None:
@@ -373,17 +377,9 @@ def render_plan(plan: Plan, config: Config) -> str:
     if config.algorithm.algorithm is not None:
         lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
     if plan.layout:
-        lay = plan.layout
-        lines.append(
-            f"trainers   {lay.world_size} ranks = TP {lay.tp} x CP {lay.cp} x PP {lay.pp} x DP {lay.dp} (EP {lay.ep})"
-            f" on devices {list(plan.trainer_bundles)}"
-        )
-    if plan.critic:
-        lay = plan.critic.layout
-        lines.append(
-            f"critic     {lay.world_size} ranks = TP {lay.tp} x CP {lay.cp} x PP {lay.pp} x DP {lay.dp} (EP {lay.ep})"
-            f" on devices {list(plan.critic.bundles)}"
-        )
+        lines.append(f"trainers   {_ranks(plan.layout, plan.trainer_bundles)}")
+    if plan.auxiliary:
+        lines.append(f"{plan.auxiliary.role:<11}{_ranks(plan.auxiliary.layout, plan.auxiliary.bundles)}")
     if plan.num_engines:
         places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
         lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}")
@@ -405,8 +401,14 @@ def render_plan(plan: Plan, config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
+    sizes = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} x DP {layout.dp} (EP {layout.ep})"
+    return f"{layout.world_size} ranks = {sizes} on devices {list(bundles)}"
+
+
 def _idle(plan: Plan) -> str:
     """The devices that nothing runs on, so that no engine spans two nodes."""
     used = {*plan.trainer_bundles}.union(*plan.engine_bundles, *(b for scorer in plan.scorers for b in scorer.bundles))
+    used |= set(plan.auxiliary.bundles) if plan.auxiliary else set()
     idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
     return f", idle {idle} so that no engine spans two nodes" if idle else ""

@@ -29,6 +29,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, flag_of
 from fusionrl.config.model_shape import read_model_shape
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
 
@@ -54,7 +55,8 @@ class TrainerActor:
         rank: global rank, 0 … layout.world_size - 1.
         run_dir: the run's folder.
         device_id: GPU of this rank on its node, as the placement says; without one, ranks go round the node's GPUs.
-        is_critic: the model has a value head in place of the output layer; zeros, where --hf-checkpoint has none.
+        role: None for the policy. A critic has a value head in place of the output layer; zeros, where --hf-checkpoint
+            has none. A prm, PRIME's reward model, is measured against the weights that it starts with.
     """
 
     def __init__(
@@ -64,10 +66,10 @@ class TrainerActor:
         rank: int,
         run_dir: str,
         device_id: int | None = None,
-        is_critic: bool = False,
+        role: Role | None = None,
     ) -> None:
         self.config, self.layout, self.rank, self.run_dir = config, layout, rank, run_dir
-        self.is_critic = is_critic
+        self.role = role
         self._device_id = device_id
         self.trained: Trained
         self.device = torch.device("cpu")
@@ -109,9 +111,11 @@ class TrainerActor:
         from fusionrl.trainer import model
 
         self.trained = model.build_training(config, modules, transformer, self.device)
-        a, is_policy = config.algorithm, config.run.mode == "rl" and not self.is_critic
+        a, is_policy = config.algorithm, config.run.mode == "rl" and self.role is None
         if is_policy and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"):
             self._read_reference()
+        if self.role == "prm":
+            self.keep_weights("ref")
         if is_policy and a.use_opd and a.opd_type == "megatron":
             assert a.opd_teacher_load is not None
             self.read_weights("teacher", a.opd_teacher_load, "--opd-teacher-load")
@@ -135,7 +139,7 @@ class TrainerActor:
         if config.model.hf_checkpoint is None:
             raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
         self.shape = read_model_shape(config.model.hf_checkpoint)
-        if self.is_critic:
+        if self.role == "critic":
             self.shape = self.shape.with_value_head()
         self.device = settings.resolve_device(config, self.rank if self._device_id is None else self._device_id)
         local_ranks = min(self.layout.world_size, config.cluster.actor_num_gpus_per_node)
@@ -248,6 +252,29 @@ class TrainerActor:
         shard = _pull(shard)
         return columns_of(replace(shard, fields=shard.fields | {"values": self._scored(shard)}), ("values",))
 
+    def process_rewards(self, rollout_id: int, shard: TrainShard | list[Any]) -> tuple[dict[str, float], Columns]:
+        """Of a prm: train it on the outcomes of this rank's shard, and then reward each token that is trained on.
+
+        The outcome is 1 where the raw reward is above 0, else 0. Arguments as of `train`.
+
+        Returns:
+            Its metrics, as of `train`, and the columns process_rewards.
+        """
+        from fusionrl.algorithms.prime import implicit_rewards
+        from fusionrl.trainer.batch import check_shard
+
+        self.reload()
+        pulled = _pull(shard)
+        check_shard(pulled)
+        outcomes = np.repeat((pulled.fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
+        shard = replace(pulled, fields=pulled.fields | {"outcomes": outcomes})
+        shard.fields["ref_log_probs"] = self._scored(shard, "ref")
+        metrics = self.train(rollout_id, shard)
+        given = (self._scored(shard), shard.fields["ref_log_probs"], shard.fields["loss_mask"])
+        rewards, _ = implicit_rewards(*map(torch.from_numpy, given), self.config.prm.prm_beta)
+        shard.fields["process_rewards"] = rewards.numpy()
+        return metrics, columns_of(shard, ("process_rewards",))
+
     def prepare(self, rollout_id: int, shard: TrainShard | list[Any], columns: Sequence[Any]) -> Columns:
         """With a critic: the advantages of this rank's shard, for the `train` that follows, and the critic's targets.
 
@@ -277,10 +304,12 @@ class TrainerActor:
         Args:
             rollout_id: kept with the checkpoint.
             shard: the shard, or `[ref]` with a Ray reference to it.
-            columns: of a critic, what the actor's `prepare` returned on each data-parallel rank.
+            columns: of a critic, what the actor's `prepare` returned on each data-parallel rank; of an actor, what the
+                prm's `process_rewards` returned.
 
         Returns:
-            `train/…` metrics over all ranks, the mean over the optimizer steps; the same on every rank.
+            `train/…` metrics (of the others `critic/…`, `prm/…`) over all ranks, the mean over the optimizer steps; the
+            same on every rank.
 
         Raises:
             ValueError: a shard that no loss can be computed from.
@@ -295,15 +324,15 @@ class TrainerActor:
         # What the trainers find out is added to the fields, and in one process these may be somebody else's.
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
-        loss = LossOptions.from_config(self.config, self.is_critic)
-        if self.is_critic:
+        loss = LossOptions.from_config(self.config, self.role)
+        if columns:
             take_columns(shard, columns)
-            prepared: dict[str, float] = {}
-        elif self._prepared is not None and self._prepared[0] == rollout_id:
+        prepared: dict[str, float] = {}
+        if self._prepared is not None and self._prepared[0] == rollout_id:
             _, shard, prepared = self._prepared
             self._prepared = None
-        else:
-            prepared = self._prepare(rollout_id, shard, loss) if loss.mode == "rl" else {}
+        elif loss.mode == "rl":
+            prepared = self._prepare(rollout_id, shard, loss)
         options = self._batch_options()
         per_token = aggregation_of(self.config) == "token_mean"
         hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir), per_token)
@@ -327,7 +356,7 @@ class TrainerActor:
             self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
         self._counters["rollout_id"] = rollout_id
         metrics = mean_metrics(history) | prepared
-        return {name.replace("train/", "critic/", 1): v for name, v in metrics.items()} if self.is_critic else metrics
+        return {name.replace("train/", f"{self.role or 'train'}/", 1): value for name, value in metrics.items()}
 
     def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> dict[str, float]:
         """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages.
@@ -456,7 +485,7 @@ class TrainerActor:
 
         from fusionrl.trainer.batch import BatchOptions, Slicing
 
-        config, sft = self.config, self.config.run.mode == "sft"
+        config, sft, is_prm = self.config, self.config.run.mode == "sft", self.role == "prm"
         return BatchOptions(
             slicing=Slicing(
                 cp_size=self.layout.cp,
@@ -465,15 +494,17 @@ class TrainerActor:
             ),
             device=self.device,
             # What was not sampled has no temperature.
-            temperature=1.0 if sft else config.rollout.rollout_temperature,
+            temperature=1.0 if sft or is_prm else config.rollout.rollout_temperature,
             chunk_size=config.train.log_probs_chunk_size,
             local_attention=settings.resolve_impl(config, self.device) == "local",
             share_prompts=self.shape.mla is None,
-            aggregation=aggregation_of(config),
+            aggregation="sequence_mean" if is_prm else aggregation_of(config),
             constant=loss_length(config),
-            entropy_grad=not sft and not self.is_critic and config.algorithm.entropy_coef > 0,
+            entropy_grad=not sft and self.role is None and config.algorithm.entropy_coef > 0,
             all_responses=all_responses,
-            whole_sequences=not (sft or self.is_critic or all_responses)
+            whole_sequences=not sft
+            and self.role is None
+            and not all_responses
             and config.algorithm.loss_type == "custom_loss",
         )
 
@@ -698,7 +729,7 @@ def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
     result = {}
     for name in dict.fromkeys(name for metrics in history for name in metrics):
         values = [metrics[name] for metrics in history if name in metrics]
-        if name in ("train/num_tokens", "train/num_samples", "train/skipped"):
+        if name in ("train/num_tokens", "train/num_samples", "train/skipped", "train/excluded"):
             result[name] = sum(values)
         elif name.endswith("_max"):
             result[name] = max(values)
@@ -727,7 +758,7 @@ def take_columns(shard: TrainShard, columns: Sequence[Any]) -> None:
             part = ray.get(part)
         whole |= part
     found = [whole[position] for position in shard.fields["position"].tolist()]
-    for name in found[0] if found else ("values", "returns"):
+    for name in next(iter(whole.values()), {}):
         shard.fields[name] = np.concatenate([np.zeros(0, np.float32), *(one[name] for one in found)])
 
 

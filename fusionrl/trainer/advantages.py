@@ -12,16 +12,19 @@ from torch import Tensor
 
 from fusionrl.algorithms.distillation import add_reverse_kl
 from fusionrl.algorithms.gae import gae
+from fusionrl.algorithms.prime import prime_advantages
 from fusionrl.algorithms.reinforce_plus_plus import discounted_returns
 from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.rloo import leave_one_out
 from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
 from fusionrl.algorithms.whitening import moments, whiten
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.trainer.selection import gathered
 
 # Their rewards are token by token, and the Buffer leaves them as the reward functions gave them.
 OF_TOKENS = ("reinforce_plus_plus", "ppo")
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class AdvantageOptions:
     kl_type: str
     is_whitened: bool
     opd_coef: float | None
+    process_coef: float
+    outcome_coef: float
 
     @classmethod
     def from_config(cls, config: Config) -> AdvantageOptions:
@@ -51,6 +56,8 @@ class AdvantageOptions:
             kl_type=algorithm.kl_coef_type,
             is_whitened=algorithm.normalize_advantages or algorithm.advantage_estimator in WHITENED,
             opd_coef=algorithm.opd_kl_coef if algorithm.use_opd else None,
+            process_coef=config.prm.prm_process_coef,
+            outcome_coef=config.prm.prm_outcome_coef,
         )
 
     @property
@@ -87,6 +94,11 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
             shard.fields["returns"] = returns.float().numpy()
         else:
             advantages = discounted_returns(of_tokens, responses, options.gamma)
+    elif options.estimator == "prime":
+        process = columns["process_rewards"]
+        baselines = torch.from_numpy(_process_baselines(shard, responses.mean(process, "process reward").numpy()))
+        coefs = (options.gamma, options.process_coef, options.outcome_coef)
+        advantages = prime_advantages(process, baselines, rewards, responses, *coefs)
     else:
         advantages = responses.spread(rewards)
     if options.is_whitened:
@@ -100,6 +112,16 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
         sums[3:5] = torch.stack([-gap.double().sum(), excluded.double()])
     shard.fields["advantages"] = advantages.float().numpy()
     return _metrics(_added_up(sums, device).tolist(), options)
+
+
+def _process_baselines(shard: TrainShard, means: np.ndarray) -> np.ndarray:
+    """The mean of the other samples' `means` [n] in each sample's group, wherever these are -> [n]."""
+    group = shard.fields["group_index"]
+    group = np.where(group < 0, -1 - shard.fields["position"], group)  # of no group: alone
+    everywhere = gathered((means, group))
+    baselines = leave_one_out(*(np.concatenate(parts) for parts in zip(*everywhere, strict=True)))
+    first = sum(len(part[0]) for part in everywhere[: parallel_state.get_data_parallel_rank()])
+    return baselines[first : first + len(means)]
 
 
 def _metrics(sums: list[float], options: AdvantageOptions) -> dict[str, float]:

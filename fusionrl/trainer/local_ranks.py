@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 
 TIMEOUT_S = 120.0
@@ -52,8 +53,8 @@ def serve(connection: Any) -> None:
             if command == "start":
                 if actor is not None:
                     actor.shutdown()
-                config, layout, rank, address, port, is_critic = args
-                actor = TrainerActor(config, layout, rank, "unused", is_critic=is_critic)
+                config, layout, rank, address, port, role = args
+                actor = TrainerActor(config, layout, rank, "unused", role=role)
                 result = actor.setup(address, port)
             elif command == "call":
                 result = getattr(actor, args[0])(*args[1:])
@@ -97,14 +98,14 @@ class LocalRanks:
             raise Failed(*failed[0])
         return [value for _, value in answers]
 
-    def start(self, config: Config, layout: TrainerLayout | None = None, is_critic: bool = False) -> list[dict]:
+    def start(self, config: Config, layout: TrainerLayout | None = None, role: Role | None = None) -> list[dict]:
         """A fresh group of actors in the first `layout.world_size` processes."""
         layout = layout or TrainerLayout(1)
         self.world_size = layout.world_size
         host = "127.0.0.1"
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return self._all(
-            [("start", (config, layout, rank, host, self._store.port, is_critic)) for rank in range(layout.world_size)]
+            [("start", (config, layout, rank, host, self._store.port, role)) for rank in range(layout.world_size)]
         )
 
     def call(self, method: str, *args: Any) -> list[Any]:

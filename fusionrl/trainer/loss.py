@@ -22,12 +22,14 @@ from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
 from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
+from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.sft import sft_loss
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
+from fusionrl.plan.auxiliary import Role
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.loss_hooks import LossHooks
 
@@ -47,7 +49,7 @@ class LossOptions:
     is_custom        --loss-type custom_loss
     """
 
-    mode: str  # rl, sft, or value: a critic's
+    mode: str  # rl, sft, value: a critic's, or outcome: a process reward model's
     policy_loss: str = "ppo"
     constants: PolicyLossOptions = field(default_factory=PolicyLossOptions)
     correction: CorrectionOptions | None = None
@@ -61,13 +63,16 @@ class LossOptions:
     is_custom: bool = False
     custom_policy_loss_path: str | None = None
     value_clip: float | None = None
+    prm_beta: float = 0.0
 
     @classmethod
-    def from_config(cls, config: Config, is_critic: bool = False) -> LossOptions:
+    def from_config(cls, config: Config, role: Role | None = None) -> LossOptions:
         """The options of `config`."""
         a, train = config.algorithm, config.train
-        if is_critic:
+        if role == "critic":
             return cls(mode="value", value_clip=config.critic.value_clip)
+        if role == "prm":
+            return cls(mode="outcome", prm_beta=config.prm.prm_beta)
         return cls(
             mode="sft" if "sft" in (config.run.mode, a.loss_type[:3]) else "rl",
             policy_loss=policy_loss_name(a),
@@ -214,6 +219,9 @@ def micro_batch_loss(
         loss = (batch.weights * losses).sum()
         error = (batch.fields["values"] - returns).abs()
         sums, means = {"loss": loss}, means | {"value_error": error, "return_mean": returns, "value_mean": log_probs}
+    elif options.mode == "outcome":
+        losses, sums = _outcome_terms(log_probs, batch, options.prm_beta)
+        loss, means = sums["loss"], {}
     else:
         loss, losses, sums, means = _policy_terms(log_probs, entropy, batch, options, hooks)
     token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in means.items()}
@@ -227,6 +235,18 @@ def micro_batch_loss(
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().double() for name, value in values.items()}
+
+
+def _outcome_terms(log_probs: Tensor, batch: MicroBatch, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """(losses of tokens: of each that of its sample, sums); the weights are those of the mean over samples."""
+    labels = batch.fields["outcomes"]
+    rewards, excluded = implicit_rewards(log_probs, batch.fields["ref_log_probs"], batch.fields["loss_mask"], beta)
+    sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
+    totals = sequences.spread(sequences.sum(rewards))
+    losses = implicit_reward_loss(totals, labels)
+    right = ((totals > 0) == (labels > 0)).to(losses.dtype)
+    values = {"loss": losses, "accuracy": right, "implicit_reward": totals, "outcome": labels}
+    return losses, {name: (batch.weights * value).sum() for name, value in values.items()} | {"excluded": excluded}
 
 
 def _policy_terms(

@@ -222,7 +222,7 @@ def _many(samples: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_estimators_of_whole_samples(buffer: MakeBuffer) -> None:
     """Each by its formula, in loops; rewards of graded size, five samples a prompt."""
     common = {"custom_rm_path": f"{HOOKS}:graded", "n_samples_per_prompt": 5}
-    for name in ("dr_grpo", "rloo", "gspo", "reinforce_plus_plus_baseline", "reinforce_plus_plus"):
+    for name in ("dr_grpo", "rloo", "gspo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "prime"):
         raw, trained, groups = _many(run(buffer(run=name, advantage_estimator=name, **common).generate(0)).shards)
         for i, group in enumerate(groups):
             others = [float(r) for j, r in enumerate(raw) if groups[j] == group and j != i]
@@ -230,6 +230,7 @@ def test_estimators_of_whole_samples(buffer: MakeBuffer) -> None:
             deviation = (sum((r - mean) ** 2 for r in [*others, float(raw[i])]) / 4) ** 0.5
             wanted = {
                 "rloo": raw[i] - sum(others) / 4,
+                "prime": raw[i] - sum(others) / 4,
                 "gspo": (raw[i] - mean) / (deviation + 1e-6),
                 "reinforce_plus_plus": raw[i],
             }.get(name, raw[i] - mean)

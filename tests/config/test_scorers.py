@@ -125,6 +125,11 @@ def test_good_configurations(errors: Errors, rm: Path, tiny_model: Path, other_t
         ({"rm_num_gpus": 2}, ["--rm-num-gpus 2 has no effect without --rm-model"]),
         ({"rm_model": "/nowhere"}, ["--rm-model /nowhere: there is no such folder"]),
         ({"opd_kl_coef": 0.5}, ["--opd-kl-coef 0.5 has no effect without --use-opd"]),
+        ({"prm_beta": 0.1}, ["--prm-beta 0.1 has no effect without --advantage-estimator prime"]),
+        (
+            {"advantage_estimator": "prime", "policy_loss": "dpo", "n_samples_per_prompt": 2},
+            ["--advantage-estimator prime: --policy-loss dpo learns from pairs"],
+        ),
         ({"use_opd": True}, ["--use-opd needs --opd-teacher-load"]),
         ({"use_opd": True, "opd_teacher_load": "/nowhere"}, ["--opd-teacher-load /nowhere: there is no such folder"]),
     ],
@@ -184,3 +189,19 @@ def test_a_teacher_that_does_not_fit(
     one(opd(rm_type=None, eval_prompt_data=["a", data]), "an evaluation needs a reward")
     nonzero = "fusionrl.rollout.filters.check_reward_nonzero_std"
     one(opd(rm_type=None, dynamic_sampling_filter_path=nonzero), "drops every group where there is no reward")
+
+
+def test_a_process_reward_model_that_does_not_fit(
+    errors: Errors, tiny_model: Path, small: Path, other_tokens: Callable[[Path], Path], changed: Callable[..., Path]
+) -> None:
+    def prm(folder: Path | str, **changes: Any) -> list[str]:
+        return errors(advantage_estimator="prime", prm_load=folder, **changes)
+
+    assert prm(tiny_model) == []
+    one(prm("/nowhere"), "--prm-load /nowhere: there is no such folder")
+    one(prm(small), f"--prm-load {small}: its vocabulary has 300 tokens", "has 512; it rewards the policy's own tokens")
+    one(prm(other_tokens(tiny_model)), "its tokenizer has other tokens than that of --hf-checkpoint")
+    short = changed(tiny_model, max_position_embeddings=100)
+    one(prm(short, rollout_max_context_len=200), "is over the 100 positions of --prm-load")
+    teacher = {"use_opd": True, "opd_teacher_load": tiny_model}
+    one(prm(tiny_model, **teacher, rm_type=None), "a reward is required in --mode rl")

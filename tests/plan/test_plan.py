@@ -97,6 +97,21 @@ def test_no_engine_that_reads_spans_two_nodes() -> None:
     assert "idle [7, 10, 11] so that no engine spans two nodes" in render_plan(made, Config.from_flat(SCORERS))
 
 
+def test_a_process_reward_model_s_trainers() -> None:
+    prime = {"advantage_estimator": "prime", "actor_num_gpus_per_node": 2, "context_parallel_size": 2}
+    shared = plan(**prime).auxiliary
+    assert shared is not None and shared.role == "prm" and shared.bundles == (0, 1) and shared.layout.cp == 2
+    own = {**prime, "prm_num_gpus": 2, "prm_tensor_model_parallel_size": 2, "prm_context_parallel_size": 1}
+    made = plan(**own)
+    assert made.auxiliary is not None and made.auxiliary.bundles == (3, 4) and not made.shares_with_auxiliary
+    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **own}))
+    assert "prm        2 ranks = TP 2 x CP 1 x PP 1 x DP 1 (EP 1) on devices [3, 4]\n" in text and "idle" not in text
+    assert plan(advantage_estimator="prime", mode="sft").auxiliary is None
+    wrong = Config.from_flat({"rollout_batch_size": 8, "num_rollout": 3, **own, "prm_num_gpus": 3})
+    (error,) = plan_errors(wrong, num_prompts=4, shape=SHAPE)
+    assert error.startswith("prm (--prm-num-gpus, --prm-…-parallel-size): ")
+
+
 @pytest.mark.parametrize(
     ("values", "roles"),
     [

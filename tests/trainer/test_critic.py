@@ -48,7 +48,7 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
     samples = Samples(6, seed=71, share=2)
     layout = TrainerLayout(2)
     config = config_of(tmp_path / "critic", **PPO, lr=2e-3)
-    workers.start(config, layout, is_critic=True)
+    workers.start(config, layout, role="critic")
     values = call(workers, layout, "values", shards_of(samples, 2))
     everything = {position: columns["values"] for part in values for position, columns in part.items()}
     assert sorted(everything) == list(range(6))
@@ -71,7 +71,7 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
     masked = np.concatenate([error[mask > 0] for error, mask in zip(errors, samples.mask, strict=True)])
     reference = None
     for layout in LAYOUTS:
-        workers.start(config, layout, is_critic=True)
+        workers.start(config, layout, role="critic")
         shards = shards_of(samples, layout.dp)
         metrics = call(workers, layout, "train", shards, 0, prepared)[0]
         assert metrics["critic/loss"] == pytest.approx(0.5 * np.mean(masked.astype(np.float64) ** 2), rel=1e-5)
@@ -90,7 +90,7 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
 def test_a_critic_that_has_no_head_yet_starts_with_values_of_zero(workers, hf):
     folder, _ = hf("llama", True)
     samples = Samples(3, seed=72)
-    workers.start(config_of(folder, **PPO), TrainerLayout(1), is_critic=True)
+    workers.start(config_of(folder, **PPO), TrainerLayout(1), role="critic")
     (values,) = call(workers, TrainerLayout(1), "values", shards_of(samples, 1))
     assert all(not columns["values"].any() for columns in values.values())
 

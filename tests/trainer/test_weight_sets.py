@@ -70,7 +70,7 @@ def test_values_and_their_gradients_equal_transformers(workers, tmp_path, family
     gradients = checkpoint_gradients(model)
     layouts = LAYOUTS if family == "qwen3" else [TrainerLayout(2, tp=2, etp=2), TrainerLayout(2, ep=2)]
     for layout in layouts:
-        workers.start(config_of(tmp_path / "critic"), layout, is_critic=True)
+        workers.start(config_of(tmp_path / "critic"), layout, role="critic")
         got = workers.call("score", samples.shards()[0])
         for rank in got:
             for i in range(6):
@@ -85,7 +85,7 @@ def test_a_critic_starts_from_a_policy_and_is_saved(workers, hf, tmp_path):
     """Its head starts as zeros; what is saved has it under transformers' name, and a checkpoint holds it."""
     folder, _ = hf("qwen2", True)
     layout = TrainerLayout(2, tp=2)
-    workers.start(config_of(folder), layout, is_critic=True)
+    workers.start(config_of(folder), layout, role="critic")
     (shard,) = Samples(4, seed=2).shards()
     assert all(not np.any(values) for values in workers.call("score", shard)[0])
     workers.run(set_head, 0.25)
@@ -96,7 +96,7 @@ def test_a_critic_starts_from_a_policy_and_is_saved(workers, hf, tmp_path):
     workers.run(set_head, 0.0)
     workers.call("load", str(tmp_path / "checkpoint"))
     assert all(map(np.array_equal, workers.call("score", shard)[0], values))
-    workers.start(config_of(tmp_path / "critic"), layout, is_critic=True)
+    workers.start(config_of(tmp_path / "critic"), layout, role="critic")
     assert all(map(np.array_equal, workers.call("score", shard)[0], values))
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", num_labels=1)
     assert torch.equal(model.score.weight, torch.full((1, model.config.hidden_size), 0.25))
