@@ -120,7 +120,7 @@ def flat_field(name: str, values: Sequence[Any]) -> np.ndarray:
             return np.asarray(values, dtype=spec.dtype)
         if not values:
             return np.zeros(0, dtype=spec.dtype)
-        parts = [np.asarray(value, dtype=spec.dtype) for value in values]
+        parts: list[np.ndarray] = [np.asarray(value, dtype=spec.dtype) for value in values]
         return np.concatenate(parts if spec.trailing else [part.reshape(-1) for part in parts])
     except (TypeError, ValueError) as error:
         raise ValueError(f"train batch field {name!r}: {error}") from error
