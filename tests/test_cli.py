@@ -51,7 +51,7 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
     """Values, combinations, files, hooks and arithmetic are told together, not one a try."""
     argv = [
         *good,
-        *("--lr", "fast", "--hf-checkpoint", str(tmp_path / "none"), "--pipeline", "async", "--use-routing-replay"),
+        *("--lr", "fast", "--hf-checkpoint", str(tmp_path / "none"), "--pipeline", "async", "--use-wandb"),
         *("--tensor-model-parallel-size", "3", "--actor-num-gpus-per-node", "4", "--global-batch-size", "3"),
         *("--custom-rm-path", "no_module.rm", "--eval-prompt-data", "a", str(tmp_path / "eval.jsonl")),
         *("--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2", "--num-epoch"),
@@ -63,7 +63,7 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
             "--lr fast",
             "none: there is no such folder",
             "--pipeline async",
-            "--use-routing-replay",
+            "--use-wandb",
             "which tp 3 × pp 1 × cp 1 does not divide",
         ),
         *(

@@ -501,6 +501,16 @@ class AlgorithmGroup(Group):
     use_rollout_logprobs: bool = Field(
         False, description="Take the engine's log-probs as the old policy's instead of computing them."
     )
+    use_routing_replay: bool = Field(
+        False,
+        description="Mixtures of experts: in all optimizer steps of a rollout, send each token to the experts of the"
+        " log-prob pass before the first (docs/models.md).",
+    )
+    use_rollout_routing_replay: bool = Field(
+        False,
+        description="Mixtures of experts: in log-prob pass and steps, send each token to the experts that the engine"
+        " chose, the samples' rollout_routed_experts (docs/models.md).",
+    )
 
 
 class CriticGroup(Group):

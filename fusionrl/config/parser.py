@@ -25,8 +25,6 @@ COMING: dict[str, str] = {
     "max_staleness": "the asynchronous pipelines",
     "update_weights_interval": "the asynchronous pipelines",
     "custom_model_provider_path": "the model provider hook",
-    "use_routing_replay": "routing replay",
-    "use_rollout_routing_replay": "routing replay",
     "multimodal_keys": "multimodal data",
     "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",
     "rollout_external_engine_addrs": "external engines",

@@ -15,7 +15,7 @@ from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import SIGNATURES, check_hook
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.scorers import has_chat_template
-from fusionrl.config.validate_algorithm import algorithm_errors
+from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
 from fusionrl.config.validate_scorers import scorer_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
@@ -48,6 +48,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     _check_eval(config, errors)
     _check_path_templates(config, errors)
     errors += algorithm_errors(config)
+    errors += routing_errors(config, shape)
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     _check_keep_best(config, errors)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
-from fusionrl.config.groups import AlgorithmGroup, CriticGroup
+from fusionrl.config.groups import AlgorithmGroup, CriticGroup, RolloutGroup
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.model_shape import ModelShape
 
 PRICED = ("reinforce_plus_plus", "ppo")  # estimators whose rewards are token by token, with --kl-coef as a price
 
@@ -108,4 +109,38 @@ def _correction_errors(config: Config) -> list[str]:
     for flag, path in whole.items():
         if path is not None and config.model.context_parallel_size > 1:
             errors.append(f"{flag} {path}: the function wants whole samples; --context-parallel-size must be 1")
+    return errors
+
+
+def routing_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """Messages on routing replay, for a model of `shape` (None: not known)."""
+    a, errors = config.algorithm, []
+    engine = a.use_rollout_routing_replay
+    if not (engine or a.use_routing_replay):
+        return []
+    flag = "--use-rollout-routing-replay" if engine else "--use-routing-replay"
+    if config.run.mode != "rl":
+        errors.append(f"{flag} has no effect in --mode {config.run.mode}; leave it out")
+    if shape is not None and shape.moe is None:
+        errors.append(f"{flag}: the model of --hf-checkpoint has no experts to route to; leave the flag out")
+    makes_samples = (
+        config.rollout.custom_generate_function_path,
+        config.reward.custom_convert_samples_to_train_data_path,
+        config.run.load_debug_rollout_data,
+    )
+    own_rollout = config.rollout.rollout_function_path != RolloutGroup().rollout_function_path
+    if engine and not any(makes_samples) and not own_rollout:
+        errors.append(
+            f"{flag}: the default rollout does not learn which experts the engine chose (SGLang's router drops the"
+            " request for them); set rollout_routed_experts in --custom-generate-function-path, or take"
+            " --use-routing-replay"
+        )
+    passed = config.passthrough.transformer
+    for name, value in (("moe_router_fusion", True), ("overlap_moe_expert_parallel_comm", True)):
+        if passed.get(name) == value:
+            errors.append(f"{flag}: --{name.replace('_', '-')} leaves no place for it; leave one out")
+    if "sinkhorn" in passed.get("moe_router_load_balancing_type", ""):
+        errors.append(f"{flag}: --moe-router-load-balancing-type sinkhorn chooses by all tokens; leave one out")
+    if passed.get("cuda_graph_impl", "none") != "none":
+        errors.append(f"{flag}: a CUDA graph (--cuda-graph-impl) keeps the choice it was made with; leave one out")
     return errors

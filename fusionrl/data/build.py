@@ -65,11 +65,11 @@ def take_shards(
     """
     per_rank, steps = _plan_steps(samples, plan, balance, by_groups)
     # A field stands in every shard or in none.
-    present = [
-        name
+    present = {
+        name: _trailing(samples, name)
         for name, spec in FIELDS.items()
         if spec.required or (not spec.is_derived and all(_has(s, name) for s in samples))
-    ]
+    }
     given = {"rewards": rewards, "raw_rewards": raw_rewards}
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
@@ -146,6 +146,21 @@ def _has(sample: Sample, name: str) -> bool:
     return getattr(sample, name, None) is not None or not response_mask(sample).any()
 
 
+def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
+    """The dimensions of a field behind the first, which all samples must share."""
+    count = FIELDS[name].trailing
+    if not count:
+        return ()
+    shapes = {np.shape(value)[1:]: s.index for s in samples if (value := getattr(s, name)) is not None}
+    for shape, index in shapes.items():
+        if len(shape) != count or len(shapes) > 1:
+            others = f"; others have {', '.join(str(s) for s in shapes if s != shape)}" if len(shapes) > 1 else ""
+            raise ValueError(
+                f"sample {index}: {name} has {shape} values a token{others}; expected {FIELDS[name].description}"
+            )
+    return next(iter(shapes), (0,) * count)
+
+
 def response_mask(sample: Sample) -> np.ndarray:
     """[response_length] float32: 1 where the token is trained on; all 0 for a removed or failed sample."""
     if not is_trained_on(sample):
@@ -159,25 +174,31 @@ def _take_shard(
     samples: list[Sample],
     members: Sequence[int],
     given: dict[str, Sequence[float]],
-    present: Sequence[str],
+    present: dict[str, tuple[int, ...]],
     *,
     rollout_id: int,
     steps: list[TrainStep],
     extra: dict[str, list[Any]],
     freed: Callable[[], None] | None,
 ) -> TrainShard:
-    """One rank's shard, of the samples at `members`; `given` are fields that stand beside the samples."""
+    """One rank's shard, of the samples at `members`; `given` are fields that stand beside the samples.
+
+    present  each field's dimensions behind that over which it runs
+    """
     total = np.array([len(samples[i].tokens) for i in members], np.int32)
     responses = np.array([samples[i].response_length for i in members], np.int32)
     sizes = {"token": int(total.sum()), "response": int(responses.sum()), "sample": len(members)}
-    fields: dict[str, np.ndarray] = {name: np.empty(sizes[FIELDS[name].extent], FIELDS[name].dtype) for name in present}
+    fields: dict[str, np.ndarray] = {
+        name: np.empty((sizes[FIELDS[name].extent], *trailing), FIELDS[name].dtype)
+        for name, trailing in present.items()
+    }
     ends = dict.fromkeys(present, 0)
     metadata = []
     for first in range(0, len(members), PACKED_AT_ONCE):
         packed = members[first : first + PACKED_AT_ONCE]
         chosen = [samples[i] for i in packed]
         for name in present:
-            values = [given[name][i] for i in packed] if name in given else _values(name, chosen)
+            values = [given[name][i] for i in packed] if name in given else _values(name, chosen, present[name])
             part = flat_field(name, values)
             fields[name][ends[name] : ends[name] + len(part)] = part
             ends[name] += len(part)
@@ -192,7 +213,7 @@ def _take_shard(
     return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns)
 
 
-def _values(name: str, samples: list[Sample]) -> list[Any]:
+def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[Any]:
     """A value a sample, for `flat_field`."""
     match name:
         case "loss_mask":
@@ -203,8 +224,18 @@ def _values(name: str, samples: list[Sample]) -> list[Any]:
             return [_or(s.group_index, -1) for s in samples]
         case "truncated":
             return [s.status == Status.TRUNCATED for s in samples]
+        case "rollout_routed_experts":
+            return [_of_all_tokens(s.rollout_routed_experts, len(s.tokens), trailing) for s in samples]
     values = [getattr(s, name, None) for s in samples]
     return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
+
+
+def _of_all_tokens(experts: Any, num_tokens: int, trailing: tuple[int, ...]) -> np.ndarray:
+    """With the last token, which no engine runs over, where it is missing: -1."""
+    whole = np.full((num_tokens, *trailing), -1, np.int16)
+    if experts is not None:
+        whole[: len(experts)] = experts
+    return whole
 
 
 def _or(value: int | None, default: int) -> int:

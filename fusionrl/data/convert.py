@@ -11,6 +11,7 @@ REQUIRED = ("tokens", "response_lengths", "rewards")
 _KNOWN = (
     *REQUIRED,
     *("raw_reward", "loss_masks", "rollout_log_probs", "teacher_log_probs", "weight_versions"),
+    "rollout_routed_experts",
     *("truncated", "sample_indices", "group_index", "metadata", "total_lengths"),
 )
 
@@ -21,8 +22,8 @@ def samples_of(
     """Samples, rewards, raw rewards and a user's own columns, of `data`: name -> list with one entry a sample.
 
     tokens, response_lengths and rewards must be there; raw_reward, loss_masks, rollout_log_probs, teacher_log_probs,
-    weight_versions, truncated, sample_indices, group_index and metadata may be. A sample whose index is that of one of
-    `originals` is of its group, and is not trained on where that is not.
+    weight_versions, rollout_routed_experts, truncated, sample_indices, group_index and metadata may be. A sample whose
+    index is that of one of `originals` is of its group, and is not trained on where that is not.
 
     Raises:
         ValueError: names `flag` and what is missing or of another length.
@@ -55,8 +56,9 @@ def samples_of(
             status=Status.TRUNCATED if "truncated" in data and data["truncated"][i] else Status.COMPLETED,
             metadata=data["metadata"][i] if "metadata" in data else {},
         )
-        if "teacher_log_probs" in data:
-            sample.teacher_log_probs = data["teacher_log_probs"][i]
+        for name in ("teacher_log_probs", "rollout_routed_experts"):
+            if name in data:
+                setattr(sample, name, data[name][i])
         try:
             sample.validate()
         except ValueError as error:

@@ -31,6 +31,7 @@ _ARRAY_DTYPES = {
     "rollout_log_probs": np.float32,
     "weight_versions": np.int32,
     "teacher_log_probs": np.float32,
+    "rollout_routed_experts": np.int16,
     "prompt_tokens": np.int32,
 }
 
@@ -45,6 +46,8 @@ class Sample:
     rollout_log_probs  [response_length], the engine's log-prob of each response token (0 where the mask is 0)
     weight_versions    [response_length], weight version that generated each token
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
+    rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
+                       each of the model's layers (--use-rollout-routing-replay); -1 where that is not known
     reward             a float, or a dict of floats (then --reward-key chooses); None: not scored yet
     """
 
@@ -62,6 +65,7 @@ class Sample:
     rollout_log_probs: Sequence[float] | np.ndarray | None = None
     weight_versions: Sequence[int] | np.ndarray | None = None
     teacher_log_probs: Sequence[float] | np.ndarray | None = None
+    rollout_routed_experts: np.ndarray | None = None
     status: _Status = Status.PENDING
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -124,6 +128,7 @@ class Sample:
         self.tokens = _joined(np.asarray(self.tokens, np.int32), np.asarray(tokens, np.int32))
         if count:
             self.teacher_log_probs = None  # the teacher has not seen these tokens: it is asked for all of them
+            self.rollout_routed_experts = None  # as an engine's last answer has them, for all tokens
         self.response_length += count
         self.response += text
         if finish_reason is not None:
@@ -151,6 +156,12 @@ class Sample:
                 raise ValueError(
                     f"sample {self.index}: {name} has {len(value)} values for {self.response_length} response tokens"
                 )
+        experts, count = self.rollout_routed_experts, len(self.tokens)
+        if experts is not None and not count - 1 <= len(experts) <= count:
+            raise ValueError(
+                f"sample {self.index}: rollout_routed_experts has {len(experts)} values for {count} tokens; give one"
+                " for each, but the last may be missing"
+            )
 
     def get_reward_value(self, args: Any) -> float:
         """The reward as one number: of a dict, the value under `args.reward_key`.

@@ -25,6 +25,7 @@ class FieldSpec:
     required: bool
     description: str
     is_derived: bool = False  # no field of a Sample: made of the rollout, or by forward passes of the trainers
+    trailing: int = 0  # dimensions behind that over which it runs
 
 
 FIELDS: dict[str, FieldSpec] = {
@@ -32,6 +33,9 @@ FIELDS: dict[str, FieldSpec] = {
     "loss_mask": FieldSpec("response", np.float32, True, "1 where the token is trained on, else 0"),
     "rollout_log_probs": FieldSpec("response", np.float32, False, "the engine's log-prob of each response token"),
     "teacher_log_probs": FieldSpec("response", np.float32, False, "the teacher's log-prob of each response token"),
+    "rollout_routed_experts": FieldSpec(
+        "token", np.int16, False, "[layers, topk]: the experts that the engine chose; -1: not known", trailing=2
+    ),
     "weight_versions": FieldSpec("response", np.int32, False, "weight version that generated each token"),
     "rewards": FieldSpec("sample", np.float32, True, "reward that is trained on, after post-processing"),
     "raw_rewards": FieldSpec("sample", np.float32, True, "reward as the reward function gave it"),
@@ -93,8 +97,8 @@ class TrainShard:
                 assert not spec.required, f"train shard lacks the field {name!r}"
                 continue
             array = self.fields[name]
-            assert array.shape == (sizes[spec.extent],), (
-                f"train shard field {name!r}: shape {array.shape}, expected ({sizes[spec.extent]},)"
+            assert array.ndim == 1 + spec.trailing and len(array) == sizes[spec.extent], (
+                f"train shard field {name!r}: shape {array.shape}, expected {sizes[spec.extent]} values"
             )
 
     def split(self, name: str) -> list[np.ndarray]:
@@ -118,6 +122,7 @@ def flat_field(name: str, values: Sequence[Any]) -> np.ndarray:
             return np.asarray(values, dtype=spec.dtype)
         if not values:
             return np.zeros(0, dtype=spec.dtype)
-        return np.concatenate([np.asarray(value, dtype=spec.dtype).reshape(-1) for value in values])
+        parts: list[np.ndarray] = [np.asarray(value, dtype=spec.dtype) for value in values]
+        return np.concatenate(parts if spec.trailing else [part.reshape(-1) for part in parts])
     except (TypeError, ValueError) as error:
         raise ValueError(f"train batch field {name!r}: {error}") from error

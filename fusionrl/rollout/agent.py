@@ -105,6 +105,7 @@ def begin(args: Any, sample: Sample, schemas: list[dict[str, Any]] | None = None
     if sample.response_length:  # aborted in an earlier rollout (--partial-rollout): its turns are not gone on with
         sample.response, sample.response_length = "", 0
         sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
+        sample.rollout_routed_experts = None
     sample.tokens = prompt_tokens(args, sample)
 
 

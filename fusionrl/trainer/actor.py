@@ -34,7 +34,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
 
 if TYPE_CHECKING:
-    from fusionrl.trainer.batch import BatchOptions
+    from fusionrl.trainer.batch import BatchOptions, MicroBatch
     from fusionrl.trainer.checkpoint import Saving
     from fusionrl.trainer.checkpoint_io import WriterProcess
     from fusionrl.trainer.custom_loss import CustomLoss
@@ -78,6 +78,7 @@ class TrainerActor:
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
         self._prepared: tuple[int, TrainShard, dict[str, float]] | None = None
+        self._recorded: dict[tuple[int, ...], torch.Tensor] = {}  # experts of a micro-batch, by its samples
         self._skipped_in_a_row = 0
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
 
@@ -112,6 +113,9 @@ class TrainerActor:
 
         self.trained = model.build_training(config, modules, transformer, self.device)
         a, is_policy = config.algorithm, config.run.mode == "rl" and self.role is None
+        if is_policy and (a.use_routing_replay or a.use_rollout_routing_replay):
+            assert self.shape.moe is not None, "the validation of flags asks for experts"
+            self.trained.routing = model.RoutingReplay(modules, self.shape.moe.topk, self.device)
         if is_policy and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"):
             self._read_reference()
         if self.role == "prm":
@@ -340,6 +344,7 @@ class TrainerActor:
         for index, step in enumerate(shard.steps):
             looked = self._look_ahead(shard, index, loss) if loss.mode == "rl" else {}
             batches = build_micro_batches(shard, step, options, self.layout)
+            self._give_recorded(batches)
             self._call_hook("custom_megatron_before_train_step_hook_path", rollout_id, index, *self._megatron())
             # After the first step the weights are no longer those that the rollout was made with.
             compare = index == 0 or "log_probs" in shard.fields
@@ -355,6 +360,7 @@ class TrainerActor:
             self._counters["skipped"] += int(metrics["train/skipped"])
             self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
         self._counters["rollout_id"] = rollout_id
+        self._recorded = {}
         metrics = mean_metrics(history) | prepared
         return {name.replace("train/", f"{self.role or 'train'}/", 1): value for name, value in metrics.items()}
 
@@ -366,7 +372,12 @@ class TrainerActor:
         """
         from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
         from fusionrl.trainer.rollout_data import as_rollout_data, take_back
+        from fusionrl.trainer.routing import check_rollout_routing
 
+        algorithm = self.config.algorithm
+        if algorithm.use_rollout_routing_replay:
+            check_rollout_routing(shard, self.shape)
+        records = algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay
         if "ref" in self._weight_sets:
             self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "ref_")
             shard.fields["ref_log_probs"] = self._scored(shard, "ref")
@@ -375,9 +386,10 @@ class TrainerActor:
             shard.fields["teacher_log_probs"] = self._scored(shard, "teacher")
         options = AdvantageOptions.from_config(self.config)
         is_off_policy = len(shard.steps) > 1 and not loss.use_rollout_log_probs
-        if is_off_policy or loss.needs_log_probs or options.needs_log_probs:
+        # A single step runs with the weights that this pass would run with: there is nothing to hold fixed.
+        if is_off_policy or loss.needs_log_probs or options.needs_log_probs or (records and len(shard.steps) > 1):
             self._call_hook("custom_megatron_before_log_prob_hook_path", self.trained.chunks, "")
-            shard.fields["log_probs"] = self._scored(shard)
+            shard.fields["log_probs"] = self._scored(shard, replays=True, record=records)
         metrics = add_advantages(shard, options, self.device)
         for field, first in (("custom_advantage_function_path", ()), ("rollout_data_postprocess_path", (rollout_id,))):
             path = getattr(self.config.train, field)
@@ -401,7 +413,7 @@ class TrainerActor:
         if index == 0 and "log_probs" in shard.fields:
             log_probs = shard.fields["log_probs"]
         else:
-            log_probs = self._scored(replace(shard, steps=[step]), planned_only=True)
+            log_probs = self._scored(replace(shard, steps=[step]), planned_only=True, replays=True)
         if loss.policy_loss == "dpo":
             return pair_advantages(shard, step, log_probs, algorithm.dpo_beta, algorithm.dpo_label_smoothing)
         seed = self.config.run.seed + self._counters["optimizer_steps"] + self._counters["skipped"]
@@ -437,12 +449,21 @@ class TrainerActor:
             vocab_size=self.shape.vocab_size,
         )
 
-    def _scored(self, shard: TrainShard, weights: str | None = None, planned_only: bool = False) -> np.ndarray:
+    def _scored(
+        self,
+        shard: TrainShard,
+        weights: str | None = None,
+        planned_only: bool = False,
+        replays: bool = False,
+        record: bool = False,
+    ) -> np.ndarray:
         """[response tokens] fp32 log-probs of the tokens that are trained on, 0 elsewhere.
 
         planned_only: 0 also for samples of no step of the shard.
+        replays: routers choose what they choose in the update, if that is held fixed.
+        record: it is what they choose in this pass that will be.
         """
-        parts = self._score(shard, weights, all_responses=False, planned_only=planned_only)
+        parts = self._score(shard, weights, False, planned_only, replays, record)
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     def _call_hook(self, field: str, *args: Any) -> None:
@@ -480,17 +501,25 @@ class TrainerActor:
         if self.rank == 0:
             logger.warning("%s", message)
 
-    def _batch_options(self, all_responses: bool = False) -> BatchOptions:
+    def _give_recorded(self, batches: list[MicroBatch]) -> None:
+        for batch in batches:
+            batch.experts = self._recorded.get(tuple(batch.samples), batch.experts)
+
+    def _batch_options(self, all_responses: bool = False, replays: bool = True) -> BatchOptions:
         from megatron.core import parallel_state
 
         from fusionrl.trainer.batch import BatchOptions, Slicing
 
         config, sft, is_prm = self.config, self.config.run.mode == "sft", self.role == "prm"
+        routing = self.trained.routing if replays else None
         return BatchOptions(
             slicing=Slicing(
                 cp_size=self.layout.cp,
                 cp_rank=parallel_state.get_context_parallel_rank(),
                 sequence_parallel_size=self.layout.tp if self.trained.transformer.sequence_parallel else 1,
+                sequence_parallel_rank=parallel_state.get_tensor_model_parallel_rank()
+                if self.trained.transformer.sequence_parallel
+                else 0,
             ),
             device=self.device,
             # What was not sampled has no temperature.
@@ -502,10 +531,10 @@ class TrainerActor:
             constant=loss_length(config),
             entropy_grad=not sft and self.role is None and config.algorithm.entropy_coef > 0,
             all_responses=all_responses,
-            whole_sequences=not sft
-            and self.role is None
-            and not all_responses
+            # What is recorded in one pass is replayed in another: the packed tokens must be the same.
+            whole_sequences=not (sft or self.role is not None or (all_responses and routing is None))
             and config.algorithm.loss_type == "custom_loss",
+            replay_layers=routing.layers if routing and config.algorithm.use_rollout_routing_replay else None,
         )
 
     def score(self, shard: TrainShard | list[Any], weights: str | None = None) -> list[np.ndarray]:
@@ -530,7 +559,13 @@ class TrainerActor:
         return self._score(shard, weights, all_responses=True)
 
     def _score(
-        self, shard: TrainShard, weights: str | None, all_responses: bool, planned_only: bool = False
+        self,
+        shard: TrainShard,
+        weights: str | None,
+        all_responses: bool,
+        planned_only: bool = False,
+        replays: bool = False,
+        record: bool = False,
     ) -> list[np.ndarray]:
         from megatron.core import parallel_state
 
@@ -542,10 +577,19 @@ class TrainerActor:
         if not planned_only:
             groups += [[i] for i in range(shard.num_samples) if i not in planned]
         groups += [[]] * (self._common_count(len(groups)) - len(groups))
-        options = replace(self._batch_options(all_responses=True), all_responses=all_responses)
+        options = replace(self._batch_options(all_responses=True, replays=replays), all_responses=all_responses)
         batches = [build_micro_batch(shard, group, None, options) for group in groups]
+        if record:
+            assert self.trained.routing is not None
+            for batch in batches:
+                own_tokens = batch.tokens.numel() // options.slicing.sequence_parallel_size
+                batch.experts = self.trained.routing.new_record(own_tokens)
+        elif replays:
+            self._give_recorded(batches)
         with self._weight_sets[weights].lent() if weights is not None else nullcontext():
-            outputs = forward_log_probs(self.trained, batches) if batches else []
+            outputs = forward_log_probs(self.trained, batches, record) if batches else []
+        if record:
+            self._recorded = {tuple(batch.samples): batch.experts.cpu() for batch in batches if batch.samples}
         cp_group = parallel_state.get_context_parallel_group()
         scores: list[np.ndarray] = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
         for index, batch in enumerate(batches):
@@ -580,7 +624,7 @@ class TrainerActor:
         self.reload()
         shard = _pull(shard)
         check_shard(shard)
-        options = self._batch_options()
+        options = self._batch_options(replays=False)
         batches = [batch for step in shard.steps for batch in build_micro_batches(shard, step, options, self.layout)]
         total, tokens = evaluate(self.trained, batches, self.device)
         return {"eval/loss": total / max(tokens, 1.0), "eval/num_tokens": tokens}

@@ -19,6 +19,7 @@ from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.local_spec import PackedLayout, plan_buckets, zigzag_positions
+from fusionrl.trainer.routing import pack_routing
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Slicing:
     cp_size: int = 1
     cp_rank: int = 0
     sequence_parallel_size: int = 1  # tensor-parallel size where sequence parallelism is on, else 1
+    sequence_parallel_rank: int = 0
 
     @property
     def multiple(self) -> int:
@@ -68,6 +70,8 @@ class MicroBatch:
     starts           where each sample's first token stands in the packed row of all context-parallel ranks
     total_lengths    tokens of each sample
     num_tokens, num_samples  of the whole optimizer step, over all ranks
+    experts          [T / sequence parallel size, this rank's mixtures, topk] int16, those that routers must choose, -1
+                     where they are free; None: everywhere (`routing.py`)
     """
 
     tokens: Tensor
@@ -84,6 +88,7 @@ class MicroBatch:
     total_lengths: list[int]
     num_tokens: int
     num_samples: int
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class BatchOptions:
         embeddings are then given, which latent attention, with embeddings of its own, cannot take.
     aggregation: how tokens' losses become one, see `algorithms.aggregation`; with its constant.
     whole_sequences: the model runs over every token of every sample, its last one and each copy of a prompt included.
+    replay_layers: those whose routers choose the experts that the engine chose; None: no router does.
     """
 
     slicing: Slicing
@@ -108,6 +114,7 @@ class BatchOptions:
     entropy_grad: bool = False
     all_responses: bool = False
     whole_sequences: bool = False
+    replay_layers: list[int] | None = None
 
 
 def check_shard(shard: TrainShard) -> None:
@@ -188,7 +195,20 @@ def build_micro_batch(
         total_lengths=[int(shard.total_lengths[i]) for i in samples],
         num_tokens=step.num_tokens if step is not None else 0,
         num_samples=step.num_samples if step is not None else 0,
+        experts=_experts(shard, samples, packed, held, options),
     )
+
+
+def _experts(
+    shard: TrainShard, samples: list[int], packed: _Packed, held: Tensor, options: BatchOptions
+) -> Tensor | None:
+    if options.replay_layers is None or not samples:
+        return None
+    recorded = shard.split("rollout_routed_experts")
+    whole = pack_routing([recorded[i] for i in samples], packed.rows, packed.tokens.size, options.replay_layers)
+    own = torch.from_numpy(whole)[held]
+    slicing = options.slicing
+    return own.chunk(slicing.sequence_parallel_size)[slicing.sequence_parallel_rank]
 
 
 def round_up(count: int, layout: TrainerLayout) -> int:

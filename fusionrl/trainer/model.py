@@ -32,6 +32,7 @@ from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
 from fusionrl.trainer.local_spec import add_output_norms, local_block_spec
 from fusionrl.trainer.log_probs import chunked_log_probs
+from fusionrl.trainer.routing import RoutingReplay
 
 
 class PolicyModel(GPTModel):
@@ -114,12 +115,14 @@ class Trained:
     transformer   Megatron's TransformerConfig
     optimizer     Megatron's ChainedOptimizer over distributed optimizers
     scheduler     learning rate and weight decay
+    routing       what routers must choose, or None where they are free
     """
 
     chunks: list[DistributedDataParallel]
     transformer: TransformerConfig
     optimizer: Any
     scheduler: OptimizerParamScheduler
+    routing: RoutingReplay | None = None
 
 
 def build_model(

@@ -32,7 +32,7 @@ def as_rollout_data(shard: TrainShard) -> dict[str, Any]:
             data[NAMES.get(name, name)] = array.tolist()
         else:
             parts = shard.split(name)[: shard.num_samples]
-            kind = torch.int64 if FIELDS[name].dtype is np.int32 else torch.float32
+            kind = {np.int32: torch.int64, np.int16: torch.int16}.get(FIELDS[name].dtype, torch.float32)
             data[NAMES.get(name, name)] = [torch.tensor(part, dtype=kind) for part in parts]
     return data
 

@@ -31,22 +31,33 @@ LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 
 
 def _run(
-    trained: Trained, batches: list[MicroBatch], loss: LossFunction, forward_only: bool, logits: bool = False
+    trained: Trained,
+    batches: list[MicroBatch],
+    loss: LossFunction,
+    forward_only: bool,
+    logits: bool = False,
+    record: bool = False,
 ) -> list[Any]:
     """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list.
 
     `logits`: it is given logits [1, T, V / tp] instead of what the selection asks for.
+    `record`: routers write what they choose to the batches' experts.
     """
+    routing = trained.routing
 
     def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
         labels = None if logits else batch.selection
+        if routing is not None:
+            routing.begin(batch.experts, record)
         output = model(batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=batch.layout)
+        if routing is not None:
+            routing.again_in_backward(output, batch.experts)
         return output, partial(loss, batch)
 
     chunks = trained.chunks
     iterators = [iter(batches) for _ in chunks]
-    return get_forward_backward_func()(
+    found = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
@@ -55,11 +66,17 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    if routing is not None:
+        routing.begin(None)
+    return found
 
 
 @torch.no_grad()
-def forward_log_probs(trained: Trained, batches: list[MicroBatch]) -> list[Tensor]:
-    """[2, N] log-probs and entropies of each micro-batch's chosen tokens; [] but on the last stage."""
+def forward_log_probs(trained: Trained, batches: list[MicroBatch], record: bool = False) -> list[Tensor]:
+    """[2, N] log-probs and entropies of each micro-batch's chosen tokens; [] but on the last stage.
+
+    `record`: see `_run`.
+    """
 
     def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), output
@@ -67,7 +84,7 @@ def forward_log_probs(trained: Trained, batches: list[MicroBatch]) -> list[Tenso
     for chunk in trained.chunks:
         chunk.eval()
     try:
-        return _run(trained, batches, keep, forward_only=True)
+        return _run(trained, batches, keep, forward_only=True, record=record)
     finally:
         for chunk in trained.chunks:
             chunk.train()

@@ -63,7 +63,7 @@ def test_every_mistake_is_listed_at_once() -> None:
             "--n-samples-per-prompt",
             "2.5",
         ),
-        *("--use-routing-replay", "--max-staleness", "2", "--rollout-stop-token-ids", "1", "two", "--name", "a/b"),
+        *("--use-wandb", "--max-staleness", "2", "--rollout-stop-token-ids", "1", "two", "--name", "a/b"),
     )
     wanted = {
         "--mode grpo": "'rl', 'sft', 'reject-sampling' or 'eval'",
@@ -74,7 +74,7 @@ def test_every_mistake_is_listed_at_once() -> None:
         "--rollout-temperature nan": "finite",
         "--apply-chat-template-kwargs {x": "not valid JSON",
         "--n-samples-per-prompt 2.5": "integer",
-        "--use-routing-replay": "not available yet",
+        "--use-wandb": "not available yet",
         "--max-staleness 2": "not available yet",
         "--rollout-stop-token-ids two": "integer",
         "--name a/b": "pattern",

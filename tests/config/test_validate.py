@@ -354,11 +354,21 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
         ),
         (["--use-unbiased-kl"], "--use-unbiased-kl has no effect without --use-kl-loss"),
         (["--rejection-level", "token", "--rejection-low", "5"], "--rejection-low 5.0 must be below --rejection-high"),
+        (["--use-routing-replay", "--mode", "sft"], "--use-routing-replay has no effect in --mode sft"),
+        (["--use-routing-replay", "--moe-router-fusion"], "--moe-router-fusion leaves no place for it"),
+        (["--use-routing-replay", "--moe-router-load-balancing-type", "sinkhorn"], "sinkhorn chooses by all tokens"),
+        (["--use-rollout-routing-replay"], "the default rollout does not learn which experts the engine chose"),
     ],
 )
 def test_flags_of_algorithms_that_do_not_go_together(flags: list[str], part: str) -> None:
     errors = validate(read_args(flags)[0])[1]
     assert any(part in error for error in errors), errors
+
+
+def test_routing_replay_is_for_mixtures_of_experts(errors: Errors, tmp_path: Path) -> None:
+    one(errors(use_routing_replay=True), "--use-routing-replay: the model of --hf-checkpoint has no experts")
+    own = {"use_rollout_routing_replay": True, "custom_generate_function_path": "tests.e2e.hooks.generate"}
+    assert not any("default rollout" in error for error in errors(**own))
 
 
 def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:

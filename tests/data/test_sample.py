@@ -99,6 +99,18 @@ def test_a_response_that_goes_on_is_read_by_the_teacher_anew() -> None:
         sample.validate()
 
 
+def test_the_engines_experts_are_of_all_tokens_but_the_last() -> None:
+    sample = appended()
+    for count in (len(sample.tokens), len(sample.tokens) - 1):
+        sample.rollout_routed_experts = np.zeros((count, 2, 4), np.int16)
+        sample.validate()
+    sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
+    assert sample.rollout_routed_experts is None
+    sample.rollout_routed_experts = np.zeros((3, 2, 4), np.int16)
+    with pytest.raises(ValueError, match=rf"rollout_routed_experts has 3 values for {len(sample.tokens)} tokens"):
+        sample.validate()
+
+
 def test_json_gives_back_the_same_sample() -> None:
     sample = appended()
     sample.prompt = [{"role": "user", "content": "é\n"}]
@@ -106,10 +118,11 @@ def test_json_gives_back_the_same_sample() -> None:
     sample.reward = {"accuracy": np.float32(0.1), "length": np.int64(3)}  # type: ignore[dict-item]
     sample.metadata = {"scores": np.arange(3), "nested": {"a": (1, 2)}}
     sample.teacher_log_probs = np.linspace(-3, 0, 7, dtype=np.float32)
+    sample.rollout_routed_experts = np.arange((len(sample.tokens) - 1) * 6, dtype=np.int16).reshape(-1, 3, 2)
     sample.turns_left = 2  # type: ignore[attr-defined]
     back = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
     own = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs", "prompt_tokens")
-    for name in own:
+    for name in (*own, "rollout_routed_experts"):
         want, found = getattr(sample, name), getattr(back, name)
         assert found.dtype == want.dtype, name
         assert np.array_equal(found, want), name

@@ -174,3 +174,29 @@ def test_tokens_are_counted_beyond_what_a_float32_counts() -> None:
     plan, balance = BatchPlan(4, 1, 1, 4, 1), Balance(COST, 2**25)
     (shard,) = build_shards(samples, [0.0] * 4, [0.0] * 4, plan, balance, rollout_id=0)
     assert shard.steps[0].num_tokens == sum(lengths) == 2**24 + 5
+
+
+def test_the_engines_experts_reach_the_shards() -> None:
+    """Each token's with its sample, -1 for a last token and for a failed sample that has none."""
+    random = np.random.default_rng(0)
+    samples = [
+        Sample(index=i, group_index=i, tokens=list(range(n)), response_length=2, status=Sample.Status.COMPLETED)
+        for i, n in enumerate((5, 3, 7, 4))
+    ]
+    for sample, rows in zip(samples, (4, 3, 6), strict=False):
+        sample.rollout_routed_experts = random.integers(0, 8, (rows, 3, 2)).tolist()
+    samples[3].status = Sample.Status.FAILED
+    recorded = [sample.rollout_routed_experts for sample in samples]
+    plan, balance = BatchPlan(4, 1, 1, 4, 2), Balance(COST, 20)
+    for shard in build_shards(samples, [0.0] * 4, [0.0] * 4, plan, balance, rollout_id=0):
+        for index, part in zip(shard.fields["sample_index"], shard.split("rollout_routed_experts"), strict=True):
+            given = recorded[index] or []
+            assert part.shape[1:] == (3, 2)
+            assert part[: len(given)].tolist() == given
+            assert (part[len(given) :] == -1).all()
+            assert len(part) == (5, 3, 7, 4)[index]
+    for sample, rows in zip(samples, (4, 3, 6), strict=False):
+        sample.__init__(index=0, tokens=[0] * (rows + 1), response_length=2, status=Sample.Status.COMPLETED)
+        sample.rollout_routed_experts = np.zeros((rows, rows, 2))
+    with pytest.raises(ValueError, match=r"rollout_routed_experts has \(4, 2\) values a token; others have"):
+        build_shards(samples, [0.0] * 4, [0.0] * 4, plan, balance, rollout_id=0)

@@ -1,0 +1,223 @@
+"""Routing replay: updates send each token to the recorded experts, whatever the routers have become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import hf_models, routing, trainer_worker
+from tests.trainer.trainer_worker import Failed, Samples, config_of
+
+DISTURB = {"custom_megatron_before_train_step_hook_path": "tests.trainer.routing.disturb"}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SIZES = {"qwen3_moe": (4, 2), "mixtral": (4, 2), "deepseek_v3": (8, 4)}  # experts, topk
+MIXTURES = {"qwen3_moe": [0, 1], "mixtral": [0, 1], "deepseek_v3": [1]}
+
+
+def with_routing(shard, samples, family, num_layers=2, seed=5, share=1):
+    """The shard with random experts of every token; samples of one prompt have the same for it."""
+    random = np.random.default_rng(seed)
+    num_experts, topk = SIZES[family]
+    prompts = {}
+    parts = []
+    for i in shard.fields["sample_index"].tolist():
+        draw = random.random((samples.total[i], num_layers, num_experts))
+        experts = draw.argsort(-1)[..., :topk].astype(np.int16)
+        prompt = samples.total[i] - samples.response[i]
+        experts[:prompt] = prompts.setdefault(i // share, experts[:prompt])
+        experts[-1] = -1
+        experts[:, [layer for layer in range(num_layers) if num_layers == 2 and layer not in MIXTURES[family]]] = 0
+        parts.append(experts)
+    return replace(shard, fields=shard.fields | {"rollout_routed_experts": np.concatenate(parts)})
+
+
+def maps(found, kind):
+    # Interleaved stages also run micro-batches of one token, which fill up their number.
+    return {layer: [one for one in passes if len(one) > 1] for (layer, name), passes in found.items() if name == kind}
+
+
+def assert_same_choice(got, want):
+    assert set(got) == set(want)
+    for layer, passes in want.items():
+        assert len(got[layer]) == len(passes)
+        for ours, theirs in zip(got[layer], passes, strict=True):
+            assert np.array_equal(ours, theirs), layer
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_updates_choose_what_the_log_prob_pass_chose(workers, hf, family):
+    """Three steps, and routers that others have disturbed by the second one; without the flag they choose otherwise."""
+    folder, _ = hf(family, False)
+    samples = Samples(9, seed=21, share=3)
+    for replays in (True, False):
+        workers.start(config_of(folder, use_routing_replay=replays, **DISTURB))
+        workers.run(routing.watch)
+        metrics = workers.train(samples.shards(1, steps=3, micro=2))
+        (found,) = workers.run(routing.watched)
+        before, updates = maps(found, "score"), maps(found, "update")
+        assert sorted(before) == MIXTURES[family]
+        if replays:
+            assert_same_choice(updates, before)
+        else:
+            changed = [np.mean(a != b) for layer in before for a, b in zip(before[layer], updates[layer], strict=True)]
+            assert np.mean(changed[2:]) > 0.05
+        assert np.isfinite(metrics["train/grad_norm"])
+        assert metrics["train/grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "modules"), [({}, ["moe"]), ({"pp": 2}, None), ({"pp": 2, "vpp": 2}, None)], ids=["moe", "pp", "vpp"]
+)
+def test_what_is_recomputed_in_backward_is_of_its_own_micro_batch(workers, hf, sizes, modules):
+    """With stages, forward passes of the next micro-batches run before a backward pass."""
+    folder, _ = hf("qwen3_moe", False, num_hidden_layers=4)
+    recompute = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else RECOMPUTE
+    config = config_of(folder, passthrough={"transformer": recompute}, use_routing_replay=True, **DISTURB)
+    layout = TrainerLayout(sizes.get("pp", 1), **sizes)
+    workers.start(config, layout)
+    workers.run(routing.watch)
+    workers.train(Samples(10, seed=22, share=2).shards(1, steps=2, micro=1), layout)
+    layers = set()
+    for found in workers.run(routing.watched):
+        before = maps(found, "score")
+        layers |= set(before)
+        assert all(len(passes) == 10 for passes in before.values())
+        assert_same_choice(maps(found, "update"), before)
+        assert_same_choice(maps(found, "recomputed"), before)
+    assert layers == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "passthrough"),
+    [
+        ("qwen3_moe", {"ep": 2}, {}),
+        ("qwen3_moe", {"pp": 2}, RECOMPUTE),
+        ("qwen3_moe", {"cp": 2}, {}),
+        ("mixtral", {"tp": 2, "etp": 2}, {}),
+        ("deepseek_v3", {"ep": 2}, {}),
+        ("deepseek_v3", {"pp": 2, "vpp": 2}, RECOMPUTE),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by_engine", [False, True], ids=["recorded", "engine"])
+def test_layouts_agree(workers, hf, family, sizes, passthrough, by_engine):
+    """Metrics, and the gradient of every tensor in a step whose routers are disturbed."""
+    num_layers = 4 if sizes.get("vpp") else 2
+    folder, _ = hf(family, False, num_hidden_layers=num_layers)
+    samples = Samples(7, seed=23, share=3)
+    flag = "use_rollout_routing_replay" if by_engine else "use_routing_replay"
+    results = []
+    for layout, fields in ((TrainerLayout(1), {}), (TrainerLayout(2, **sizes), passthrough)):
+        workers.start(config_of(folder, passthrough={"transformer": fields}, **{flag: True}, **DISTURB), layout)
+        shards = samples.shards(layout.dp, steps=2, micro=2)
+        if by_engine:
+            # Of all samples at once, so that a sample has the same on any rank.
+            (whole,) = samples.shards(1)
+            whole = with_routing(whole, samples, family, num_layers, share=3)
+            parts = dict(zip(whole.fields["sample_index"].tolist(), whole.split("rollout_routed_experts"), strict=True))
+            shards = [
+                replace(
+                    shard,
+                    fields=shard.fields
+                    | {
+                        "rollout_routed_experts": np.concatenate(
+                            [parts[i] for i in shard.fields["sample_index"].tolist()]
+                        )
+                    },
+                )
+                for shard in shards
+            ]
+        metrics = workers.train(shards, layout)
+        results.append((metrics, workers.run(trainer_worker.gradients)[0]))
+    (want, reference), (got, gradients) = results
+    for name, value in want.items():
+        assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert set(gradients) == set(reference)
+    for name, value in reference.items():
+        assert np.abs(gradients[name] - value).max() <= 2e-4 * np.abs(value).max() + 1e-7, name
+
+
+def test_a_custom_loss_sees_whole_sequences_with_the_same_experts(workers, hf):
+    """Its updates run over more tokens than a log-prob pass needs."""
+    folder, _ = hf("qwen3_moe", False)
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": "tests/trainer/train_hooks.py:ppo_with_kl"}
+    layout = TrainerLayout(2, cp=2)
+    workers.start(config_of(folder, use_routing_replay=True, use_kl_loss=True, **custom, **DISTURB), layout)
+    workers.run(routing.watch)
+    workers.train(Samples(6, seed=27, share=3).shards(1, steps=2), layout)
+    for found in workers.run(routing.watched):
+        # The reference's pass comes first.
+        before = {layer: passes[len(passes) // 2 :] for layer, passes in maps(found, "score").items()}
+        assert_same_choice(maps(found, "update"), before)
+
+
+def test_nothing_changes_where_routing_would_not(workers, hf):
+    folder, _ = hf("deepseek_v3", False)
+    samples = Samples(6, seed=24, share=3)
+    found = []
+    for replays in (False, True):
+        workers.start(config_of(folder, use_routing_replay=replays, lr=0.0))
+        metrics = workers.train(samples.shards(1, steps=2))
+        found.append((metrics, workers.run(trainer_worker.gradients)[0]))
+    assert found[0][0] == found[1][0]
+    assert all(np.array_equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_the_engines_experts_against_transformers(workers, hf, family):
+    """Log-probs and every gradient, of random experts that no router would choose."""
+    folder, model = hf(family, False)
+    samples = Samples(5, seed=25)
+    (shard,) = samples.shards(1, micro=5)
+    shard = with_routing(shard, samples, family)
+    workers.start(config_of(folder, use_rollout_routing_replay=True))
+    (ours,) = workers.run(routing.scores, shard)
+    workers.train([shard])
+    gradients = workers.run(trainer_worker.gradients)[0]
+    model = hf_models.clone(model)
+    num_tokens, _ = samples.count(range(5))
+    loss = torch.zeros(())
+    for i, experts in enumerate(shard.split("rollout_routed_experts")):
+        free = experts.copy()
+        free[-1] = np.arange(free.shape[-1])  # of the last token, which no log-prob depends on
+        with routing.forced(model, free[:, MIXTURES[family]]):
+            log_probs, _ = hf_models.response_log_probs(model, samples, i)
+        assert np.abs(ours[i] - log_probs.detach().numpy()).max() <= 2e-5
+        # The first step's ratio is 1, so the loss is -advantage and its gradient -advantage * d log p.
+        loss = loss - (torch.tensor(samples.mask[i]) * log_probs).sum() * float(samples.rewards[i]) / num_tokens
+    loss.backward()
+    compared = 0
+    for name, param in model.named_parameters():
+        if name in gradients and param.grad is not None:
+            compared += 1
+            bound = 2e-4 * float(param.grad.abs().max()) + 1e-7
+            assert np.abs(gradients[name] - param.grad.numpy()).max() <= bound, name
+    assert compared > 10
+
+
+def test_experts_that_do_not_fit_are_refused(workers, hf):
+    folder, _ = hf("deepseek_v3", False)
+    samples = Samples(3, seed=26)
+    workers.start(config_of(folder, use_rollout_routing_replay=True))
+    (plain,) = samples.shards(1)
+    good = with_routing(plain, samples, "deepseek_v3")
+    experts = good.fields["rollout_routed_experts"]
+
+    def refused(values, message):
+        fields = plain.fields if values is None else plain.fields | {"rollout_routed_experts": values}
+        with pytest.raises(Failed, match=message) as failure:
+            workers.train([replace(plain, fields=fields)])
+        assert failure.value.kind == "ValueError"
+
+    refused(None, "the rollout's samples have no rollout_routed_experts")
+    refused(experts[:, :1], r"has 1 layers of 4 experts; the model has 2 layers \(those without experts count\) of 4")
+    refused(experts[:, :, :2], "has 2 layers of 2 experts")
+    bad = experts.copy()
+    bad[samples.total[0] + 1, 1] = [0, 3, 8, 1]
+    refused(bad, r"of sample 1: token 1 has an expert outside 0 … 7 in layer 1 \(\[0, 3, 8, 1\]\)")
+    refused(np.zeros_like(experts), "of sample 0: token 0 has an expert twice in layer 1")
+    assert np.isfinite(workers.train([good])["train/loss"])
