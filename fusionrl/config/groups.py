@@ -113,6 +113,9 @@ class ModelGroup(Group):
         description="Folder of a Megatron checkpoint (torch_dist: Megatron-LM's, slime's or our own) whose weights the"
         " run starts with; config and tokenizer are still --hf-checkpoint's.",
     )
+    custom_model_provider_path: str | None = Field(
+        None, description="Function that builds a pipeline stage of the policy: Megatron's GPTModel, with its names."
+    )
     ref_load: str | None = Field(
         None,
         description="Hugging Face folder of the reference model of the KL terms. Default: what the run starts with.",

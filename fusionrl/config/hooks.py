@@ -59,6 +59,11 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
         (),
         "reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)",
     ),
+    "custom_model_provider_path": (
+        0,
+        ("pre_process", "post_process", "vp_stage"),
+        "provider(pre_process, post_process, vp_stage=None)",
+    ),
     "custom_megatron_init_path": (1, (), "init(args)"),
     "custom_megatron_before_log_prob_hook_path": (3, (), "hook(args, model, store_prefix)"),
     "custom_megatron_before_train_step_hook_path": (

@@ -24,7 +24,6 @@ from fusionrl.config.presets import with_preset
 COMING: dict[str, str] = {
     "max_staleness": "the asynchronous pipelines",
     "update_weights_interval": "the asynchronous pipelines",
-    "custom_model_provider_path": "the model provider hook",
     "multimodal_keys": "multimodal data",
     "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",
     "rollout_external_engine_addrs": "external engines",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, model_errors
 from fusionrl.trainer import settings
@@ -35,8 +39,8 @@ from fusionrl.trainer.log_probs import chunked_log_probs
 from fusionrl.trainer.routing import RoutingReplay
 
 
-class PolicyModel(GPTModel):
-    """GPTModel whose last stage gives log-probs and entropies of chosen tokens instead of all logits.
+class ChosenOutputs(GPTModel):
+    """What makes a GPTModel's last stage give log-probs and entropies of chosen tokens instead of all logits.
 
     Called with `labels=Selection`, it returns [2, N] fp32 (log-probs, entropies) on the last pipeline stage;
     without labels, logits [1, T, V/tp] as GPTModel does.
@@ -77,6 +81,10 @@ class PolicyModel(GPTModel):
             group=group,
         )
         return torch.stack([log_probs, entropy])
+
+
+class PolicyModel(ChosenOutputs):
+    """The usual model of a policy."""
 
 
 class ValueModel(PolicyModel):
@@ -143,24 +151,54 @@ def build_model(
         raise ValueError(f"Megatron-core refuses the model's configuration: {error}") from error
     impl = settings.resolve_impl(config, device)
     stages: list[int | None] = list(range(layout.vpp)) if layout.vpp > 1 else [None]
-    return [_build_chunk(transformer, shape, layout, impl, stage, device) for stage in stages], transformer
+    chunks = []
+    for stage in stages:
+        usual = partial(_usual_chunk, transformer, shape, layout, impl, stage)
+        path = config.model.custom_model_provider_path
+        model = (
+            usual() if path is None or shape.value_head else _provided_chunk(config, path, transformer, stage, usual)
+        )
+        chunks.append(_finished(model, transformer, shape, device))
+    return chunks, transformer
 
 
-def _build_chunk(
-    transformer: TransformerConfig,
-    shape: ModelShape,
-    layout: TrainerLayout,
-    impl: str,
-    vp_stage: int | None,
-    device: torch.device,
-) -> torch.nn.Module:
+def _provided_chunk(
+    config: Config, path: str, transformer: TransformerConfig, vp_stage: int | None, usual: Callable[[], GPTModel]
+) -> GPTModel:
+    """The model of --custom-model-provider-path, `provider(pre_process, post_process, vp_stage)`.
+
+    It may also take `config` (Megatron's), `args` (the flags) and `usual` (a function that builds what there would be
+    without it). Parameters that have Megatron's names are loaded, pushed and saved.
+
+    Raises:
+        HookError: the function raised, or returned no GPTModel.
+    """
+    field = "custom_model_provider_path"
+    keywords = {
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "vp_stage": vp_stage,
+    }
+    taken = inspect.signature(load_function(path)).parameters
+    extras = {"config": transformer, "args": config.to_args(), "usual": usual}
+    model = call_hook(field, path, **keywords, **{name: value for name, value in extras.items() if name in taken})
+    if not isinstance(model, GPTModel):
+        raise HookError(f"{flag_of(field)} {path}: it returned {type(model).__name__}; expected Megatron's GPTModel")
+    if not isinstance(model, ChosenOutputs):
+        model.__class__ = type(type(model).__name__, (ChosenOutputs, type(model)), {})
+    return model
+
+
+def _usual_chunk(
+    transformer: TransformerConfig, shape: ModelShape, layout: TrainerLayout, impl: str, vp_stage: int | None
+) -> GPTModel:
     if impl == "transformer_engine":
         spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         spec = local_block_spec(transformer, vp_stage)
     if shape.output_norms:
         add_output_norms(spec)
-    model = (ValueModel if shape.value_head else PolicyModel)(
+    return (ValueModel if shape.value_head else PolicyModel)(
         transformer,
         spec,
         vocab_size=settings.padded_vocab_size(shape.vocab_size, layout.tp),
@@ -173,6 +211,11 @@ def _build_chunk(
         rotary_base=shape.rope_theta,
         vp_stage=vp_stage,
     )
+
+
+def _finished(
+    model: GPTModel, transformer: TransformerConfig, shape: ModelShape, device: torch.device
+) -> torch.nn.Module:
     model.real_vocab_size = shape.vocab_size
     for name, param in model.named_parameters():
         # Megatron says so of experts only where they are divided. Then a model with experts has two optimizers at
@@ -287,8 +330,8 @@ def gather_params(chunks: list[DistributedDataParallel]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def unwrap(module: torch.nn.Module) -> PolicyModel:
+def unwrap(module: torch.nn.Module) -> ChosenOutputs:
     """The model within its wrappers."""
-    while not isinstance(module, PolicyModel):
+    while not isinstance(module, ChosenOutputs):
         module = module.module
     return module

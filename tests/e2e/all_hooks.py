@@ -123,6 +123,11 @@ def loss(args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Any)
     return value, {"difference_of_mine": sum_of_sample_mean(difference)}
 
 
+def model_provider(pre_process: bool, post_process: bool, vp_stage: Any = None, *, args: Any, usual: Any) -> Any:
+    say(args, "custom_model_provider_path")
+    return usual()
+
+
 def megatron_init(args: Any) -> None:
     say(args, "custom_megatron_init_path")
 
@@ -153,6 +158,7 @@ HOOKS = {
     "custom_advantage_function_path": "advantages",
     "rollout_data_postprocess_path": "postprocess",
     "custom_loss_function_path": "loss",
+    "custom_model_provider_path": "model_provider",
     "custom_megatron_init_path": "megatron_init",
     "custom_megatron_before_log_prob_hook_path": "before_log_prob",
     "custom_megatron_before_train_step_hook_path": "before_train_step",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from fusionrl.plan.layout import TrainerLayout
+from tests.trainer import trainer_worker
 from tests.trainer.test_parallel import assert_same, history
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
@@ -105,3 +107,26 @@ def test_megatrons_objects_are_handed_out(workers, hf, tmp_path):
         f"HookArgs 7 0 list {step}",
         f"HookArgs 7 1 list {step}",
     ]
+
+
+def test_a_model_of_a_users_own(workers, hf):
+    """Its log-probs are those of the usual model; what it does not train stays; it is pushed under the usual names."""
+    folder, _ = hf("llama", True)
+    samples, layout = Samples(4, seed=47), TrainerLayout(2, pp=2)
+    (shard,) = samples.shards()
+    workers.start(config_of(folder), layout)
+    usual = workers.call("score", shard)[0]
+    before = workers.run(trainer_worker.weights)[0]
+    workers.start(config_of(folder, custom_model_provider_path=f"{HOOKS}:plain_gpt"), layout)
+    found = workers.call("score", shard)[0]
+    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(found, usual, strict=True))
+    workers.train([shard], layout, 0)
+    after = workers.run(trainer_worker.weights)[0]
+    changed = {name for name, tensor in after.items() if not np.array_equal(tensor, before[name])}
+    assert set(before) - changed == {"model.layers.0.input_layernorm.weight"}
+
+
+def test_a_provider_that_returns_something_else(workers, hf):
+    folder, _ = hf("llama", True)
+    with pytest.raises(Failed, match="no_model: it returned Linear; expected Megatron's GPTModel"):
+        workers.start(config_of(folder, custom_model_provider_path=f"{HOOKS}:no_model"), TrainerLayout(1))

@@ -126,6 +126,34 @@ def doubled_number(total_lengths: Any, response_lengths: Any, loss_masks: Any, p
     return 2.0
 
 
+def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, config: Any, usual: Any) -> Any:
+    """A GPTModel as Megatron's users build it, whose first layer norm is not trained."""
+    from megatron.core.models.gpt import GPTModel
+
+    from fusionrl.trainer.local_spec import local_block_spec
+
+    like = usual()
+    model = GPTModel(
+        config,
+        local_block_spec(config, vp_stage),
+        vocab_size=like.vocab_size,
+        max_sequence_length=like.max_sequence_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=like.share_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=like.rotary_base,
+        vp_stage=vp_stage,
+    )
+    if pre_process:
+        model.decoder.layers[0].input_layernorm.requires_grad_(False)
+    return model
+
+
+def no_model(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
+    return torch.nn.Linear(1, 1)
+
+
 def raises(*args: Any) -> None:
     raise KeyError("mine")
 
