@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -226,8 +227,17 @@ def _wait_for_running_request(engine: EngineActor) -> None:
     raise AssertionError("no request is running")
 
 
+def test_a_sender_imports_nothing_of_sglang() -> None:
+    """In a process of its own: others of this one's tests read SGLang's flags."""
+    program = (
+        "import sys, torch, fusionrl.weights.send; from fusionrl.engines.payload import SharedTensors, by_value\n"
+        "shared = SharedTensors([('a', (2, 3), torch.float32)]); shared.copy_from([('a', torch.ones(2, 3))])\n"
+        "shared.payload(); by_value([('a', torch.ones(2))]); assert 'sglang' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_weights_by_shared_memory_in_one_segment(stack: Stack) -> None:
-    assert "sglang" not in sys.modules  # the sender needs nothing of SGLang
     before = _segments()
     shared = SharedTensors([(name, tuple(t.shape), t.dtype) for name, t in stack.named(0)])
     assert len(_segments() - before) == 1
