@@ -27,3 +27,7 @@ class Weather:
 
 def tools(args: Any, sample: Any) -> list[Any]:
     return [Weather(), PythonTool()]
+
+
+def no_tools(args: Any, sample: Any) -> Any:
+    raise KeyError("mine")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.agent import generate, parser_name
 from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
@@ -156,6 +157,11 @@ def test_what_the_model_did_wrong_is_told_to_the_model(play: Any, said: str, tol
 def test_what_a_tool_did_wrong_is_raised(play: Any) -> None:
     with pytest.raises(RuntimeError, match="the weather service is down"):
         play([call("weather", town="Broken")])
+
+
+def test_tools_that_cannot_be_made_are_named(play: Any) -> None:
+    with pytest.raises(HookError, match=r"--tools-path .*:no_tools: KeyError: 'mine'"):
+        play(["x"], tools_path=f"{HOOKS}:no_tools")
 
 
 def test_a_long_answer_is_cut_and_said_so(play: Any) -> None:

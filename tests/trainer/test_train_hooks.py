@@ -126,6 +126,16 @@ def test_a_model_of_a_users_own(workers, hf):
     assert set(before) - changed == {"model.layers.0.input_layernorm.weight"}
 
 
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("custom_megatron_init_path", "raises"), ("custom_model_provider_path", "raises_by_name")],
+)
+def test_hooks_of_the_start_that_raise_are_named(workers, hf, field, name):
+    folder, _ = hf("llama", True)
+    with pytest.raises(Failed, match=f"--{field.replace('_', '-')} {HOOKS}:{name}: KeyError: 'mine'"):
+        workers.start(config_of(folder, **{field: f"{HOOKS}:{name}"}), TrainerLayout(1))
+
+
 def test_a_provider_that_returns_something_else(workers, hf):
     folder, _ = hf("llama", True)
     with pytest.raises(Failed, match="no_model: it returned Linear; expected Megatron's GPTModel"):
