@@ -76,6 +76,10 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 }
 
 
+# What a function is given besides, where its signature names it.
+OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}
+
+
 class HookError(RuntimeError):
     """A user's function raised; the message names the flag, the function and what it said."""
 
@@ -169,7 +173,8 @@ def check_hook(field: str, path: str) -> str | None:
         return f"{flag}: {error}; expected {readable}"
     try:
         signature = inspect.signature(function)
-        signature.bind(*[None] * num_positional, **dict.fromkeys(keywords))
+        taken = [name for name in OPTIONAL.get(field, ()) if name in signature.parameters]
+        signature.bind(*[None] * num_positional, **dict.fromkeys([*keywords, *taken]))
     except TypeError as error:
         return f"{flag} {path}: its signature {inspect.signature(function)} does not fit ({error}); expected {readable}"
     except ValueError:  # no signature to be had (a builtin): the call itself will tell
