@@ -135,6 +135,12 @@ def test_generates_with_the_model_s_log_probs(stack: Stack) -> None:
     assert stack.generate().cached_tokens == 0
 
 
+def test_on_a_cpu_the_server_s_processes_share_what_they_import(stack: Stack) -> None:
+    commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    assert any("fusionrl.engines.launch_server" in command for command in commands)
+    assert not any("spawn_main" in command for command in commands), commands
+
+
 def test_a_wrong_key_is_refused_by_router_and_engine(stack: Stack) -> None:
     payload = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
 
