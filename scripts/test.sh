@@ -44,7 +44,10 @@ if [ -n "$only_unit" ]; then
 elif [ $# -gt 0 ]; then
   run_tests "$@"
 else
-  run_tests -m "not e2e"
+  # The machine's cores wait for processes to start most of the time: two at a time, but for what measures time.
+  run_tests -m "not e2e and not timed" -n 2 --dist loadfile
+  echo "== pytest, what measures time"
+  run_tests -m timed
   # Whole runs wait for each other's processes more than they compute: two at a time.
   echo "== pytest, whole runs"
   run_tests -m e2e -n 2 --dist loadgroup

@@ -10,11 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.tiny_model import make_tiny_qwen3
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# How long an example takes is a matter of what else runs; what has a limit in seconds is marked `timed`.
+hypothesis.settings.register_profile("fusionrl", deadline=None)
+hypothesis.settings.load_profile("fusionrl")
 
 
 @pytest.fixture(scope="session")

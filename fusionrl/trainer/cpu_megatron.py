@@ -215,6 +215,10 @@ def _install_factories() -> None:
 
         return wrapper
 
+    # torch makes its table of factories when a device is first used as a context. Made after this, it would hold the
+    # wrappers, and such contexts would do nothing: transformers would load models with wrong rotary frequencies.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

@@ -98,6 +98,7 @@ def test_a_rollout_becomes_one_shard_a_rank(buffer: MakeBuffer, notes: Any) -> N
     assert [row["reward"] for row in written[0].rows()] == [0.0, 1.0] * 4
 
 
+@pytest.mark.timed
 def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBuffer, tmp_path: Path) -> None:
     made = buffer(rollout_function_path=f"{HOOKS}:sleeps")
 

@@ -70,6 +70,6 @@ def test_an_engine_that_is_taken_out_loses_no_request(router: Router, fault: str
         assert answer.log_probs.tolist() == [engines[0].log_prob(i) for i in range(len(TOKENS))]
         assert sum(count for _, count in answer.weight_versions) == len(TOKENS)
     assert client.num_retries + router.num_retries() - before > 0
-    continued = sum(answer.part > 1 for answer in first)
+    continued = sum(answer.part - 1 for answer in first)  # one may meet the bad engine again before it is out
     assert client.num_tokens_kept == 5 * continued
     assert (continued > 0) == is_streaming

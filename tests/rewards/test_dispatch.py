@@ -119,6 +119,7 @@ def test_a_grader_that_chokes_names_itself(hooks: str) -> None:
         score(flags(rm_type="last_number"), Sample(index=3, response="4", label="four"))
 
 
+@pytest.mark.timed
 def test_a_reward_that_hangs_or_dies_costs_its_sample(hooks: str, caplog: pytest.LogCaptureFixture) -> None:
     take_lost()
     start = time.perf_counter()

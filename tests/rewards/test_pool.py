@@ -96,6 +96,7 @@ def score(pool: RewardPool, path: str, count: int, limit_s: float, **kwargs: Any
     return [future.result(60) for future in futures], samples
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

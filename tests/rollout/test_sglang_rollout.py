@@ -127,6 +127,7 @@ def test_what_was_begun_and_not_needed_is_served_first_next_time(start: Any, sta
     assert prompts(source.buffer) == ["p4", "p5"]
 
 
+@pytest.mark.timed
 def test_abort_ends_the_rollout_within_a_second_and_loses_no_prompt(start: Any, state: Any) -> None:
     args, source = start()
     state.slow = {"p1", "p2"}  # p0 and p3 finish, then nothing goes on
