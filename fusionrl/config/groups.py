@@ -386,6 +386,10 @@ class AlgorithmGroup(Group):
     pass_k: int = Field(1, description="Answers that count as one try, for --advantage-estimator pass_at_k.", ge=1)
     gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus, ppo, prime).", ge=0, le=1)
     lambd: float = Field(1.0, description="Lambda of GAE (ppo).", ge=0, le=1)
+    bootstrap_truncated: bool = Field(
+        False,
+        description="GAE (ppo): after a response cut at its length limit stands the critic's last value, not 0.",
+    )
     normalize_advantages: bool = Field(
         False,
         description="Whiten advantages over all tokens of a rollout; reinforce_plus_plus and prime always do.",

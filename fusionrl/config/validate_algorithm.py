@@ -70,7 +70,7 @@ def _without_effect(config: Config) -> list[str]:
     ppo, priced = "--advantage-estimator ppo", "--advantage-estimator " + " or ".join(PRICED)
     groups = [
         (config.critic, CriticGroup(), tuple(CriticGroup.model_fields), is_ppo, ppo),
-        (a, plain, ("lambd",), is_ppo, ppo),
+        (a, plain, ("lambd", "bootstrap_truncated"), is_ppo, ppo),
         (a, plain, ("gamma",), is_priced or a.advantage_estimator == "prime", f"{priced} or prime"),
         (a, plain, ("kl_coef_type",), is_priced, priced),
         (a, plain, ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"), a.use_tis, "--use-tis"),

@@ -345,6 +345,7 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
         (["--use-tis", "--use-rollout-logprobs"], "correct for them; leave one out"),
         (["--critic-lr", "1"], "--critic-lr 1.0 has no effect without --advantage-estimator ppo"),
         (["--tis-mode", "mask"], "--tis-mode mask has no effect without --use-tis"),
+        (["--bootstrap-truncated"], "--bootstrap-truncated True has no effect without --advantage-estimator ppo"),
         (["--gamma", "0.9"], "--gamma 0.9 has no effect without --advantage-estimator reinforce_plus_plus or ppo"),
         (["--policy-loss", "dpo", "--normalize-advantages"], "--normalize-advantages: --policy-loss dpo has no use"),
         (["--mode", "sft", "--loss-type", "custom_loss"], "--loss-type custom_loss belongs to --mode rl, not to sft"),

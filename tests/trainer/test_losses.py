@@ -152,6 +152,41 @@ def test_whole_steps_of_the_trainer(workers, hf, name):
     assert_same(two, one, 1e-5)
 
 
+def pair_advantages_of(actor, shard, log_probs, reference):
+    """(advantages, metrics) of a shard's first step."""
+    from fusionrl.trainer.selection import pair_advantages
+
+    zeros = np.zeros_like(log_probs)
+    shard.fields |= {"group_index": shard.fields["sample_index"] // 2, "ref_log_probs": reference, "advantages": zeros}
+    return shard, pair_advantages(shard, shard.steps[0], log_probs, 0.3, 0.0)
+
+
+def test_a_pair_without_a_log_prob_is_left_out_and_counted(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = Samples(6, seed=65, low=25)
+    pairs_of(samples)
+    samples.mask = [np.ones_like(mask) for mask in samples.mask]
+    samples.mask[2][0] = 0.0
+    layout = TrainerLayout(2)
+    workers.start(config_of(folder, policy_loss="dpo"), layout)
+    calls = []
+    for shard in samples.shards(2):
+        names = shard.fields["sample_index"].tolist()
+        log_probs = np.concatenate([samples.log_probs[i] for i in names])
+        reference = [(0.8 * samples.log_probs[i]).copy() for i in names]
+        for i, part in zip(names, reference, strict=True):
+            if i == 2:
+                part[0] = -np.inf  # its token is not trained on
+            if i == 5:
+                part[-1] = np.nan
+        calls.append((pair_advantages_of, shard, log_probs, np.concatenate(reference)))
+    for shard, metrics in workers.run_each(calls):
+        assert metrics["train/pairs_excluded"] == 1.0 and np.isfinite(metrics["train/dpo_loss"])
+        for index, part in zip(shard.fields["sample_index"], shard.split("advantages"), strict=False):
+            assert np.isfinite(part).all()
+            assert part.any() == (index < 4), "the third pair's answers have no gradient, wherever they are"
+
+
 HOOKS = "tests/trainer/train_hooks.py"
 
 
@@ -198,3 +233,12 @@ def test_their_mistakes_are_named(workers, hf, values, message):
     workers.start(config_of(folder, **{name: f"{HOOKS}:{value}" for name, value in values.items()}), TrainerLayout(1))
     with pytest.raises(Failed, match=message):
         workers.train(Samples(3, seed=64).shards(), TrainerLayout(1), 0)
+
+
+def test_a_correction_of_log_probs_that_are_not_there(workers, hf):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder, custom_tis_function_path=f"{HOOKS}:truncated"), TrainerLayout(1))
+    (shard,) = Samples(3, seed=64).shards()
+    del shard.fields["rollout_log_probs"]
+    with pytest.raises(Failed, match="--custom-tis-function-path .*truncated: the rollout has no log-probs of the eng"):
+        workers.train([shard], TrainerLayout(1), 0)
