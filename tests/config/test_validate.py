@@ -13,6 +13,7 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
 from fusionrl.config.validate import validate
+from fusionrl.config.validate_algorithm import OF_GROUPS, algorithm_warnings
 
 Errors = Callable[..., list[str]]
 
@@ -381,3 +382,19 @@ def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
         "--rollout-health-check-first-wait",
     ]
     assert all("--use-fault-tolerance; add it" in error for error in found)
+
+
+def test_a_group_of_one_that_trains_nothing_is_told() -> None:
+    one = {"n_samples_per_prompt": 1}
+    for estimator in OF_GROUPS:
+        (text,) = algorithm_warnings(Config.from_flat(one | {"advantage_estimator": estimator}))
+        assert text.startswith(f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: ")
+    for other in (
+        {"n_samples_per_prompt": 2},
+        *({"advantage_estimator": name} for name in ("ppo", "remax", "reinforce_plus_plus", "prime")),
+        {"mode": "sft"},
+        {"use_opd": True},
+        {"disable_rewards_normalization": True},
+        {"custom_generate_function_path": "mine.py:several"},
+    ):
+        assert algorithm_warnings(Config.from_flat(one | other)) == [], other

@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.test_parallel import assert_same, history
-from tests.trainer.trainer_worker import Failed, Samples, config_of
+from tests.trainer.trainer_worker import Failed, Samples, config_of, weights
 
 SEQUENCE = {"loss_aggregation": "sequence_mean"}
 LOSSES = {
@@ -150,6 +150,53 @@ def test_whole_steps_of_the_trainer(workers, hf, name):
     one = history(workers, folder, samples, TrainerLayout(1), micro=8, steps=2, **values)
     two = history(workers, folder, samples, TrainerLayout(2, cp=2), micro=2, steps=2, **values)
     assert_same(two, one, 1e-5)
+
+
+def at_the_edge() -> Samples:
+    """Sample 1 is fully masked, 2 has an empty response, 3 lacks some of the engine's log-probs; 4 has reward 0."""
+    samples = Samples(6, seed=66, low=20)
+    samples.mask = [np.ones_like(mask) for mask in samples.mask]
+    samples.mask[1][:] = 0.0
+    samples.log_probs[1][:] = np.nan
+    samples.tokens[2] = samples.tokens[2][: samples.total[2] - samples.response[2]]
+    samples.total[2], samples.response[2] = samples.tokens[2].size, 0
+    samples.mask[2] = samples.log_probs[2] = np.zeros(0, np.float32)
+    samples.log_probs[3][:3] = [-np.inf, np.nan, np.inf]
+    samples.rewards[4] = 0.0
+    return samples
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "use_tis": True,
+            "rejection_level": "geometric",
+            "rejection_low": 0.0,
+            "rejection_high": 1e9,
+            "tis_veto": 1e-9,
+        },
+        {"use_opsm": True, "use_kl_loss": True, "kl_loss_coef": 0.2, "use_unbiased_kl": True, "entropy_coef": 0.01},
+        {"policy_loss": "gspo", "use_rollout_logprobs": True, **SEQUENCE},
+        {"policy_loss": "kl_cov", "kl_cov_fraction": 0.1, "normalize_advantages": True},
+        {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
+    ],
+    ids=str,
+)
+def test_samples_that_train_nothing_are_as_good_as_none(workers, hf, values):
+    folder, _ = hf("llama", True)
+    samples, found = at_the_edge(), []
+    for groups in ([[0, 1], [2], [3, 4, 5]], [[0], [3, 4, 5]]):
+        workers.start(config_of(folder, **values), TrainerLayout(1))
+        count = samples.count([i for group in groups for i in group])
+        steps = [[*groups[:-1], groups[-1][:1]], [groups[-1][1:]]]
+        counts = [samples.count([i for group in step for i in group]) for step in steps]
+        assert count == tuple(np.sum(counts, 0)) and count[1] == 4
+        metrics = [workers.train([samples.shard(steps, counts)], TrainerLayout(1), i) for i in range(2)]
+        found.append((metrics, workers.run(weights)))
+    assert all(np.isfinite(list(metrics.values())).all() and not metrics["train/skipped"] for metrics in found[0][0])
+    assert found[0][0][0]["train/logprob_not_finite"] > 0
+    assert_same(found[0], found[1], 1e-6)
 
 
 def pair_advantages_of(actor, shard, log_probs, reference):
