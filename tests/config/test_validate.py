@@ -12,6 +12,7 @@ import pytest
 
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
+from fusionrl.config.presets import ACCURACY
 from fusionrl.config.validate import validate
 from fusionrl.config.validate_algorithm import OF_GROUPS, algorithm_warnings
 
@@ -106,6 +107,19 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
             },
             ["--n-samples-per-prompt 1", "at least 2"],
         ),
+        (
+            {
+                "n_samples_per_prompt": 3,
+                "dynamic_sampling_filter_path": ACCURACY,
+                "accuracy_lower_bound": 0.4,
+                "accuracy_upper_bound": 0.6,
+            },
+            [
+                "check_accuracy_in_range drops every group of --n-samples-per-prompt 3",
+                "0.4 … --accuracy-upper-bound 0.6",
+            ],
+        ),
+        ({"accuracy_upper_bound": 0.9}, ["--accuracy-upper-bound 0.9 has no effect without its filter", ACCURACY]),
         ({"custom_rm_path": "no_module.rm", "rm_type": None}, ["--custom-rm-path", "no_module"]),
         (
             {"custom_generate_function_path": "nowhere.py:f"},
