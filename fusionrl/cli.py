@@ -19,6 +19,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.reference import render_reference
 from fusionrl.config.validate import prompt_columns, validate
+from fusionrl.config.validate_algorithm import algorithm_warnings
 from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
 
 USAGE = """usage: fusionrl COMMAND [flags]
@@ -187,6 +188,8 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
+            for text in algorithm_warnings(config):
+                logging.getLogger("fusionrl").warning("%s", text)
             try:
                 from fusionrl.train import run_training
 

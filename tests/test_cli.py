@@ -127,6 +127,11 @@ def test_a_plan_starts_nothing_and_writes_nothing(good: list[str], tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl"}
 
 
+def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *good, "--n-samples-per-prompt", "1"]) == 0
+    assert "\nwarning    --n-samples-per-prompt 1 with --advantage-estimator grpo: " in capsys.readouterr().out
+
+
 @pytest.mark.timed
 def test_the_first_error_comes_at_once(good: list[str]) -> None:
     tries = []

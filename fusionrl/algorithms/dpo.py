@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-
-from fusionrl.algorithms.sequences import Sequences
 
 
 def dpo_loss(
@@ -53,55 +54,41 @@ def dpo_loss(
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def dpo_token_losses(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    mask: Tensor,
-    sequences: Sequences,
-    chosen: Tensor,
-    rejected: Tensor,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`dpo_loss` of flat tokens: each token has the loss of its pair, so both answers must be in the micro-batch.
+def pair_slopes(
+    answers: Iterable[tuple[int, float, float]], beta: float, label_smoothing: float
+) -> tuple[dict[int, float], dict[str, float]]:
+    """Each pair's derivative of `dpo_loss` by the log-prob of its chosen answer; by the rejected one's, the opposite.
 
-    With the weights `sequence_mean` of `token_weights` the loss is then the mean over pairs, whatever the split over
-    micro-batches and ranks. The gradient comes to a token through the sum over its sequence: the one of its log-prob is
-    the pair's `-+beta sigmoid(-beta h)`, over the number of pairs.
-
-    A pair with an answer that has no token, and a pair with a log-prob of the reference that is not finite, has loss 0
-    and no gradient; its tokens have 1.0 in the metric `pair_excluded`. A sequence of no pair has loss 0.
+    So a token's log-prob needs only a number to have DPO's gradient, and the two answers need not be in one place.
 
     Args:
-        log_probs: [N] with gradient.
-        ref_log_probs: [N].
-        mask: [N]; a token counts or does not, by whether it is above 0.
-        sequences: of the tokens.
-        chosen, rejected: [P] int64, the sequences of each pair.
+        answers: (pair, +1 chosen or -1 rejected, log ratio of policy to reference summed over the trained tokens) of
+            each answer that has a trained token.
+        beta, label_smoothing: as of `dpo_loss`.
 
     Returns:
-        (losses [N], metrics [N]: those of `dpo_loss` and `pair_excluded`)
+        (pair -> slope, metrics: means over these pairs of the loss, as `dpo_loss`, and of its metrics). A pair with an
+        answer that is missing, or whose log ratio is not finite, has no slope; `pairs_excluded` counts them.
 
     Raises:
-        ValueError: a sequence that is in two pairs, or twice in one; and those of `dpo_loss`.
+        ValueError: a pair with two chosen or two rejected answers; and those of `dpo_loss`.
     """
-    members = torch.cat([chosen, rejected])
-    if members.unique().numel() != members.numel():
-        raise ValueError("each sequence may be in one pair only: chosen and rejected name one of them twice")
-    counted = mask > 0
-    known = counted & ref_log_probs.isfinite()
-    # Differences of tokens first: the sums of long answers are large, and their difference small.
-    ratios = sequences.sum(torch.where(known, log_probs, 0.0) - torch.where(known, ref_log_probs, 0.0))
-    tokens, missing = sequences.sum(counted.double()), sequences.sum((counted & ~known).double())
-    sound = (tokens > 0) & (missing == 0)
-    good = sound[chosen] & sound[rejected]
-    zero = torch.zeros_like(ratios[chosen])
-    loss, metrics = dpo_loss(ratios[chosen], ratios[rejected], zero, zero, beta, label_smoothing)
-
-    def to_tokens(pairs: Tensor) -> Tensor:
-        both = ratios.new_zeros(sequences.count).index_put((members,), torch.cat([pairs, pairs]))
-        return torch.where(counted, sequences.spread(both), 0.0)
-
-    values = {name: to_tokens(torch.where(good, value, 0.0)) for name, value in metrics.items()}
-    values["pair_excluded"] = to_tokens((~good).to(ratios.dtype))
-    return to_tokens(torch.where(good, loss, 0.0)), values
+    pairs: dict[int, dict[float, float]] = {}
+    for pair, sign, total in answers:
+        if sign in pairs.setdefault(pair, {}):
+            raise ValueError(f"pair {pair} has two answers of sign {sign:+g}; a pair is one chosen and one rejected")
+        pairs[pair][sign] = total
+    order = sorted(
+        pair for pair, of in pairs.items() if set(of) == {1.0, -1.0} and all(map(math.isfinite, of.values()))
+    )
+    chosen = torch.tensor([pairs[pair][1.0] for pair in order], dtype=torch.float64).requires_grad_()
+    rejected = torch.tensor([pairs[pair][-1.0] for pair in order], dtype=torch.float64)
+    zeros = torch.zeros_like(rejected)
+    losses, metrics = dpo_loss(chosen, rejected, zeros, zeros, beta, label_smoothing)
+    means = {"pairs_excluded": float(len(pairs) - len(order))}
+    if not order:
+        return {}, means
+    (slopes,) = torch.autograd.grad(losses.sum(), chosen)
+    found = {"dpo_loss": losses.detach()} | metrics
+    means |= {name: float(value.mean()) for name, value in found.items()}
+    return dict(zip(order, slopes.tolist(), strict=True)), means

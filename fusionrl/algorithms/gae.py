@@ -28,7 +28,7 @@ def gae(
         gamma: discount, in 0 … 1.
         lam: in 0 … 1; 1 is the return minus the value.
         last_values: [n], the value after a response's last token; None is 0 for all, as if each response had ended by
-            itself, a truncated one too. `truncated_values` gives values for the truncated.
+            itself, a truncated one too; see `truncated_values`.
 
     Returns:
         (advantages [N], returns [N]), `returns = advantages + values`, the critic's target; 0 at untrained tokens.
@@ -52,8 +52,9 @@ def gae(
 def truncated_values(values: Tensor, responses: Responses, truncated: Tensor) -> Tensor:
     """`last_values` of `gae`: for each truncated sample the value of its last trained token, 0 for the others.
 
-    A response cut at its length limit did not end, and 0 after it would teach the critic that it had; the value
-    before the last token, which the critic has given already, stands for the one after it.
+    A response cut at its length limit did not end, and 0 after it would teach the critic that it had (partial-episode
+    bootstrapping, arXiv 1712.00378, section 3). The value before the last token, which the critic has given already,
+    stands for the one after it.
 
     Args:
         values: [N]; truncated: [n] bool -> [n].

@@ -23,12 +23,3 @@ def grpo(batch: SampleBatch) -> np.ndarray:
 def dr_grpo(batch: SampleBatch) -> np.ndarray:
     """`r - mean(group)` -> [n]. Source: Dr. GRPO (arXiv 2503.20783)."""
     return batch.centered()
-
-
-def group_normalize(rewards: np.ndarray, group_index: np.ndarray, divide_by_std: bool = True) -> np.ndarray:
-    """`grpo`, or `dr_grpo` where `divide_by_std` is False, of `rewards` [n] in groups `group_index` [n] -> [n].
-
-    Raises:
-        ValueError: see `SampleBatch`.
-    """
-    return (grpo if divide_by_std else dr_grpo)(SampleBatch(rewards, group_index))

@@ -21,7 +21,7 @@ LOG_RATIO_BOUND = 20.0
 class PolicyLossOptions:
     """Constants of the policy losses; each loss reads its own. Defaults are the papers', named in each loss's file.
 
-    eps_low, eps_high   clip range 1 - eps_low … 1 + eps_high of the ratio; `CLIP_DEFAULTS` has each method's
+    eps_low, eps_high   clip range 1 - eps_low … 1 + eps_high of the ratio; docs/algorithms.md has each method's
     dual_clip           a negative advantage's loss is at most `dual_clip` times its size; None: no bound
     sapo_tau_pos, sapo_tau_neg    SAPO's temperatures for advantages above 0 and others
     clip_cov_fraction, clip_cov_low, clip_cov_high    Clip-Cov: which share of the tokens, of which covariances
@@ -93,15 +93,6 @@ def clipped_surrogate(
         loss = torch.where(over, ceiling, loss)
         metrics["dual_clip_fraction"] = over.to(ratio.dtype)
     return loss, metrics
-
-
-def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, eps_low: float, eps_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped loss of each token and whether the clip fired, see `clipped_surrogate`. [t], … -> [t], [t]"""
-    options = PolicyLossOptions(eps_low=eps_low, eps_high=eps_high)
-    loss, metrics = clipped_surrogate(bounded_exp(log_probs - old_log_probs), advantages, options)
-    return loss, metrics["clip_fraction"]
 
 
 def ppo(

@@ -64,12 +64,3 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "kl_cov": guarded(kl_cov),
     "sft": guarded(cross_entropy),
 }
-
-# eps_low, eps_high of the papers, where they are not PPO's 0.2; of CISPO what ScaleRL (arXiv 2510.13786) uses:
-# a ratio of up to 5, open below.
-CLIP_DEFAULTS: dict[str, tuple[float, float]] = {
-    "gspo": (3e-4, 4e-4),
-    "gspo_token": (3e-4, 4e-4),
-    "cispo": (1.0, 4.0),
-    "gmpo": (0.4, 0.4),
-}

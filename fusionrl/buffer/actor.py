@@ -30,7 +30,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.data.build import build_shards, response_mask, take_shards
-from fusionrl.data.convert import samples_of
+from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
@@ -408,7 +408,9 @@ class BufferActor:
                     f"--custom-reward-post-process-path {self.config.reward.custom_reward_post_process_path}:"
                     f" it returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples"
                 )
-            return [float(r) for r in raw], [float(r) for r in rewards]
+            raw, rewards = [float(r) for r in raw], [float(r) for r in rewards]
+            check_rewards(raw, rewards, f"--custom-reward-post-process-path {path}")
+            return raw, rewards
         failed = (Status.FAILED, Status.ABORTED)
         raw = [0.0 if s.status in failed and s.reward is None else s.get_reward_value(args) for s in samples]
         longest = self.config.rollout.rollout_max_response_len

@@ -250,6 +250,10 @@ class RolloutGroup(Group):
         ge=1,
     )
     dynamic_sampling_filter_path: str | None = Field(None, description="Function that keeps or drops a finished group.")
+    accuracy_lower_bound: float = Field(
+        0.2, description="For the filter check_accuracy_in_range: lowest share of right answers in a group.", ge=0, le=1
+    )
+    accuracy_upper_bound: float = Field(0.8, description="For the same: highest share.", ge=0, le=1)
     rollout_temperature: float = Field(1.0, description="Sampling temperature.", gt=0)
     rollout_top_p: float = Field(1.0, description="Nucleus sampling mass.", gt=0, le=1)
     rollout_top_k: int = Field(-1, description="Number of likeliest tokens sampled from; -1 is all.", ge=-1)
@@ -386,6 +390,10 @@ class AlgorithmGroup(Group):
     pass_k: int = Field(1, description="Answers that count as one try, for --advantage-estimator pass_at_k.", ge=1)
     gamma: float = Field(1.0, description="Discount of token rewards (reinforce_plus_plus, ppo, prime).", ge=0, le=1)
     lambd: float = Field(1.0, description="Lambda of GAE (ppo).", ge=0, le=1)
+    bootstrap_truncated: bool = Field(
+        False,
+        description="GAE (ppo): after a response cut at its length limit stands the critic's last value, not 0.",
+    )
     normalize_advantages: bool = Field(
         False,
         description="Whiten advantages over all tokens of a rollout; reinforce_plus_plus and prime always do.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
+ACCURACY = "fusionrl.rollout.filters.check_accuracy_in_range"
 
 # Names and figures are the papers' where they give any; docs/algorithms.md has the sources.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
     "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001},
-    "prime": {"advantage_estimator": "prime", "prm_beta": 0.05, "calculate_per_token_loss": True},
+    "prime": {
+        "advantage_estimator": "prime",
+        "prm_beta": 0.05,
+        "calculate_per_token_loss": True,
+        "dynamic_sampling_filter_path": ACCURACY,
+    },
     "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
 }
 OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens

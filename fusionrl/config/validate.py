@@ -12,8 +12,9 @@ from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
-from fusionrl.config.hooks import SIGNATURES, check_hook
+from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
 from fusionrl.config.model_shape import ModelShape, read_model_shape
+from fusionrl.config.presets import ACCURACY, NONZERO_STD
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
 from fusionrl.config.validate_scorers import scorer_errors
@@ -30,7 +31,6 @@ class Checked:
     num_prompts: int
 
 
-NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
 PIPELINES_READY = ("on-policy",)
 
 
@@ -193,16 +193,30 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
     if reward.group_rm and not reward.custom_rm_path:
         errors.append("--group-rm needs --custom-rm-path: the built-in rewards score one sample")
     no_reward = config.algorithm.use_opd and reward.rm_type is None and reward.custom_rm_path is None
-    if rollout.dynamic_sampling_filter_path == NONZERO_STD and no_reward:
-        errors.append(
-            "--dynamic-sampling-filter-path check_reward_nonzero_std drops every group where there is no reward"
-            " (--use-opd alone): no rollout would ever end; leave it out"
-        )
-    elif rollout.dynamic_sampling_filter_path == NONZERO_STD and rollout.n_samples_per_prompt == 1:
-        errors.append(
-            "--dynamic-sampling-filter-path check_reward_nonzero_std drops every group of --n-samples-per-prompt 1:"
-            " no rollout would ever end; use at least 2"
-        )
+    errors += _filter_errors(rollout, no_reward)
+
+
+def _filter_errors(rollout: RolloutGroup, no_reward: bool) -> list[str]:
+    """Filters of ours that would drop every group, and bounds that do nothing."""
+    path, samples, plain = rollout.dynamic_sampling_filter_path, rollout.n_samples_per_prompt, RolloutGroup()
+    low, high = rollout.accuracy_lower_bound, rollout.accuracy_upper_bound
+    if path != ACCURACY:
+        for name in ("accuracy_lower_bound", "accuracy_upper_bound"):
+            if getattr(rollout, name) != getattr(plain, name):
+                return [f"{flag_of(name)} {getattr(rollout, name)} has no effect without its filter, {ACCURACY}"]
+    if path not in (ACCURACY, NONZERO_STD):
+        return []
+    drops = f"--dynamic-sampling-filter-path {path.rpartition('.')[2]} drops every group"
+    if no_reward:
+        return [f"{drops} where there is no reward (--use-opd alone): no rollout would ever end; leave it out"]
+    if path == NONZERO_STD and samples == 1:
+        return [f"{drops} of --n-samples-per-prompt 1: no rollout would ever end; use at least 2"]
+    if path == ACCURACY and not any(low <= right / samples <= high for right in range(samples + 1)):
+        return [
+            f"{drops} of --n-samples-per-prompt {samples}: no share of them is in --accuracy-lower-bound {low} …"
+            f" --accuracy-upper-bound {high}, and no rollout would ever end; sample more, or widen the range"
+        ]
+    return []
 
 
 def _rm_type_errors(config: Config, rm_type: str, reward_key: str | None, key_flag: str) -> list[str]:

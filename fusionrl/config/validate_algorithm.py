@@ -7,6 +7,8 @@ from fusionrl.config.groups import AlgorithmGroup, CriticGroup, RolloutGroup
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.model_shape import ModelShape
 
+# Estimators that measure a sample against its siblings: alone, it is worth 0.
+OF_GROUPS = ("grpo", "gspo", "cispo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus_baseline")
 PRICED = ("reinforce_plus_plus", "ppo")  # estimators whose rewards are token by token, with --kl-coef as a price
 
 
@@ -63,6 +65,28 @@ def algorithm_errors(config: Config) -> list[str]:
     return errors + _correction_errors(config) + _without_effect(config)
 
 
+def algorithm_warnings(config: Config) -> list[str]:
+    """What is allowed and hardly meant."""
+    a, rollout, reward = config.algorithm, config.rollout, config.reward
+    may_be_otherwise = (  # whoever set one of these may make groups, rewards or advantages of their own
+        a.use_opd or a.disable_rewards_normalization or a.loss_type != "policy_loss",
+        rollout.rollout_function_path != RolloutGroup().rollout_function_path,
+        rollout.custom_generate_function_path,
+        reward.custom_reward_post_process_path,
+        reward.custom_convert_samples_to_train_data_path,
+        config.train.custom_advantage_function_path,
+        config.train.rollout_data_postprocess_path,
+    )
+    alone = config.run.mode == "rl" and rollout.n_samples_per_prompt == 1 and a.advantage_estimator in OF_GROUPS
+    if not alone or any(may_be_otherwise):
+        return []
+    return [
+        f"--n-samples-per-prompt 1 with --advantage-estimator {a.advantage_estimator}: a sample is measured against the"
+        " others of its prompt, so all advantages are 0 and the policy loss trains nothing; sample at least 2, or take"
+        " reinforce_plus_plus, remax or ppo"
+    ]
+
+
 def _without_effect(config: Config) -> list[str]:
     """Flags that were set and do nothing beside the others."""
     a, plain = config.algorithm, AlgorithmGroup()
@@ -70,7 +94,7 @@ def _without_effect(config: Config) -> list[str]:
     ppo, priced = "--advantage-estimator ppo", "--advantage-estimator " + " or ".join(PRICED)
     groups = [
         (config.critic, CriticGroup(), tuple(CriticGroup.model_fields), is_ppo, ppo),
-        (a, plain, ("lambd",), is_ppo, ppo),
+        (a, plain, ("lambd", "bootstrap_truncated"), is_ppo, ppo),
         (a, plain, ("gamma",), is_priced or a.advantage_estimator == "prime", f"{priced} or prime"),
         (a, plain, ("kl_coef_type",), is_priced, priced),
         (a, plain, ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"), a.use_tis, "--use-tis"),

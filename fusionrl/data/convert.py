@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,4 +67,17 @@ def samples_of(
         samples.append(sample)
     rewards = [float(value) for value in data["rewards"]]
     raw = [float(value) for value in data["raw_reward"]] if "raw_reward" in data else rewards
+    check_rewards(raw, rewards, flag)
     return samples, rewards, raw, {name: list(data[name]) for name in data if name not in _KNOWN}
+
+
+def check_rewards(raw: Sequence[float], rewards: Sequence[float], flag: str) -> None:
+    """Refuse rewards of a user's function from which no advantage can be computed.
+
+    Raises:
+        ValueError: one is not finite; names `flag` and where it stands.
+    """
+    for name, values in (("raw_reward", raw), ("rewards", rewards)):
+        for i, value in enumerate(values):
+            if not math.isfinite(value):
+                raise ValueError(f"{flag}: {name}[{i}] is {value}; a reward must be a finite number")

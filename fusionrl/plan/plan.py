@@ -9,6 +9,7 @@ from typing import Literal
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import described
+from fusionrl.config.validate_algorithm import algorithm_warnings
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
@@ -398,6 +399,7 @@ def render_plan(plan: Plan, config: Config) -> str:
         parts = ("weights", "gradients", "optimizer", "activations")
         told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
         lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
+    lines += [f"warning    {text}" for text in algorithm_warnings(config)]
     return "\n".join(lines) + "\n"
 
 

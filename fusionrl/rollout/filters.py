@@ -23,3 +23,21 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output
+
+
+def check_accuracy_in_range(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Keep a group whose share of right answers is in --accuracy-lower-bound … --accuracy-upper-bound, ends included.
+
+    Right is a reward above 0; samples without a reward do not count. PRIME's online prompt filtering (arXiv 2502.01456;
+    0.2 to 0.8 in the authors' launch scripts): neither what is too easy nor what is too hard, and about as many right
+    answers as wrong ones for the reward model.
+    """
+    rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
+    if not rewards:  # every sample failed or was aborted
+        return DynamicFilterOutput(False, "unscored")
+    accuracy = sum(reward > 0 for reward in rewards) / len(rewards)
+    if accuracy < args.accuracy_lower_bound:
+        return DynamicFilterOutput(False, "too_hard")
+    if accuracy > args.accuracy_upper_bound:
+        return DynamicFilterOutput(False, "too_easy")
+    return DynamicFilterOutput(True)

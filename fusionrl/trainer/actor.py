@@ -773,7 +773,7 @@ def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
     result = {}
     for name in dict.fromkeys(name for metrics in history for name in metrics):
         values = [metrics[name] for metrics in history if name in metrics]
-        if name in ("train/num_tokens", "train/num_samples", "train/skipped", "train/excluded"):
+        if name in ("train/num_tokens", "train/num_samples", "train/skipped", "train/excluded", "train/pairs_excluded"):
             result[name] = sum(values)
         elif name.endswith("_max"):
             result[name] = max(values)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from fusionrl.algorithms.distillation import add_reverse_kl
-from fusionrl.algorithms.gae import gae
+from fusionrl.algorithms.gae import gae, truncated_values
 from fusionrl.algorithms.prime import prime_advantages
 from fusionrl.algorithms.reinforce_plus_plus import discounted_returns
 from fusionrl.algorithms.responses import Responses
@@ -31,12 +31,14 @@ WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime")
 class AdvantageOptions:
     """What advantages need of the configuration.
 
-    opd_coef  None: no teacher
+    bootstraps  a truncated response is worth its last value
+    opd_coef    None: no teacher
     """
 
     estimator: str
     gamma: float
     lambd: float
+    bootstraps: bool
     kl_coef: float
     kl_type: str
     is_whitened: bool
@@ -52,6 +54,7 @@ class AdvantageOptions:
             estimator=algorithm.advantage_estimator,
             gamma=algorithm.gamma,
             lambd=algorithm.lambd,
+            bootstraps=algorithm.bootstrap_truncated,
             kl_coef=algorithm.kl_coef,
             kl_type=algorithm.kl_coef_type,
             is_whitened=algorithm.normalize_advantages or algorithm.advantage_estimator in WHITENED,
@@ -90,7 +93,10 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
             of_tokens = of_tokens + price
             sums[1:3] = torch.stack([-price.double().sum() / options.kl_coef, excluded.double()])
         if options.estimator == "ppo":
-            advantages, returns = gae(of_tokens, columns["values"], responses, options.gamma, options.lambd)
+            values, last = columns["values"], None
+            if options.bootstraps:
+                last = truncated_values(values, responses, torch.from_numpy(shard.fields["truncated"]))
+            advantages, returns = gae(of_tokens, values, responses, options.gamma, options.lambd, last)
             shard.fields["returns"] = returns.float().numpy()
         else:
             advantages = discounted_returns(of_tokens, responses, options.gamma)

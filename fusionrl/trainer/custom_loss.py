@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.trainer.batch import MicroBatch
+from fusionrl.trainer.batch import MicroBatch, Slicing
 from fusionrl.trainer.local_spec import zigzag_positions
 from fusionrl.trainer.loss import LossSums
 from fusionrl.trainer.rollout_data import as_rollout_data
@@ -162,23 +163,40 @@ def get_log_probs_and_entropy(
         args: the flags.
         unconcat_tokens, total_lengths, response_lengths: of its batch.
         with_entropy: the entropies too.
-        starts: of its batch. Default: one sample follows the other without padding.
+        starts: of its batch. Default: all samples of the micro-batch follow each other, in its order.
 
     Returns:
         (an empty tensor, {"log_probs": one [response_length] a sample, "entropy": the same}); slime's shape.
+
+    Raises:
+        ValueError: without `starts`, samples that are not those of the row.
     """
-    rows, targets, start = [], [], 0
-    for index, (tokens, total, length) in enumerate(zip(unconcat_tokens, total_lengths, response_lengths, strict=True)):
-        first = starts[index] if starts is not None else start
+    rows, targets = [], []
+    if starts is None:
+        starts = _packed_starts(total_lengths, logits.size(1))
+    for tokens, total, length, first in zip(unconcat_tokens, total_lengths, response_lengths, starts, strict=True):
         rows.append(torch.arange(first + total - length - 1, first + total - 1, device=logits.device))
         targets.append(tokens[total - length :])
-        start += total
     chosen = logits[0].index_select(0, torch.cat(rows)) / args.rollout_temperature
     log_probs, entropy = _VocabularyParallel.apply(chosen.float(), torch.cat(targets), with_entropy)
     found = {"log_probs": list(log_probs.split(list(response_lengths)))}
     if with_entropy:
         found["entropy"] = list(entropy.split(list(response_lengths)))
     return logits.new_zeros(0), found
+
+
+def _packed_starts(total_lengths: Sequence[int], size: int) -> list[int]:
+    """Where the samples start in a row of `size` tokens that holds them all, each padded as `Slicing` says."""
+    cp, tp = parallel_state.get_context_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
+    for sequence_parallel_size in (tp, 1):  # passed-through flags can switch sequence parallelism off
+        multiple = Slicing(cp_size=cp, sequence_parallel_size=sequence_parallel_size).multiple
+        ends = list(accumulate((-(-total // multiple) * multiple for total in total_lengths), initial=0))
+        if ends[-1] == size:  # then each sample has its own padding, so no other multiple gives other starts
+            return ends[:-1]
+    raise ValueError(
+        f"get_log_probs_and_entropy: samples of {list(total_lengths)} tokens do not fill the packed row of {size}; "
+        'for a choice of the samples give starts=, their entries of batch["starts"]'
+    )
 
 
 class _VocabularyParallel(torch.autograd.Function):

@@ -96,7 +96,7 @@ class LossOptions:
         """The policy loss of tokens."""
         if self.custom_policy_loss_path is not None:
             return guarded(_named(self.custom_policy_loss_path))
-        # With a coefficient for each answer of a pair (`pairs.py`), DPO's gradient is a policy gradient.
+        # With a pair's slope as the advantage (`selection.pair_advantages`), DPO's gradient is a policy gradient.
         return POLICY_LOSSES["policy_gradient" if self.policy_loss == "dpo" else self.policy_loss]
 
 

@@ -38,6 +38,7 @@ class LossHooks:
 
         Raises:
             HookError: a function raised, or returned what does not fit.
+            ValueError: the engine's log-probs are to be corrected for, and the shard has none.
         """
         sizes, found = batch.response_lengths, {}
         whole, masks = self._whole(losses, batch), self._whole(batch.fields["loss_mask"], batch)
@@ -62,6 +63,11 @@ class LossHooks:
         self, whole: Tensor, train_log_probs: Tensor, batch: MicroBatch, lists: dict[str, Any]
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         sizes, where = batch.response_lengths, f"{flag_of(TIS)} {self.tis}"
+        if "rollout_log_probs" not in batch.fields:
+            raise ValueError(
+                f"{where}: the rollout has no log-probs of the engine (rollout_log_probs), which it corrects for; "
+                "let the engines return them, or leave the flag out"
+            )
         engine = self._whole(batch.fields["rollout_log_probs"], batch).split(sizes)
         own = self._whole(train_log_probs, batch).split(sizes)
         given = {"args": self.args, "pg_loss": whole, "train_log_probs": list(own), "rollout_log_probs": list(engine)}

@@ -155,9 +155,7 @@ def build_model(
     for stage in stages:
         usual = partial(_usual_chunk, transformer, shape, layout, impl, stage)
         path = config.model.custom_model_provider_path
-        model = (
-            usual() if path is None or shape.value_head else _provided_chunk(config, path, transformer, stage, usual)
-        )
+        model = usual() if path is None else _provided_chunk(config, path, transformer, stage, usual)
         chunks.append(_finished(model, transformer, shape, device))
     return chunks, transformer
 

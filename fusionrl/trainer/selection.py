@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fusionrl.algorithms.covariance import SELECTORS
-from fusionrl.algorithms.dpo import dpo_loss
+from fusionrl.algorithms.dpo import pair_slopes
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.trainer.loss import LossOptions
 
@@ -69,35 +68,23 @@ def pair_advantages(
     in one micro-batch, nor on one rank. A pair with an answer without a trained token counts nothing.
 
     Returns:
-        train/dpo_loss, train/reward_margin, train/reward_accuracy, train/chosen_reward, train/rejected_reward.
+        train/dpo_loss, train/reward_margin, train/reward_accuracy, train/chosen_reward, train/rejected_reward, and
+        train/pairs_excluded, of pairs with such an answer or a log-prob that is not finite.
     """
-    ratios = (log_probs - shard.fields["ref_log_probs"]).astype(np.float64) * (shard.fields["loss_mask"] > 0)
-    parts = np.split(ratios, np.cumsum(shard.response_lengths)[:-1])
+    gaps = np.where(shard.fields["loss_mask"] > 0, log_probs - shard.fields["ref_log_probs"], 0.0)
+    parts = np.split(gaps.astype(np.float64), np.cumsum(shard.response_lengths)[:-1])
     members = [i for group in step.micro_batches for i in group]
     groups, signs = shard.fields["group_index"], shard.fields["rewards"]
     trained = {i for i, mask in enumerate(shard.split("loss_mask")[: shard.num_samples]) if mask.any()}
     own = [(int(groups[i]), float(signs[i]), float(parts[i].sum())) for i in members if i in trained]
-    pairs: dict[int, dict[float, float]] = {}
-    for group, sign, total in (entry for part in gathered(own) for entry in part):
-        pairs.setdefault(group, {})[sign] = total
-    order = sorted(group for group, pair in pairs.items() if set(pair) == {1.0, -1.0})
-    chosen = torch.tensor([pairs[group][1.0] for group in order], dtype=torch.float64).requires_grad_()
-    rejected = torch.tensor([pairs[group][-1.0] for group in order], dtype=torch.float64)
-    zeros = torch.zeros_like(rejected)
-    losses, metrics = dpo_loss(chosen, rejected, zeros, zeros, beta, label_smoothing)
-    (slopes,) = torch.autograd.grad(losses.sum(), chosen) if order else (zeros,)
-    slope = dict(zip(order, slopes.tolist(), strict=True))
-    column = np.zeros(len(ratios), np.float32)
+    slopes, metrics = pair_slopes((entry for part in gathered(own) for entry in part), beta, label_smoothing)
+    column = np.zeros(len(gaps), np.float32)
     ends = np.cumsum(shard.response_lengths)
     for i in members:
-        scale = step.num_samples / max(len(order), 1)
-        column[ends[i] - shard.response_lengths[i] : ends[i]] = -scale * slope.get(int(groups[i]), 0.0) * signs[i]
+        scale = step.num_samples / max(len(slopes), 1)
+        column[ends[i] - shard.response_lengths[i] : ends[i]] = -scale * slopes.get(int(groups[i]), 0.0) * signs[i]
     shard.fields["advantages"] = np.where(np.isin(_samples(shard), members), column, shard.fields["advantages"])
-    if not order:
-        return {}
-    names = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
-    found = {"train/dpo_loss": float(losses.detach().mean())}
-    return found | {f"train/{name}": float(metrics[name].mean()) for name in names}
+    return {f"train/{name}": value for name, value in metrics.items()}
 
 
 def _samples(shard: TrainShard) -> np.ndarray:

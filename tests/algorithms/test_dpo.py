@@ -1,4 +1,4 @@
-"""DPO against its formula in a loop, and its gradient over sequences, splits and ranks."""
+"""DPO against its formula in a loop. How its gradient reaches tokens on any rank: test_losses.py of the trainer."""
 
 from __future__ import annotations
 
@@ -7,28 +7,11 @@ import math
 import pytest
 import torch
 
-from fusionrl.algorithms.aggregation import token_weights
-from fusionrl.algorithms.dpo import dpo_loss, dpo_token_losses
-from fusionrl.algorithms.sequences import Sequences
-from tests.algorithms.flat import TwoRanks, relative
-
-LENGTHS = (5, 3, 2, 6, 4, 1, 3, 2)
-CHOSEN, REJECTED = torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 6, 5])
+from fusionrl.algorithms.dpo import dpo_loss, pair_slopes
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def answers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequences]:
-    """log_probs, reference, mask, weights [N] of four pairs; every sequence has a trained token."""
-    sequences = Sequences.of_lengths(LENGTHS)
-    size = len(sequences.index)
-    mask = (torch.arange(size) % 4 != 1).double()
-    mask[torch.tensor(LENGTHS).cumsum(0) - 1] = 1
-    parts = mask.split(LENGTHS)
-    weights = [torch.from_numpy(token_weights(m.numpy(), "sequence_mean", 0.0, len(LENGTHS))) for m in parts]
-    return normal(0, size) - 2, normal(1, size) - 2, mask, torch.cat(weights), sequences
 
 
 def pair_loss(h: float, beta: float, smoothing: float) -> float:
@@ -56,65 +39,49 @@ def test_loss_of_pairs(smoothing: float):
     assert torch.autograd.gradcheck(total, [value.clone().requires_grad_() for value in sums])
 
 
-def test_tokens_have_the_mean_over_pairs_and_its_gradient():
-    x, reference, mask, weights, sequences = answers()
-    x.requires_grad_()
-    losses, metrics = dpo_token_losses(x, reference, mask, sequences, CHOSEN, REJECTED, 0.3, 0.1)
-    (weights * losses).sum().backward()
-    ratio = [
-        sum(float((x.detach() - reference)[i]) for i in range(len(mask)) if mask[i] and sequences.index[i] == s)
-        for s in range(8)
-    ]
+# (pair, sign, log ratio), in no order; the pairs are 3, 8, 1 and 5.
+ANSWERS = [(3, 1.0, 0.9), (8, -1.0, -2.0), (1, 1.0, 0.2), (3, -1.0, 1.4), (5, -1.0, 0.3), (8, 1.0, 1.5), (1, -1.0, 0.2)]
+ANSWERS.append((5, 1.0, -0.7))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_slopes_are_those_of_the_loss(smoothing: float):
+    slopes, means = pair_slopes(ANSWERS, 0.3, smoothing)
+    ratio = {(pair, sign): total for pair, sign, total in ANSWERS}
     total = 0.0
-    for c, r in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True):
-        h = ratio[c] - ratio[r]
-        total += pair_loss(h, 0.3, 0.1) / 4
-        slope = 0.3 * (1 / (1 + math.exp(-0.3 * h)) - 0.9) / 4  # of the pair's loss by h, over four pairs
-        for s, sign in ((c, 1), (r, -1)):
-            own = x.grad[sequences.index == s]
-            assert own.tolist() == pytest.approx((sign * slope * mask[sequences.index == s]).tolist(), rel=1e-12)
-            margin = metrics["reward_margin"][(sequences.index == s) & (mask > 0)]
-            assert margin.tolist() == pytest.approx([0.3 * h] * len(margin))
-    assert float((weights * losses).detach().sum()) == pytest.approx(total, rel=1e-12)
-    assert not metrics["pair_excluded"].any()
+    for pair in (1, 3, 5, 8):
+        h = ratio[pair, 1.0] - ratio[pair, -1.0]
+        total += pair_loss(h, 0.3, smoothing) / 4
+        slope = 0.3 * (1 / (1 + math.exp(-0.3 * h)) - (1 - smoothing))
+        assert slopes[pair] == pytest.approx(slope, rel=1e-12)
+        steps = [pair_loss(h + step, 0.3, smoothing) for step in (1e-5, -1e-5)]
+        assert slopes[pair] == pytest.approx((steps[0] - steps[1]) / 2e-5, rel=1e-8)
+    assert means == {
+        "pairs_excluded": 0.0,
+        "dpo_loss": pytest.approx(total, rel=1e-12),
+        "chosen_reward": pytest.approx(0.3 * (0.9 + 0.2 - 0.7 + 1.5) / 4),
+        "rejected_reward": pytest.approx(0.3 * (1.4 + 0.2 + 0.3 - 2.0) / 4),
+        "reward_margin": pytest.approx(0.3 * (-0.5 + 0.0 - 1.0 + 3.5) / 4),
+        "reward_accuracy": 0.25,
+    }
 
 
-def test_no_split_of_pairs_or_tokens_changes_the_gradient():
-    x, reference, mask, weights, sequences = answers()
-    index = sequences.index
-
-    def gradient(tokens, chosen, rejected, reduce=None):
-        own = x[tokens].clone().requires_grad_()
-        here = Sequences(index[tokens], 8, reduce)
-        losses, _ = dpo_token_losses(own, reference[tokens], mask[tokens], here, chosen, rejected)
-        (weights[tokens] * losses).sum().backward()
-        return own.grad
-
-    whole = gradient(slice(None), CHOSEN, REJECTED)
-    split = torch.zeros_like(whole)
-    for pairs in ([2], [0, 3], [1]):
-        tokens = torch.isin(index, torch.cat([CHOSEN[pairs], REJECTED[pairs]]))
-        split[tokens] = gradient(tokens, CHOSEN[pairs], REJECTED[pairs])
-    assert relative(split, whole) < 1e-9
-    owner = torch.arange(len(mask)) % 2
-    parts = TwoRanks().run(lambda rank, reduce: gradient(owner == rank, CHOSEN, REJECTED, reduce))
-    for rank in range(2):
-        split[owner == rank] = parts[rank]
-    assert relative(split, whole) < 1e-9
+def test_no_order_and_no_other_pair_changes_a_slope():
+    slopes, _ = pair_slopes(ANSWERS, 0.3, 0.1)
+    assert pair_slopes(reversed(ANSWERS), 0.3, 0.1)[0] == slopes
+    for pair, slope in slopes.items():
+        assert pair_slopes([entry for entry in ANSWERS if entry[0] == pair], 0.3, 0.1)[0] == {pair: slope}
 
 
-def test_a_pair_that_cannot_be_compared_is_left_out_and_counted():
-    x, reference, mask, weights, sequences = answers()
-    mask[sequences.index == 3] = 0  # the chosen answer of the second pair has no trained token
-    reference[sequences.index == 5] = -math.inf  # the rejected one of the fourth
-    x.requires_grad_()
-    losses, metrics = dpo_token_losses(x, reference, mask, sequences, CHOSEN, REJECTED)
-    (weights * losses).sum().backward()
-    out = torch.isin(sequences.index, torch.tensor([3, 2, 5, 7]))
-    assert losses.isfinite().all() and not losses[out].any() and not x.grad[out].any()
-    assert x.grad[~out & (mask > 0)].all()
-    assert torch.equal(metrics["pair_excluded"], (out & (mask > 0)).double())
-    assert not metrics["reward_accuracy"][out].any()
+@pytest.mark.parametrize("bad", [None, math.nan, -math.inf, math.inf])
+def test_a_pair_that_cannot_be_compared_is_left_out_and_counted(bad: float | None):
+    broken = [a for a in ANSWERS if a[:2] != (3, -1.0)] + ([] if bad is None else [(3, -1.0, bad)])
+    slopes, means = pair_slopes(broken, 0.3, 0.1)
+    want, of_others = pair_slopes([a for a in ANSWERS if a[0] != 3], 0.3, 0.1)
+    assert slopes == want and 3 not in slopes
+    assert means == of_others | {"pairs_excluded": 1.0}
+    assert pair_slopes(broken[-1:], 0.3, 0.1) == ({}, {"pairs_excluded": 1.0})
+    assert pair_slopes([], 0.3, 0.1) == ({}, {"pairs_excluded": 0.0})
 
 
 def test_mistakes():
@@ -123,6 +90,5 @@ def test_mistakes():
         dpo_loss(*pair, beta=0.0)
     with pytest.raises(ValueError, match="label smoothing 0.5 must be"):
         dpo_loss(*pair, label_smoothing=0.5)
-    x, reference, mask, _, sequences = answers()
-    with pytest.raises(ValueError, match="one pair only"):
-        dpo_token_losses(x, reference, mask, sequences, torch.tensor([0, 1]), torch.tensor([2, 0]))
+    with pytest.raises(ValueError, match=r"pair 3 has two answers of sign -1; a pair is one chosen and one"):
+        pair_slopes([*ANSWERS, (3, -1.0, 0.0)], 0.3, 0.0)

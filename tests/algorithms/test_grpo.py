@@ -7,38 +7,47 @@ import statistics
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.grpo import group_normalize
+from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
+from fusionrl.algorithms.groups import SampleBatch
+
+NAMES = ["grpo", "dr_grpo"]
 
 
-@pytest.mark.parametrize("divide", [True, False])
-def test_equals_a_loop_over_groups(divide):
+def normalised(name, rewards, groups):
+    return GROUP_ADVANTAGES[name](SampleBatch(rewards, groups))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_a_loop_over_groups(name):
     random = np.random.default_rng(0)
     groups = random.permutation(np.repeat([7, 3, 11, 2], [4, 2, 5, 8]))
     rewards = random.normal(size=groups.size).astype(np.float32)
-    got = group_normalize(rewards, groups, divide)
+    got = normalised(name, rewards, groups)
     for i in range(groups.size):
         own = [float(r) for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
         want = float(rewards[i]) - statistics.fmean(own)
-        if divide:
+        if name == "grpo":
             want /= statistics.stdev(own) + 1e-6
         assert got[i] == pytest.approx(want, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("divide", [True, False])
-def test_groups_that_say_nothing_get_exactly_zero(divide):
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_that_say_nothing_get_exactly_zero(name):
     # 0.1 three times: its mean is not 0.1 in floating point.
     rewards = np.array([0.1, 0.1, 0.1, 5.0, 1.0, 0.0])
-    got = group_normalize(rewards, np.array([0, 0, 0, 1, 2, 2]), divide)
+    got = normalised(name, rewards, np.array([0, 0, 0, 1, 2, 2]))
     assert got[:4].tolist() == [0.0] * 4
     assert got[4] > 0 > got[5]
 
 
-def test_of_nothing_is_nothing():
-    assert group_normalize(np.zeros(0), np.zeros(0, dtype=int)).shape == (0,)
+@pytest.mark.parametrize("name", NAMES)
+def test_of_nothing_is_nothing(name):
+    assert normalised(name, np.zeros(0), np.zeros(0, dtype=int)).shape == (0,)
 
 
-def test_refuses_what_is_no_reward():
+@pytest.mark.parametrize("name", NAMES)
+def test_refuses_what_is_no_reward(name):
     with pytest.raises(ValueError, match="reward nan of sample 1 is not finite"):
-        group_normalize(np.array([1.0, np.nan]), np.array([0, 0]))
+        normalised(name, np.array([1.0, np.nan]), np.array([0, 0]))
     with pytest.raises(ValueError, match="two equal 1-d shapes"):
-        group_normalize(np.zeros(3), np.zeros(2))
+        normalised(name, np.zeros(3), np.zeros(2))

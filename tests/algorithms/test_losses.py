@@ -10,7 +10,9 @@ import torch
 
 from fusionrl.algorithms.entropy import entropy_bonus
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
-from fusionrl.algorithms.policy_loss import policy_loss
+from fusionrl.algorithms.policy_loss import PolicyLossOptions
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES
+from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.sft import sft_loss
 from fusionrl.algorithms.value_loss import value_loss
 
@@ -20,10 +22,17 @@ def draws(seed, *scales, count=200):
     return [torch.tensor(scale * random.normal(size=count), dtype=torch.float64) for scale in scales]
 
 
+def clipped_loss(new, old, advantages, low, high):
+    """(losses, whether the clip fired) of --policy-loss ppo."""
+    options, sequences = PolicyLossOptions(eps_low=low, eps_high=high), Sequences.of_lengths([len(new)])
+    loss, metrics = POLICY_LOSSES["ppo"](new, old, advantages, torch.ones_like(old), sequences, options)
+    return loss, metrics["clip_fraction"]
+
+
 def test_policy_loss_and_its_gradient():
     new, old, advantages = draws(0, 0.4, 0.4, 1.0)
     new.requires_grad_()
-    loss, clipped = policy_loss(new, old, advantages, 0.1, 0.3)
+    loss, clipped = clipped_loss(new, old, advantages, 0.1, 0.3)
     loss.sum().backward()
     fired = 0
     for i in range(len(new)):
@@ -41,7 +50,7 @@ def test_policy_loss_and_its_gradient():
 def test_policy_loss_of_the_acting_policy_is_the_policy_gradient():
     new, advantages = draws(1, 1.0, 1.0)
     new.requires_grad_()
-    loss, clipped = policy_loss(new, new.detach(), advantages, 0.2, 0.2)
+    loss, clipped = clipped_loss(new, new.detach(), advantages, 0.2, 0.2)
     loss.sum().backward()
     assert torch.equal(loss.detach(), -advantages)
     assert not clipped.any()

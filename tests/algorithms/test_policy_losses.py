@@ -9,8 +9,9 @@ import torch
 
 from fusionrl.algorithms.covariance import SELECTORS
 from fusionrl.algorithms.policy_loss import PolicyLossOptions
-from fusionrl.algorithms.policy_losses import CLIP_DEFAULTS, POLICY_LOSSES
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES
 from fusionrl.algorithms.sequences import Sequences
+from fusionrl.config.presets import PRESETS
 from tests.algorithms.flat import Flat, TwoRanks, flat_batch, relative, sequences_of
 
 NAMES = sorted(POLICY_LOSSES)
@@ -224,10 +225,12 @@ def test_metrics_say_where_the_clip_took_the_gradient():
     assert gate["gate"].tolist() == batch.mask.tolist(), "on policy the gate is wide open"
 
 
-def test_papers_ranges_are_of_known_losses():
-    assert set(CLIP_DEFAULTS) < set(POLICY_LOSSES)
-    for low, high in CLIP_DEFAULTS.values():
+def test_the_presets_ranges_are_the_papers_and_of_known_losses():
+    ranges = {name: (p["eps_clip"], p["eps_clip_high"]) for name, p in PRESETS.items() if "eps_clip" in p}
+    assert ranges == {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+    for low, high in ranges.values():
         PolicyLossOptions(eps_low=low, eps_high=high)
+    assert {"gspo", "cispo", PRESETS["remax"]["policy_loss"]} < set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize(

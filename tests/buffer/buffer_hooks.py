@@ -117,6 +117,12 @@ def halve(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
     return raw, [r / 2 for r in raw]
 
 
+def divides_by_zero(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    rewards = [1.0] * len(samples)
+    rewards[2] = float("nan")
+    return [1.0] * len(samples), rewards
+
+
 def loses_one(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
     return [0.0] * len(samples), [0.0] * (len(samples) - 1)
 

@@ -211,6 +211,10 @@ def test_raw_rewards_and_post_processing(buffer: MakeBuffer) -> None:
     assert np.array_equal(shard.fields["rewards"], shard.fields["raw_rewards"] / 2)
     with pytest.raises(ValueError, match=r"--custom-reward-post-process-path .* 8 raw and 7 rewards for 8 samples"):
         run(buffer(run="c", custom_reward_post_process_path=f"{HOOKS}:loses_one").generate(0))
+    with pytest.raises(
+        ValueError, match=r"--custom-reward-post-process-path .*: rewards\[2\] is nan; a reward must be"
+    ):
+        run(buffer(run="d", custom_reward_post_process_path=f"{HOOKS}:divides_by_zero").generate(0))
 
 
 def _many(samples: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,9 @@ import pytest
 
 from fusionrl.config.config import Config
 from fusionrl.config.parser import read_args
+from fusionrl.config.presets import ACCURACY
 from fusionrl.config.validate import validate
+from fusionrl.config.validate_algorithm import OF_GROUPS, algorithm_warnings
 
 Errors = Callable[..., list[str]]
 
@@ -105,6 +107,19 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
             },
             ["--n-samples-per-prompt 1", "at least 2"],
         ),
+        (
+            {
+                "n_samples_per_prompt": 3,
+                "dynamic_sampling_filter_path": ACCURACY,
+                "accuracy_lower_bound": 0.4,
+                "accuracy_upper_bound": 0.6,
+            },
+            [
+                "check_accuracy_in_range drops every group of --n-samples-per-prompt 3",
+                "0.4 … --accuracy-upper-bound 0.6",
+            ],
+        ),
+        ({"accuracy_upper_bound": 0.9}, ["--accuracy-upper-bound 0.9 has no effect without its filter", ACCURACY]),
         ({"custom_rm_path": "no_module.rm", "rm_type": None}, ["--custom-rm-path", "no_module"]),
         (
             {"custom_generate_function_path": "nowhere.py:f"},
@@ -345,6 +360,7 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
         (["--use-tis", "--use-rollout-logprobs"], "correct for them; leave one out"),
         (["--critic-lr", "1"], "--critic-lr 1.0 has no effect without --advantage-estimator ppo"),
         (["--tis-mode", "mask"], "--tis-mode mask has no effect without --use-tis"),
+        (["--bootstrap-truncated"], "--bootstrap-truncated True has no effect without --advantage-estimator ppo"),
         (["--gamma", "0.9"], "--gamma 0.9 has no effect without --advantage-estimator reinforce_plus_plus or ppo"),
         (["--policy-loss", "dpo", "--normalize-advantages"], "--normalize-advantages: --policy-loss dpo has no use"),
         (["--mode", "sft", "--loss-type", "custom_loss"], "--loss-type custom_loss belongs to --mode rl, not to sft"),
@@ -380,3 +396,19 @@ def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
         "--rollout-health-check-first-wait",
     ]
     assert all("--use-fault-tolerance; add it" in error for error in found)
+
+
+def test_a_group_of_one_that_trains_nothing_is_told() -> None:
+    one = {"n_samples_per_prompt": 1}
+    for estimator in OF_GROUPS:
+        (text,) = algorithm_warnings(Config.from_flat(one | {"advantage_estimator": estimator}))
+        assert text.startswith(f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: ")
+    for other in (
+        {"n_samples_per_prompt": 2},
+        *({"advantage_estimator": name} for name in ("ppo", "remax", "reinforce_plus_plus", "prime")),
+        {"mode": "sft"},
+        {"use_opd": True},
+        {"disable_rewards_normalization": True},
+        {"custom_generate_function_path": "mine.py:several"},
+    ):
+        assert algorithm_warnings(Config.from_flat(one | other)) == [], other

@@ -8,6 +8,7 @@ import pytest
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.model_shape import shape_from_hf_config
+from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory import estimate_trainer_memory
 from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
@@ -107,6 +108,9 @@ def test_a_process_reward_model_s_trainers() -> None:
     text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **own}))
     assert "prm        2 ranks = TP 2 x CP 1 x PP 1 x DP 1 (EP 1) on devices [3, 4]\n" in text and "idle" not in text
     assert plan(advantage_estimator="prime", mode="sft").auxiliary is None
+    provided = Config.from_flat({"custom_model_provider_path": "mine.py:model", "prm_load": "elsewhere"})
+    assert auxiliary_config(provided, "prm").model.custom_model_provider_path is None, "it builds the policy alone"
+    assert auxiliary_config(provided, "prm").model.hf_checkpoint == "elsewhere"
     wrong = Config.from_flat({"rollout_batch_size": 8, "num_rollout": 3, **own, "prm_num_gpus": 3})
     (error,) = plan_errors(wrong, num_prompts=4, shape=SHAPE)
     assert error.startswith("prm (--prm-num-gpus, --prm-…-parallel-size): ")

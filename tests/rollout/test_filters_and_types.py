@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.filters import check_reward_nonzero_std
+from fusionrl.rollout.filters import check_accuracy_in_range, check_reward_nonzero_std
 from fusionrl.rollout.types import RolloutFnTrainOutput, as_eval_output, as_train_output, flatten
 
 
@@ -29,6 +29,27 @@ def group(*rewards: Any, number: int | None = 0) -> list[Sample]:
 def test_groups_without_a_signal_are_dropped(rewards: tuple[Any, ...], keep: bool, reason: str | None) -> None:
     verdict = check_reward_nonzero_std(argparse.Namespace(reward_key=None), group(*rewards))
     assert (verdict.keep, verdict.reason) == (keep, reason)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ((1.0, 0.0, 0.0, 0.0, 0.0), None),  # 0.2 and 0.8, the ends, count
+        ((1.0, 0.5, 0.1, 2.0, -1.0), None),
+        ((1.0, *[0.0] * 5), "too_hard"),
+        ((*[1.0] * 5, -1.0), "too_easy"),
+        ((1.0, 0.0, None, None, None, None), None),  # what failed does not count
+        ((0.0, None), "too_hard"),
+        ((1.0,), "too_easy"),
+        ((None, None), "unscored"),
+    ],
+)
+def test_groups_that_are_too_easy_or_too_hard_are_dropped(rewards: tuple[Any, ...], reason: str | None) -> None:
+    args = argparse.Namespace(reward_key=None, accuracy_lower_bound=0.2, accuracy_upper_bound=0.8)
+    verdict = check_accuracy_in_range(args, group(*rewards))
+    assert (verdict.keep, verdict.reason) == (reason is None, reason)
+    wide = argparse.Namespace(reward_key=None, accuracy_lower_bound=0.0, accuracy_upper_bound=1.0)
+    assert check_accuracy_in_range(wide, group(*rewards)).keep == (reason != "unscored")
 
 
 def test_forms_of_a_rollout() -> None:

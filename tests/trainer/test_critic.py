@@ -28,7 +28,7 @@ def call(workers, layout, method, shards, *args):
     return [found[layout.ranks_of_dp(dp)[0]] for dp in range(layout.dp)]
 
 
-def gae_by_loops(rewards, values, mask, gamma, lam):
+def gae_by_loops(rewards, values, mask, gamma, lam, truncated=False):
     """(advantages, returns) at trained tokens of one sample, by the recursion in float64."""
     trained = np.flatnonzero(mask)
     v = values[trained].astype(np.float64)
@@ -36,7 +36,8 @@ def gae_by_loops(rewards, values, mask, gamma, lam):
     r[-1] = rewards
     advantages, following = np.zeros(trained.size), 0.0
     for t in reversed(range(trained.size)):
-        delta = r[t] + gamma * (v[t + 1] if t + 1 < trained.size else 0.0) - v[t]
+        after = v[-1] if truncated else 0.0
+        delta = r[t] + gamma * (v[t + 1] if t + 1 < trained.size else after) - v[t]
         following = delta + gamma * lam * following
         advantages[t] = following
     return advantages, advantages + v
@@ -102,3 +103,23 @@ def test_values_that_are_not_finite_are_named(workers, hf):
     values = {i: {"values": np.full(n, np.nan, np.float32)} for i, n in enumerate(samples.response)}
     with pytest.raises(Failed, match="value nan at response token"):
         call(workers, TrainerLayout(1), "prepare", shards_of(samples, 1), 0, [values])
+
+
+def test_a_response_cut_at_its_limit_is_worth_its_last_value(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = Samples(4, seed=74)
+    random = np.random.default_rng(74)
+    values = {i: {"values": random.normal(size=n).astype(np.float32)} for i, n in enumerate(samples.response)}
+    truncated = [True, False, True, False]
+    (shard,) = shards_of(samples, 1)
+    shard.fields["truncated"] = np.array(truncated)
+    found = {}
+    for bootstraps in (True, False):
+        workers.start(config_of(folder, **PPO, bootstrap_truncated=bootstraps), TrainerLayout(1))
+        ((found[bootstraps],),) = [call(workers, TrainerLayout(1), "prepare", [shard], 0, [values])]
+        for i, cut in enumerate(truncated):
+            given = (samples.rewards[i], values[i]["values"], samples.mask[i], 0.95, 0.9, cut and bootstraps)
+            _, returns = gae_by_loops(*given)
+            assert np.abs(found[bootstraps][i]["returns"][samples.mask[i] > 0] - returns).max() < 1e-5
+    gaps = [np.abs(found[True][i]["returns"] - found[False][i]["returns"]).max() for i in range(4)]
+    assert [gap > 0.01 for gap in gaps] == truncated

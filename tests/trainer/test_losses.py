@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.test_parallel import assert_same, history
-from tests.trainer.trainer_worker import Failed, Samples, config_of
+from tests.trainer.trainer_worker import Failed, Samples, config_of, weights
 
 SEQUENCE = {"loss_aggregation": "sequence_mean"}
 LOSSES = {
@@ -152,6 +152,88 @@ def test_whole_steps_of_the_trainer(workers, hf, name):
     assert_same(two, one, 1e-5)
 
 
+def at_the_edge() -> Samples:
+    """Sample 1 is fully masked, 2 has an empty response, 3 lacks some of the engine's log-probs; 4 has reward 0."""
+    samples = Samples(6, seed=66, low=20)
+    samples.mask = [np.ones_like(mask) for mask in samples.mask]
+    samples.mask[1][:] = 0.0
+    samples.log_probs[1][:] = np.nan
+    samples.tokens[2] = samples.tokens[2][: samples.total[2] - samples.response[2]]
+    samples.total[2], samples.response[2] = samples.tokens[2].size, 0
+    samples.mask[2] = samples.log_probs[2] = np.zeros(0, np.float32)
+    samples.log_probs[3][:3] = [-np.inf, np.nan, np.inf]
+    samples.rewards[4] = 0.0
+    return samples
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "use_tis": True,
+            "rejection_level": "geometric",
+            "rejection_low": 0.0,
+            "rejection_high": 1e9,
+            "tis_veto": 1e-9,
+        },
+        {"use_opsm": True, "use_kl_loss": True, "kl_loss_coef": 0.2, "use_unbiased_kl": True, "entropy_coef": 0.01},
+        {"policy_loss": "gspo", "use_rollout_logprobs": True, **SEQUENCE},
+        {"policy_loss": "kl_cov", "kl_cov_fraction": 0.1, "normalize_advantages": True},
+        {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1},
+    ],
+    ids=str,
+)
+def test_samples_that_train_nothing_are_as_good_as_none(workers, hf, values):
+    folder, _ = hf("llama", True)
+    samples, found = at_the_edge(), []
+    for groups in ([[0, 1], [2], [3, 4, 5]], [[0], [3, 4, 5]]):
+        workers.start(config_of(folder, **values), TrainerLayout(1))
+        count = samples.count([i for group in groups for i in group])
+        steps = [[*groups[:-1], groups[-1][:1]], [groups[-1][1:]]]
+        counts = [samples.count([i for group in step for i in group]) for step in steps]
+        assert count == tuple(np.sum(counts, 0)) and count[1] == 4
+        metrics = [workers.train([samples.shard(steps, counts)], TrainerLayout(1), i) for i in range(2)]
+        found.append((metrics, workers.run(weights)))
+    assert all(np.isfinite(list(metrics.values())).all() and not metrics["train/skipped"] for metrics in found[0][0])
+    assert found[0][0][0]["train/logprob_not_finite"] > 0
+    assert_same(found[0], found[1], 1e-6)
+
+
+def pair_advantages_of(actor, shard, log_probs, reference):
+    """(advantages, metrics) of a shard's first step."""
+    from fusionrl.trainer.selection import pair_advantages
+
+    zeros = np.zeros_like(log_probs)
+    shard.fields |= {"group_index": shard.fields["sample_index"] // 2, "ref_log_probs": reference, "advantages": zeros}
+    return shard, pair_advantages(shard, shard.steps[0], log_probs, 0.3, 0.0)
+
+
+def test_a_pair_without_a_log_prob_is_left_out_and_counted(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = Samples(6, seed=65, low=25)
+    pairs_of(samples)
+    samples.mask = [np.ones_like(mask) for mask in samples.mask]
+    samples.mask[2][0] = 0.0
+    layout = TrainerLayout(2)
+    workers.start(config_of(folder, policy_loss="dpo"), layout)
+    calls = []
+    for shard in samples.shards(2):
+        names = shard.fields["sample_index"].tolist()
+        log_probs = np.concatenate([samples.log_probs[i] for i in names])
+        reference = [(0.8 * samples.log_probs[i]).copy() for i in names]
+        for i, part in zip(names, reference, strict=True):
+            if i == 2:
+                part[0] = -np.inf  # its token is not trained on
+            if i == 5:
+                part[-1] = np.nan
+        calls.append((pair_advantages_of, shard, log_probs, np.concatenate(reference)))
+    for shard, metrics in workers.run_each(calls):
+        assert metrics["train/pairs_excluded"] == 1.0 and np.isfinite(metrics["train/dpo_loss"])
+        for index, part in zip(shard.fields["sample_index"], shard.split("advantages"), strict=False):
+            assert np.isfinite(part).all()
+            assert part.any() == (index < 4), "the third pair's answers have no gradient, wherever they are"
+
+
 HOOKS = "tests/trainer/train_hooks.py"
 
 
@@ -198,3 +280,12 @@ def test_their_mistakes_are_named(workers, hf, values, message):
     workers.start(config_of(folder, **{name: f"{HOOKS}:{value}" for name, value in values.items()}), TrainerLayout(1))
     with pytest.raises(Failed, match=message):
         workers.train(Samples(3, seed=64).shards(), TrainerLayout(1), 0)
+
+
+def test_a_correction_of_log_probs_that_are_not_there(workers, hf):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder, custom_tis_function_path=f"{HOOKS}:truncated"), TrainerLayout(1))
+    (shard,) = Samples(3, seed=64).shards()
+    del shard.fields["rollout_log_probs"]
+    with pytest.raises(Failed, match="--custom-tis-function-path .*truncated: the rollout has no log-probs of the eng"):
+        workers.train([shard], TrainerLayout(1), 0)

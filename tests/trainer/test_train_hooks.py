@@ -27,6 +27,22 @@ def test_a_custom_loss_has_the_gradients_of_the_same_built_in_one(workers, hf, s
     assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "sequence_parallel"), [({"tp": 2}, True), ({"tp": 2}, False), ({"cp": 2}, True)], ids=str
+)
+def test_a_custom_loss_without_starts_finds_its_samples(workers, hf, sizes, sequence_parallel):
+    folder, _ = hf("qwen3", False, vocab_size=121)
+    samples, layout = Samples(5, seed=43, vocab=121, share=2), TrainerLayout(2, **sizes)
+    assert (samples.total[:-1] % 2).any() and (samples.total[:-1] % 4).any(), "some must be padded"
+    built_in = history(workers, folder, samples, TrainerLayout(1))
+    as_in_slime = {**CUSTOM, "custom_loss_function_path": f"{HOOKS}:ppo_as_in_slime"}
+    passthrough = {} if sequence_parallel else {"transformer": {"sequence_parallel": False}}
+    custom = history(workers, folder, samples, layout, passthrough=passthrough, **as_in_slime)
+    for metrics, others in zip(custom[0], built_in[0], strict=True):
+        assert metrics["train/grad_norm"] == pytest.approx(others["train/grad_norm"], rel=1e-5)
+    assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
+
+
 def test_sample_means_are_those_of_the_loss(workers, hf):
     folder, _ = hf("llama", True)
     samples = Samples(5, seed=42)
@@ -75,6 +91,7 @@ def test_advantages_and_masks_of_a_user(workers, hf):
             r"no_tuple: it returned Tensor; expected \(loss, dict of metrics\)",
         ),
         ({"custom_loss_function_path": "no_gradient"}, "its loss must be a tensor of one element with a gradient"),
+        ({"custom_loss_function_path": "ppo_of_some"}, r"do not fill the packed row of \d+; .* give starts="),
         ({"custom_megatron_before_log_prob_hook_path": "raises", "use_kl_loss": True}, "before-log-prob.*'mine'"),
         ({"custom_megatron_before_train_step_hook_path": "raises"}, "before-train-step.*'mine'"),
     ],

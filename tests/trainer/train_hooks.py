@@ -31,6 +31,17 @@ def ppo_with_kl(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_s
     return loss, {name: part.detach() for name, part in zip(names, losses, strict=True)}
 
 
+def ppo_as_in_slime(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    """The same of a program that knows nothing of `starts`."""
+    return ppo_with_kl(args, batch | {"starts": None}, logits, sum_of_sample_mean)
+
+
+def ppo_of_some(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    """It leaves the first sample out and does not say where the others stand."""
+    names = ("unconcat_tokens", "total_lengths", "response_lengths")
+    get_log_probs_and_entropy(logits, args=args, **{name: batch[name][1:] for name in names})
+
+
 def knows_its_data(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
     """A loss that looks at metadata and a user's own column."""
     for index, length in enumerate(batch["response_lengths"]):
