@@ -48,7 +48,9 @@ def check(rows: list[dict[str, Any]], model_folder: Path) -> None:
 def test_partial_rollouts(task: Path, rl_flags: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*rl_flags, "--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--over-sampling-batch-size", "16"]
-    flags += ["--rollout-max-response-len", "48", "--num-rollout", "4", "--lr", "0", "--no-save"]
+    # Few at a time, and long enough that answers end when they do: some are always under way when a rollout ends.
+    flags += ["--rollout-max-response-len", "128", "--sglang-max-running-requests", "16"]
+    flags += ["--num-rollout", "4", "--lr", "0", "--no-save"]
     run([*flags, "--run-dir", str(folder)], tmp_path)
     rows = saved_samples(folder)
     assert len(rows) == 4 * 8 * 4
