@@ -112,12 +112,12 @@ class Run:
 
     def finish_save(self, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if any; without `wait` only if its files are there."""
-        if self._pending is None or not (wait or self.session.is_saved()):
+        if self._pending is None or not (wait or self.session.trainers.is_saved()):
             return
         pending, options = self._pending, self.config.checkpoint
         self._pending = None
         with self.checkpoints.discarding(pending.folder):
-            self.session.finish_save()
+            self.session.trainers.finish_save()
             self.checkpoints.publish(pending.rollout_id, pending.folder, pending.facts)
         if options.keep_checkpoints is not None:
             self.checkpoints.prune(options.keep_checkpoints, options.keep_best)
@@ -267,7 +267,7 @@ def choose_loop(config: Config) -> object:
 
 def _timed_train(session: Session, rollout: Rollout) -> dict[str, float]:
     start = time.perf_counter()
-    values = session.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
+    values = session.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
     return values | {"perf/time_train_s": time.perf_counter() - start}
 
 
@@ -303,7 +303,7 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
             run.finish_save()
             if config.checkpoint.save_hf is not None and session.trainers:
                 progress.status("saving the Hugging Face folder")
-                session.save_hf(Path(config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)))
+                session.trainers.save_hf(Path(config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)))
         except Terminated:
             if session.trainers:
                 run.save(run.last_trained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,3 +144,16 @@ def root_cause(error: BaseException) -> BaseException:
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
         return cause
     return error
+
+
+def gather(refs: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
+    """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
+
+    `check` is called about once a second, and may raise to end the wait.
+    """
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
+        ray.get(done)
+        check()
+    return ray.get(list(refs))

@@ -14,15 +14,24 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.guard import Guard
-from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, root_cause, start_ray
+from fusionrl.cluster.ray_cluster import (
+    LOOPBACK,
+    Bundle,
+    actor_on,
+    gather,
+    is_alone,
+    place_devices,
+    root_cause,
+    start_ray,
+)
 from fusionrl.cluster.recovery import Recovery
+from fusionrl.cluster.trainers import TrainerGroups
 from fusionrl.cluster.workers import BufferWorker, EngineWorker, TrainerWorker
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
 from fusionrl.plan.auxiliary import Role, auxiliary_config
-from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
 from fusionrl.weights.push import WeightMismatch, push_weights, verify_push
@@ -53,8 +62,7 @@ class Session:
         self.config, self.plan = config, plan
         self.run_dir, self.attempt = run_dir.resolve(), attempt
         self.say, self.check_stop, self.on_ray = say, check_stop, on_ray
-        self.trainers: list[Any] = []
-        self.auxiliaries: list[Any] = []  # trainers of the critic, or of the process reward model
+        self.trainers = TrainerGroups(config, plan)
         self._engines_away = False  # whether the engines gave their memory back
         self.engines: list[Any] = []
         self.urls: list[str] = []
@@ -102,7 +110,7 @@ class Session:
         trainer_refs = self._make_trainers(self._bundles)
         buffer_ready = self._make_router_and_buffer(engine_refs)
         if self.trainers:
-            facts = _gather(trainer_refs, self.check_stop)
+            facts = gather(trainer_refs, self.check_stop)
             logger.info("trainers: %s", facts[0])
         facts = ray.get(buffer_ready)
         if facts["num_too_long"]:
@@ -204,12 +212,14 @@ class Session:
         if self.plan.layout is None:
             return []
         config = pinned(self.config, self.plan)
-        self.trainers = self._trainer_group(config, [bundles[place] for place in self.plan.trainer_bundles])
-        groups = [self.trainers]
+        actors = self._trainer_group(config, [bundles[place] for place in self.plan.trainer_bundles])
+        self.trainers.actors, groups = actors, [actors]
         if (auxiliary := self.plan.auxiliary) is not None:
             places = [bundles[place] for place in auxiliary.bundles]
-            self.auxiliaries = self._trainer_group(auxiliary_config(config, auxiliary.role), places, auxiliary.role)
-            groups.append(self.auxiliaries)
+            self.trainers.auxiliaries = self._trainer_group(
+                auxiliary_config(config, auxiliary.role), places, auxiliary.role
+            )
+            groups.append(self.trainers.auxiliaries)
         refs = []
         for group in groups:
             address, port = ray.get(group[0].node_address.remote())
@@ -246,7 +256,7 @@ class Session:
                 router_args=self.config.passthrough.router,
             )
             router_url = self.router.start()
-            urls = iter(_gather(engine_refs, self.check_stop))
+            urls = iter(gather(engine_refs, self.check_stop))
             self.urls = [next(urls) for _ in self.engines]
             for role, engines in self.scorers.items():
                 scorer_urls[role] = tuple(next(urls) for _ in engines)
@@ -355,11 +365,11 @@ class Session:
         shared = self._shares_memory and self._engines_away
         if shared:
             # First room for the engines' weights, and after the push for their caches: never all of both sides at once.
-            self._offload_trainers(keep_weights=True)
+            self.trainers.offload(keep_weights=True)
             ray.get([engine.resume_memory.remote(["weights"]) for engine in self.engines])
         assert self.plan.transport is not None
         metrics = push_weights(
-            self.trainers,
+            self.trainers.actors,
             self._targets,
             self._feeds,
             version=version,
@@ -368,7 +378,7 @@ class Session:
             timeout_s=weights.update_weight_timeout_s,
         )
         if shared:
-            self._offload_trainers()
+            self.trainers.offload()
             ray.get([engine.resume_memory.remote(["kv_cache", "cuda_graph"]) for engine in self.engines])
             self._engines_away = False
         is_first = self._num_pushes == 0
@@ -381,7 +391,7 @@ class Session:
     def _verify(self, version: int) -> dict[str, float]:
         is_fp32 = self.plan.precision == self.plan.rollout_dtype == "fp32"
         return verify_push(
-            self.trainers,
+            self.trainers.actors,
             self._targets,
             self.urls,
             api_key=self.api_key,
@@ -402,62 +412,10 @@ class Session:
             ray.get([engine.release_memory.remote(None) for engine in self.engines])
             self._engines_away = True
 
-    def train(self, rollout_id: int, shards: Sequence[Any], auxiliary_shards: Sequence[Any] = ()) -> dict[str, float]:
-        """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
-        assert self.plan.layout is not None
-        layout, auxiliary = self.plan.layout, self.plan.auxiliary
-        own = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
-        if auxiliary is None:
-            return _gather([t.train.remote(rollout_id, s) for t, s in zip(self.trainers, own, strict=True)])[0]
-        ranks = range(auxiliary.layout.world_size)
-        theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
-        train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
-        return train(rollout_id, own, theirs, auxiliary.layout)
-
-    # Between the two groups columns go by reference, of one rank of each replica.
-    def _train_with_prm(
-        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], layout: TrainerLayout
-    ) -> dict[str, float]:
-        """The process reward model learns the outcomes first, and rewards the same rollout then."""
-        self._make_room(self.trainers)
-        calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
-        pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
-        rewards = _of_replicas(pairs, layout)
-        self._make_room(self.auxiliaries)
-        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.trainers, own, strict=True)]
-        return ray.get(pairs[0][0]) | _gather(refs)[0]
-
-    def _train_with_critic(
-        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], critic: TrainerLayout
-    ) -> dict[str, float]:
-        """The critic's values give the advantages and its targets; both learn then."""
-        assert self.plan.layout is not None
-        self._make_room(self.trainers)
-        pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        values = _of_replicas(pairs, critic)
-        self._make_room(self.auxiliaries)
-        prepare = [trainer.prepare.options(num_returns=2) for trainer in self.trainers]
-        pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
-        targets = _of_replicas(pairs, self.plan.layout)
-        metrics: dict[str, float] = {}
-        if rollout_id >= self.config.critic.num_critic_only_steps:
-            metrics |= _gather([t.train.remote(rollout_id, s) for t, s in zip(self.trainers, own, strict=True)])[0]
-        self._make_room(self.trainers)
-        refs = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        metrics |= _gather(refs)[0]
-        self._make_room(self.auxiliaries)
-        return metrics
-
-    def _make_room(self, group: list[Any]) -> None:
-        """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
-        is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
-        if is_shared and self.config.cluster.offload_train != "never":
-            ray.get([trainer.offload.remote(False) for trainer in group])
-
     def generate(self, rollout_id: int) -> Any:
         """The Buffer's `Rollout`; of an engine that dies meanwhile the death is reported, not its consequences."""
         self._restore()
-        self._offload_trainers()
+        self.trainers.offload()
         before = self._faults()
         rollout = self._watched(self.buffer.generate.remote(rollout_id))
         self._add_faults(rollout.metrics, "rollout", before)
@@ -466,11 +424,15 @@ class Session:
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of an evaluation on every set."""
         self._restore()
-        self._offload_trainers()
+        self.trainers.offload()
         before = self._faults()
         metrics = self._watched(self.buffer.evaluate.remote(step))
         self._add_faults(metrics, "eval", before)
         return metrics
+
+    def validation_losses(self) -> dict[str, float]:
+        """--mode sft: eval/<set>/loss and eval/<set>/num_tokens of each validation set."""
+        return self.trainers.validation_losses(ray.get(self.buffer.validation_shards.remote()))
 
     def _faults(self) -> dict[str, float]:
         """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
@@ -488,27 +450,6 @@ class Session:
         for name, count in self._faults().items():
             key = f"{prefix}/{name}"
             metrics[key] = metrics.get(key, 0.0) + count - before.get(name, count)
-
-    def validation_losses(self) -> dict[str, float]:
-        """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, of each set."""
-        assert self.plan.layout is not None
-        values = {}
-        for name, shards in ray.get(self.buffer.validation_shards.remote()).items():
-            refs = [
-                trainer.evaluate_loss.remote([shards[self.plan.layout.dp_rank(rank)]])
-                for rank, trainer in enumerate(self.trainers)
-            ]
-            found = _gather(refs)[0]
-            values[f"eval/{name}/loss"] = found["eval/loss"]
-            values[f"eval/{name}/num_tokens"] = found["eval/num_tokens"]
-        return values
-
-    def _offload_trainers(self, keep_weights: bool = False) -> None:
-        """Where --offload-train says so, the trainers give their memory away; they take it back by themselves."""
-        when = self.config.cluster.offload_train
-        if when == "always" or (when == "auto" and self.plan.device == "cuda" and self.plan.is_colocated):
-            ray.get([trainer.offload.remote(keep_weights) for trainer in self.trainers])
-            ray.get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
     def _watched(self, ref: Any) -> Any:
         """Wait for the Buffer's answer, looking after the engines: a dead one is an error at once, or replaced."""
@@ -539,45 +480,21 @@ class Session:
 
         When this returns, training may go on; the checkpoint is complete after `finish_save`.
         """
-        refs = [self.buffer.save.remote(str(path / "buffer.json"), rollout_id)]
-        for name, group in self._trained().items():
-            refs += [trainer.begin_save.remote(str(path / name), rollout_id) for trainer in group]
-        _gather(refs)
-
-    def is_saved(self) -> bool:
-        """Whether `finish_save` would return soon."""
-        return all(_gather([t.is_saved.remote() for group in self._trained().values() for t in group]))
-
-    def finish_save(self) -> None:
-        """Wait for the files of `begin_save`."""
-        _gather([t.finish_save.remote() for group in self._trained().values() for t in group])
+        save = self.buffer.save.remote(str(path / "buffer.json"), rollout_id)
+        gather([save, *self.trainers.begin_save(path, rollout_id)])
 
     def state_hashes(self) -> dict[str, Any]:
         """SHA-256 of the Buffer's state, and of each trainer's weights, optimizer and RNG states."""
         buffer = self.buffer.state_hash.remote()
         return {
             "buffer": ray.get(buffer),
-            "trainers": _gather([t.state_hashes.remote() for group in self._trained().values() for t in group]),
+            "trainers": self.trainers.state_hashes(),
         }
 
     def load(self, path: Path) -> None:
         """The inverse of `save`."""
-        refs = [self.buffer.load.remote(str(path / "buffer.json"))]
-        for name, group in self._trained().items():
-            refs += [trainer.load.remote(str(path / name)) for trainer in group]
-        _, *restored = _gather(refs)
+        _, *restored = gather([self.buffer.load.remote(str(path / "buffer.json")), *self.trainers.load(path)])
         self.rng_restored = all(facts["rng_restored"] for facts in restored)
-
-    def _trained(self) -> dict[str, list[Any]]:
-        """Folder in a checkpoint → trainers, in a mode that changes their weights."""
-        if self.config.run.mode == "reject-sampling" or not self.trainers:
-            return {}
-        auxiliary = self.plan.auxiliary
-        return {"trainer": self.trainers} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
-
-    def save_hf(self, path: Path) -> None:
-        """Weights as a Hugging Face folder."""
-        _gather([trainer.save_hf.remote(str(path)) for trainer in self.trainers])
 
     # ------------------------------------------------------------------------------------ end
     def close(self) -> None:
@@ -596,12 +513,13 @@ class Session:
             self.router.shutdown()
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_ENGINE_STOP_TIMEOUT_S)
-        for actor in [*self.trainers, *self.auxiliaries, *self._all_engines(), self.buffer]:
+        for actor in [*self.trainers.actors, *self.trainers.auxiliaries, *self._all_engines(), self.buffer]:
             if actor is not None:
                 ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)
-        self.trainers, self.auxiliaries, self.engines, self.scorers, self.buffer = [], [], [], {}, None
+        self.trainers = TrainerGroups(self.config, self.plan)
+        self.engines, self.scorers, self.buffer = [], {}, None
         self.router = self._group = None
         ray.shutdown()
 
@@ -620,22 +538,3 @@ def pinned(config: Config, plan: Plan) -> Config:
             ),
         }
     )
-
-
-def _of_replicas(pairs: Sequence[Any], layout: TrainerLayout) -> list[Any]:
-    """Wait for what each rank answers, (None, columns); references to the columns, one of each replica."""
-    _gather([done for done, _ in pairs])
-    return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]
-
-
-def _gather(refs: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
-    """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
-
-    `check` is called about once a second, and may raise to end the wait.
-    """
-    pending = list(refs)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
-        ray.get(done)
-        check()
-    return ray.get(list(refs))

@@ -7,7 +7,6 @@ imported by `setup`, after the CPU layer is in place.
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import math
 import os
@@ -32,6 +31,8 @@ from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
+from fusionrl.trainer.columns import Columns, columns_of, pull, take_columns
+from fusionrl.trainer.settings import aggregation_of, hook_args, loss_length
 
 if TYPE_CHECKING:
     from fusionrl.trainer.batch import BatchOptions, MicroBatch
@@ -253,7 +254,7 @@ class TrainerActor:
     def values(self, shard: TrainShard | list[Any]) -> Columns:
         """A critic's values before each response token that is trained on, of this rank's shard."""
         self.reload()
-        shard = _pull(shard)
+        shard = pull(shard)
         return columns_of(replace(shard, fields=shard.fields | {"values": self._scored(shard)}), ("values",))
 
     def process_rewards(self, rollout_id: int, shard: TrainShard | list[Any]) -> tuple[dict[str, float], Columns]:
@@ -268,7 +269,7 @@ class TrainerActor:
         from fusionrl.trainer.batch import check_shard
 
         self.reload()
-        pulled = _pull(shard)
+        pulled = pull(shard)
         check_shard(pulled)
         outcomes = np.repeat((pulled.fields["raw_rewards"] > 0).astype(np.float32), pulled.response_lengths)
         shard = replace(pulled, fields=pulled.fields | {"outcomes": outcomes})
@@ -294,7 +295,7 @@ class TrainerActor:
         from fusionrl.trainer.loss import LossOptions
 
         self.reload()
-        pulled = _pull(shard)
+        pulled = pull(shard)
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
         take_columns(shard, columns)
@@ -324,7 +325,7 @@ class TrainerActor:
         from fusionrl.trainer.step import train_step
 
         self.reload()
-        pulled = _pull(shard)
+        pulled = pull(shard)
         # What the trainers find out is added to the fields, and in one process these may be somebody else's.
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
@@ -554,7 +555,7 @@ class TrainerActor:
         from fusionrl.trainer.batch import check_shard
 
         self.reload()
-        shard = _pull(shard)
+        shard = pull(shard)
         check_shard(shard)
         return self._score(shard, weights, all_responses=True)
 
@@ -622,7 +623,7 @@ class TrainerActor:
         from fusionrl.trainer.step import evaluate
 
         self.reload()
-        shard = _pull(shard)
+        shard = pull(shard)
         check_shard(shard)
         options = self._batch_options(replays=False)
         batches = [batch for step in shard.steps for batch in build_micro_batches(shard, step, options, self.layout)]
@@ -694,35 +695,11 @@ class TrainerActor:
         dist.barrier()
 
     def state_hashes(self) -> dict[str, str]:
-        """SHA-256 of this rank's weights, optimizer state and RNG states: equal only where all bits are."""
-        from fusionrl.trainer.checkpoint import rng_state
-        from fusionrl.trainer.model import gather_params
+        """SHA-256 of this rank's weights, optimizer state and RNG states (`state_hashes.py`)."""
+        from fusionrl.trainer.state_hashes import state_hashes
 
         self.reload()
-        gather_params(self.trained.chunks)
-        weights, optimizer = hashlib.sha256(), hashlib.sha256()
-        for chunk in self.trained.chunks:
-            for name, param in chunk.named_parameters():
-                weights.update(name.encode())
-                weights.update(_bytes(param))
-        for inner in self.trained.optimizer.chained_optimizers:
-            for group in inner.optimizer.param_groups:
-                scalars = [group.get(name) for name in ("step", "lr", "weight_decay")]
-                optimizer.update(repr(scalars).encode())
-                for param in group["params"]:
-                    optimizer.update(_bytes(param))
-                    for name, value in sorted(inner.optimizer.state[param].items()):
-                        optimizer.update(name.encode())
-                        optimizer.update(_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
-        state = rng_state()
-        rng = hashlib.sha256(repr((state["python"], state["numpy"])).encode())
-        for value in (
-            state["torch"],
-            state["device"],
-            *(state["tracker"][key] for key in sorted(state["tracker"])),
-        ):
-            rng.update(_bytes(value))
-        return {"weights": weights.hexdigest(), "optimizer": optimizer.hexdigest(), "rng": rng.hexdigest()}
+        return state_hashes(self.trained)
 
     def shutdown(self) -> None:
         """Leave the process groups. A save that was not finished is not published."""
@@ -747,27 +724,6 @@ class TrainerActor:
             dist.destroy_process_group()
 
 
-def aggregation_of(config: Config) -> str:
-    """How the tokens' losses become one: a name of `algorithms.aggregation`."""
-    if config.run.mode == "rl" and config.algorithm.policy_loss == "dpo":
-        return "constant"
-    if config.run.mode == "rl" and config.algorithm.loss_aggregation != "auto":
-        return config.algorithm.loss_aggregation
-    return "token_mean" if config.algorithm.calculate_per_token_loss else "sequence_mean"
-
-
-def loss_length(config: Config) -> float | None:
-    """What the aggregation `constant` divides by."""
-    if config.algorithm.policy_loss == "dpo":
-        return 1.0
-    return config.algorithm.loss_length or config.rollout.rollout_max_response_len
-
-
-def hook_args(config: Config, rank: int, run_dir: str) -> Any:
-    """A fresh copy of the flags for one call of a hook in a trainer."""
-    return config.to_args(rank=rank, run_dir=run_dir, save=f"{run_dir}/checkpoints")
-
-
 def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
     """Mean of each metric over the steps that report it; the sum of what is counted, the maximum of a max."""
     result = {}
@@ -780,39 +736,3 @@ def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
         else:
             result[name] = sum(values) / len(values)
     return result
-
-
-Columns = dict[int, dict[str, np.ndarray]]  # position of a sample in the rollout -> name -> [response_length]
-
-
-def columns_of(shard: TrainShard, names: Sequence[str]) -> Columns:
-    """Columns of a shard by the samples' positions, for trainers whose shards are cut otherwise."""
-    parts = {name: shard.split(name)[: shard.num_samples] for name in names}
-    positions = shard.fields["position"].tolist()
-    return {position: {name: parts[name][i] for name in names} for i, position in enumerate(positions)}
-
-
-def take_columns(shard: TrainShard, columns: Sequence[Any]) -> None:
-    """Add to the shard what `columns_of` gave of all ranks' shards; references are pulled."""
-    whole: Columns = {}
-    for part in columns:
-        if not isinstance(part, dict):
-            import ray
-
-            part = ray.get(part)
-        whole |= part
-    found = [whole[position] for position in shard.fields["position"].tolist()]
-    for name in next(iter(whole.values()), {}):
-        shard.fields[name] = np.concatenate([np.zeros(0, np.float32), *(one[name] for one in found)])
-
-
-def _pull(shard: TrainShard | list[Any]) -> TrainShard:
-    if isinstance(shard, TrainShard):
-        return shard
-    import ray
-
-    return ray.get(shard[0])
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

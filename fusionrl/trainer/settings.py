@@ -1,4 +1,4 @@
-"""What the trainer derives from the configuration: device, precision, Megatron's values, the schedule."""
+"""What the trainer derives from the configuration: device, precision, Megatron's values, schedule, aggregation."""
 
 from __future__ import annotations
 
@@ -259,3 +259,24 @@ def ddp_fields(config: Config) -> dict[str, Any]:
         "average_in_collective": False,
     }
     return fields | config.passthrough.ddp
+
+
+def aggregation_of(config: Config) -> str:
+    """How the tokens' losses become one: a name of `algorithms.aggregation`."""
+    if config.run.mode == "rl" and config.algorithm.policy_loss == "dpo":
+        return "constant"
+    if config.run.mode == "rl" and config.algorithm.loss_aggregation != "auto":
+        return config.algorithm.loss_aggregation
+    return "token_mean" if config.algorithm.calculate_per_token_loss else "sequence_mean"
+
+
+def loss_length(config: Config) -> float | None:
+    """What the aggregation `constant` divides by."""
+    if config.algorithm.policy_loss == "dpo":
+        return 1.0
+    return config.algorithm.loss_length or config.rollout.rollout_max_response_len
+
+
+def hook_args(config: Config, rank: int, run_dir: str) -> Any:
+    """A fresh copy of the flags for one call of a hook in a trainer."""
+    return config.to_args(rank=rank, run_dir=run_dir, save=f"{run_dir}/checkpoints")

@@ -1,4 +1,4 @@
-"""An HTTP engine that says what a test wrote down, and notes what it was asked."""
+"""An HTTP engine that says what a test wrote down, and notes what it was asked; and SGLang's own, on a CPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,36 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.engine import EngineActor, EngineSpec
 
 EOS = 258
+KEY = "a key of the test"
+
+
+def sglang_engine(model: Path, log_dir: Path, max_total_tokens: int) -> EngineActor:
+    """An SGLang server of `model` in fp32 with the key `KEY`, not yet started."""
+    spec = EngineSpec(
+        index=0,
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        tp_size=1,
+        gpu_ids=(),
+        host="127.0.0.1",
+        api_key=KEY,
+        log_dir=str(log_dir),
+        seed=1,
+        start_timeout_s=200.0,
+        server_args={"max_total_tokens": max_total_tokens},
+    )
+    return EngineActor(spec)
 
 
 @dataclass

@@ -14,11 +14,9 @@ import torch
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.rollout.agent import append_text, begin, end_of_turn
 from fusionrl.rollout.sglang_rollout import generate_turn, sampling_params
-
-KEY = "a key of the test"
+from tests.rollout.engine import KEY, sglang_engine
 
 
 @pytest.mark.engine
@@ -27,24 +25,10 @@ KEY = "a key of the test"
 def test_turns_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    spec = EngineSpec(
-        index=0,
-        model_path=str(tiny_model),
-        device="cpu",
-        dtype="float32",
-        tp_size=1,
-        gpu_ids=(),
-        host="127.0.0.1",
-        api_key=KEY,
-        log_dir=str(tmp_path),
-        seed=1,
-        start_timeout_s=200.0,
-        server_args={"max_total_tokens": 4096},
-    )
     args: Any = Config.from_flat(
         {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 500}
     ).to_args()
-    engine = EngineActor(spec)
+    engine = sglang_engine(tiny_model, tmp_path, 4096)
 
     async def turns() -> tuple[Sample, list[int | None], list[str]]:
         sample = Sample(prompt="Where is it? ")

@@ -24,7 +24,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient
 from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
 from plugins.rewards.rubric import reward
-from tests.rollout.engine import Engine, Turn, check_sample
+from tests.rollout.engine import KEY, Engine, Turn, check_sample, sglang_engine
 from tests.rollout.test_agent import call, folder, response  # noqa: F401
 
 pytest.importorskip("verifiers", reason="needs the package verifiers: scripts/setup-env.sh examples")
@@ -228,34 +228,18 @@ def test_real_rollouts_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Pa
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fusionrl.engines.engine import EngineActor, EngineSpec
     from plugins.agents.verifiers_env import generate
 
-    key = "a key of the test"
-    spec = EngineSpec(
-        index=0,
-        model_path=str(tiny_model),
-        device="cpu",
-        dtype="float32",
-        tp_size=1,
-        gpu_ids=(),
-        host="127.0.0.1",
-        api_key=key,
-        log_dir=str(tmp_path),
-        seed=1,
-        start_timeout_s=200.0,
-        server_args={"max_total_tokens": 16384},
-    )
     values = {"hf_checkpoint": str(tiny_model), "apply_chat_template": True, "rollout_max_response_len": 12}
     args: Any = Config.from_flat(values | {"rollout_max_context_len": 1500}).to_args()
     rows = [make_sample(OWN, OWN_ARGS, number) for number in range(8)]
     rows += [make_sample("hotter", {"max_turns": 4}, number % 2) for number in range(8)]
-    engine = EngineActor(spec)
+    engine = sglang_engine(tiny_model, tmp_path, 16384)
     ends = [258, *range(460, 512)]  # a tenth of all tokens: some turns end by one, others by their limit
 
     async def rollouts() -> list[Any]:
         params = sampling_params(args) | {"stop_token_ids": ends[1:]}
-        async with GenerateClient(engine.url, key, 120.0, 16, vocab_size=512) as args.generate_client:
+        async with GenerateClient(engine.url, KEY, 120.0, 16, vocab_size=512) as args.generate_client:
             return await asyncio.gather(*(generate(args, row, params) for row in rows))
 
     try:

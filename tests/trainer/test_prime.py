@@ -138,7 +138,7 @@ def advantages_of(actor, shard, columns):
     """Advantages as `train` makes them of the shard and the columns."""
     import dataclasses
 
-    from fusionrl.trainer.actor import columns_of, take_columns
+    from fusionrl.trainer.columns import columns_of, take_columns
     from fusionrl.trainer.loss import LossOptions
 
     shard = dataclasses.replace(shard, fields=dict(shard.fields))

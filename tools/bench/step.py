@@ -74,7 +74,7 @@ def our_step(session: Session, number: int) -> dict[str, float]:
     start = time.perf_counter()
     rollout = session.generate(number)
     trained = time.perf_counter()
-    values = rollout.metrics | session.train(number, rollout.shards)
+    values = rollout.metrics | session.trainers.train(number, rollout.shards)
     values["perf/time_train_s"] = time.perf_counter() - trained
     values |= session.push(version=number + 1)
     values["seconds"] = time.perf_counter() - start

@@ -1,0 +1,144 @@
+"""The trainers of a run at work: the policy's, and beside them those of a critic or a process reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from fusionrl.cluster.ray_cluster import gather
+from fusionrl.config.config import Config
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.plan import Plan
+
+
+class TrainerGroups:
+    """Trainer actors, rank by rank: `actors` of the policy, `auxiliaries` of a critic or prm. Its length: of `actors`.
+
+    Methods call all ranks at once; they end with the slowest, or at the first failure.
+    """
+
+    def __init__(self, config: Config, plan: Plan) -> None:
+        self.config, self.plan = config, plan
+        self.actors: list[Any] = []
+        self.auxiliaries: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def train(self, rollout_id: int, shards: Sequence[Any], auxiliary_shards: Sequence[Any] = ()) -> dict[str, float]:
+        """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
+        assert self.plan.layout is not None
+        layout, auxiliary = self.plan.layout, self.plan.auxiliary
+        own = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
+        if auxiliary is None:
+            return gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
+        ranks = range(auxiliary.layout.world_size)
+        theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
+        train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
+        return train(rollout_id, own, theirs, auxiliary.layout)
+
+    # Between the two groups columns go by reference, of one rank of each replica.
+    def _train_with_prm(
+        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], layout: TrainerLayout
+    ) -> dict[str, float]:
+        """The process reward model learns the outcomes first, and rewards the same rollout then."""
+        self._make_room(self.actors)
+        calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
+        pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
+        rewards = _of_replicas(pairs, layout)
+        self._make_room(self.auxiliaries)
+        refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, own, strict=True)]
+        return ray.get(pairs[0][0]) | gather(refs)[0]
+
+    def _train_with_critic(
+        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], critic: TrainerLayout
+    ) -> dict[str, float]:
+        """The critic's values give the advantages and its targets; both learn then."""
+        assert self.plan.layout is not None
+        self._make_room(self.actors)
+        pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
+        values = _of_replicas(pairs, critic)
+        self._make_room(self.auxiliaries)
+        prepare = [trainer.prepare.options(num_returns=2) for trainer in self.actors]
+        pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
+        targets = _of_replicas(pairs, self.plan.layout)
+        metrics: dict[str, float] = {}
+        if rollout_id >= self.config.critic.num_critic_only_steps:
+            metrics |= gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
+        self._make_room(self.actors)
+        refs = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
+        metrics |= gather(refs)[0]
+        self._make_room(self.auxiliaries)
+        return metrics
+
+    def _make_room(self, group: list[Any]) -> None:
+        """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
+        is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
+        if is_shared and self.config.cluster.offload_train != "never":
+            ray.get([trainer.offload.remote(False) for trainer in group])
+
+    def validation_losses(self, sets: dict[str, list[Any]]) -> dict[str, float]:
+        """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, and eval/<set>/num_tokens.
+
+        `sets`: name -> one shard for each data-parallel rank.
+        """
+        assert self.plan.layout is not None
+        values = {}
+        for name, shards in sets.items():
+            refs = [
+                trainer.evaluate_loss.remote([shards[self.plan.layout.dp_rank(rank)]])
+                for rank, trainer in enumerate(self.actors)
+            ]
+            found = gather(refs)[0]
+            values[f"eval/{name}/loss"] = found["eval/loss"]
+            values[f"eval/{name}/num_tokens"] = found["eval/num_tokens"]
+        return values
+
+    def offload(self, keep_weights: bool = False) -> None:
+        """Where --offload-train says so, they give their memory away, and take it back by themselves."""
+        when = self.config.cluster.offload_train
+        if when == "always" or (when == "auto" and self.plan.device == "cuda" and self.plan.is_colocated):
+            ray.get([trainer.offload.remote(keep_weights) for trainer in self.actors])
+            ray.get([trainer.offload.remote(False) for trainer in self.auxiliaries])
+
+    def begin_save(self, path: Path, rollout_id: int) -> list[Any]:
+        """References of what begins a checkpoint in the folder `path`; complete after `finish_save`."""
+        groups = self._trained().items()
+        return [trainer.begin_save.remote(str(path / name), rollout_id) for name, group in groups for trainer in group]
+
+    def is_saved(self) -> bool:
+        """Whether `finish_save` would return soon."""
+        return all(gather([trainer.is_saved.remote() for group in self._trained().values() for trainer in group]))
+
+    def finish_save(self) -> None:
+        """Wait for the files of `begin_save`."""
+        gather([trainer.finish_save.remote() for group in self._trained().values() for trainer in group])
+
+    def load(self, path: Path) -> list[Any]:
+        """References of what restores the checkpoint in `path`: facts of each rank."""
+        groups = self._trained().items()
+        return [trainer.load.remote(str(path / name)) for name, group in groups for trainer in group]
+
+    def state_hashes(self) -> list[dict[str, str]]:
+        """SHA-256 of each rank's weights, optimizer and RNG states."""
+        return gather([trainer.state_hashes.remote() for group in self._trained().values() for trainer in group])
+
+    def save_hf(self, path: Path) -> None:
+        """Weights as a Hugging Face folder."""
+        gather([trainer.save_hf.remote(str(path)) for trainer in self.actors])
+
+    def _trained(self) -> dict[str, list[Any]]:
+        """Folder in a checkpoint → trainers, in a mode that changes their weights."""
+        if self.config.run.mode == "reject-sampling" or not self.actors:
+            return {}
+        auxiliary = self.plan.auxiliary
+        return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
+
+
+def _of_replicas(pairs: Sequence[Any], layout: TrainerLayout) -> list[Any]:
+    """Wait for what each rank answers, (None, columns); references to the columns, one of each replica."""
+    gather([done for done, _ in pairs])
+    return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]
