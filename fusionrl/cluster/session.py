@@ -25,7 +25,8 @@ from fusionrl.plan.auxiliary import Role, auxiliary_config
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
-from fusionrl.weights.push import WeightMismatch, push_weights, verify_push
+from fusionrl.weights.push import push_weights
+from fusionrl.weights.verify import WeightMismatch, verify_push
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,9 @@ class Session:
         server_args = dict(self.config.passthrough.sglang)
         if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
             server_args.setdefault("enable_memory_saver", True)
+        if self.config.weights.pause_generation_mode == "in_place":
+            # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
+            server_args.setdefault("disable_radix_cache", True)
         if self.config.rollout.stream_responses:  # else each event repeats all tokens so far
             server_args.setdefault("incremental_streaming_output", True)
         folder = str(self.config.model.hf_checkpoint)

@@ -136,7 +136,12 @@ class TrainerWorker:
         )
 
     def _export(self) -> Any:
-        """(Hugging Face name, full tensor) of every weight, in the engines' precision; collective."""
+        """What the engines load, (Hugging Face name, full tensor) of every weight in their precision; collective."""
+        from fusionrl.weights.fp8 import quantized
+
+        return quantized(self._full_tensors(), self._plan.quantization)
+
+    def _full_tensors(self) -> Any:
         import torch
 
         from fusionrl.weights.families import model_rules
@@ -153,8 +158,9 @@ class TrainerWorker:
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]] | None:
         """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
         from fusionrl.weights.checksums import engine_checksums
+        from fusionrl.weights.fp8 import held
 
-        return engine_checksums(self._export(), self._plan.shape, tp_size)
+        return engine_checksums(held(self._full_tensors(), self._plan.quantization), self._plan.shape, tp_size)
 
     def offload(self, keep_weights: bool = False) -> int:
         """Give memory away while engines generate; see `TrainerActor.offload`."""

@@ -1,7 +1,9 @@
 """Checksums of what an engine should hold, by the engine's own tensor names.
 
-SGLang keeps query, key and value in one tensor, gate and up in another, all experts of a layer in two, pads the
-vocabulary to a multiple of 64, and splits over its tensor parallel ranks. The hash is the first eight bytes of the
+SGLang keeps query, key and value in one tensor, gate and up in another, the two down projections of latent attention in
+a third, all experts of a layer in two, pads the vocabulary to a multiple of 64, and splits over its tensor parallel
+ranks. What it computes from the weights when they are loaded (the two halves of latent attention's `kv_b_proj`) stands
+beside them and is no tensor of the model: that is checked by log-probs alone. The hash is the first eight bytes of the
 SHA-256 of a tensor's bytes, which is what its `/weights_checker` reports for tensors in host memory.
 """
 
@@ -23,8 +25,14 @@ _FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-_NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
-_PROJECTION = re.compile(r"(?P<prefix>.*)\.(?P<name>[qkv]_proj|gate_proj|up_proj)\.(?P<kind>weight|bias)")
+_FUSED_LATENT = {
+    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
+    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+_NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "fused_qkv_a_proj_with_mqa": 2}
+_MODULE = re.compile(r"(?P<prefix>.*)\.(?P<name>\w+)\.(?P<kind>weight|bias)")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight")
 # An expert's projections → the engine's tensor of all experts, and the place in it.
 _EXPERT_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
@@ -32,16 +40,9 @@ _EXPERT_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2,
 
 def engine_checksums(
     tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape, tp_size: int
-) -> list[dict[str, str]] | None:
-    """For each engine rank: engine tensor name → hash. `tensors` are (Hugging Face name, full tensor).
-
-    None where the engine keeps what is computed from the weights in their place (latent attention); `tensors` are
-    exhausted all the same, for their export is a collective.
-    """
-    if shape.mla is not None:
-        for _ in tensors:
-            pass
-        return None
+) -> list[dict[str, str]]:
+    """For each engine rank: engine tensor name → hash. `tensors` are (Hugging Face name, full tensor)."""
+    fused_of = _fused(shape)
     experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
     waiting: dict[str, dict[int, torch.Tensor]] = {}
@@ -55,12 +56,12 @@ def engine_checksums(
                     ranks[rank].update(_experts(expert["prefix"], parts_of_layer, shape, rank, tp_size))
                 del experts[expert["prefix"]]
             continue
-        match = _PROJECTION.fullmatch(name)
-        if match is None:
+        match = _MODULE.fullmatch(name)
+        if match is None or match["name"] not in fused_of:
             for rank in range(tp_size):
-                ranks[rank][name] = hash_tensor(_shard(name, tensor, rank, tp_size))
+                ranks[rank][name] = hash_tensor(_shard(name, tensor, shape, rank, tp_size))
             continue
-        fused, part = _FUSED[match["name"]]
+        fused, part = fused_of[match["name"]]
         parts = waiting.setdefault(f"{match['prefix']}.{fused}.{match['kind']}", {})
         parts[part] = tensor
         if len(parts) == _NUM_PARTS[fused]:
@@ -72,6 +73,15 @@ def engine_checksums(
     assert not experts, f"incomplete experts: {sorted(experts)}"
     assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
     return ranks
+
+
+def _fused(shape: ModelShape) -> dict[str, tuple[str, int]]:
+    """Projection → the engine's tensor that it is a part of, and which."""
+    if shape.mla is None:
+        return _FUSED
+    if shape.mla.q_lora_rank is None:  # queries are not compressed, and the one down projection stands alone
+        return {name: fused for name, fused in _FUSED_LATENT.items() if fused[0] == "gate_up_proj"}
+    return _FUSED_LATENT
 
 
 def _experts(
@@ -99,10 +109,12 @@ def _rows(tensor: torch.Tensor, shape: ModelShape, fused: str, part: int, rank: 
     if fused == "qkv_proj" and part > 0 and shape.num_query_groups < tp_size:
         group = rank * shape.num_query_groups // tp_size
         return tensor[group * shape.head_dim : (group + 1) * shape.head_dim]
+    if fused == "fused_qkv_a_proj_with_mqa":
+        return tensor
     return tensor.chunk(tp_size)[rank]
 
 
-def _shard(name: str, tensor: torch.Tensor, rank: int, tp_size: int) -> torch.Tensor:
+def _shard(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, tp_size: int) -> torch.Tensor:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         missing = -tensor.shape[0] % _VOCABULARY_MULTIPLE
         if missing:
@@ -112,4 +124,6 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, tp_size: int) -> torch.Te
         return torch.cat([half.chunk(tp_size)[rank] for half in tensor.chunk(2)])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return tensor.chunk(tp_size, dim=1)[rank]
+    if shape.mla is not None and name.endswith(("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")):
+        return tensor.chunk(tp_size)[rank]
     return tensor

@@ -7,9 +7,9 @@ import hashlib
 import pytest
 import torch
 
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.config.model_shape import MLAShape, ModelShape
 from fusionrl.weights.checksums import engine_checksums, hash_tensor
-from fusionrl.weights.push import compare_checksums
+from fusionrl.weights.verify import compare_checksums
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 8, 12, 4, 2, 4, 70
 
@@ -107,6 +107,59 @@ def test_against_tensors_cut_by_hand(tp: int, groups: int) -> None:
     assert len(found) == tp
     for rank in range(tp):
         assert found[rank] == {name: sha(tensor) for name, tensor in by_hand(tensors, rank, tp, groups).items()}, rank
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("q_lora_rank", [6, None])
+def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
+    """The down projections stand whole, and as one, on every rank; what is made of the latent is split by heads."""
+    nope, rope, value, latent = 3, 2, 5, 7
+    mla = MLAShape(
+        q_lora_rank=q_lora_rank, kv_lora_rank=latent, qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=value
+    )
+    of = "model.layers.0.self_attn."
+    tensors = {
+        of + "kv_a_proj_with_mqa.weight": random(latent + rope, HIDDEN),
+        of + "kv_a_layernorm.weight": random(latent),
+        of + "kv_b_proj.weight": random(HEADS * (nope + value), latent),
+        of + "o_proj.weight": random(HIDDEN, HEADS * value),
+        "model.layers.0.mlp.gate_proj.weight": random(FFN, HIDDEN),
+        "model.layers.0.mlp.up_proj.weight": random(FFN, HIDDEN) + 1,
+    }
+    if q_lora_rank is None:
+        tensors[of + "q_proj.weight"] = random(HEADS * (nope + rope), HIDDEN)
+    else:
+        tensors[of + "q_a_proj.weight"] = random(q_lora_rank, HIDDEN)
+        tensors[of + "q_a_layernorm.weight"] = random(q_lora_rank)
+        tensors[of + "q_b_proj.weight"] = random(HEADS * (nope + rope), q_lora_rank)
+    found = engine_checksums(tensors.items(), shape().model_copy(update={"mla": mla}), tp)
+    assert len(found) == tp
+    for rank in range(tp):
+        heads = [h for h in range(HEADS) if h * tp // HEADS == rank]
+
+        def rows(name: str, width: int, heads: list[int] = heads) -> torch.Tensor:
+            return torch.cat([tensors[of + name][h * width : (h + 1) * width] for h in heads])
+
+        ffn = [i for i in range(FFN) if i * tp // FFN == rank]
+        wanted = {
+            of + "kv_a_layernorm.weight": tensors[of + "kv_a_layernorm.weight"],
+            of + "kv_b_proj.weight": rows("kv_b_proj.weight", nope + value),
+            of + "o_proj.weight": tensors[of + "o_proj.weight"][
+                :, [h * value + i for h in heads for i in range(value)]
+            ],
+            "model.layers.0.mlp.gate_up_proj.weight": torch.cat(
+                [tensors[f"model.layers.0.mlp.{name}_proj.weight"][ffn] for name in ("gate", "up")]
+            ),
+        }
+        down = tensors[of + "kv_a_proj_with_mqa.weight"]
+        if q_lora_rank is None:
+            wanted |= {of + "q_proj.weight": rows("q_proj.weight", nope + rope), of + "kv_a_proj_with_mqa.weight": down}
+        else:
+            wanted[of + "q_a_layernorm.weight"] = tensors[of + "q_a_layernorm.weight"]
+            wanted[of + "q_b_proj.weight"] = rows("q_b_proj.weight", nope + rope)
+            both = torch.cat([tensors[of + "q_a_proj.weight"], down])
+            wanted[of + "fused_qkv_a_proj_with_mqa.weight"] = both
+        assert found[rank] == {name: sha(tensor) for name, tensor in wanted.items()}, rank
 
 
 def test_the_order_of_the_parts_does_not_matter() -> None:
