@@ -34,7 +34,7 @@ from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.http import call
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.plan.plan import Plan, make_plan
+from fusionrl.plan.plan import make_plan
 from fusionrl.weights.plan import EngineTarget, plan_feeds
 from fusionrl.weights.push import push_weights
 from fusionrl.weights.verify import compare_checksums, verify_push
@@ -54,7 +54,7 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 24,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.08,
     "tie_word_embeddings": False,
     "pad_token_id": None,
@@ -63,13 +63,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MODELS: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen3_moe": EXPERTS}
 LAYOUTS: dict[str, TrainerLayout] = {
     "TP 1": TrainerLayout(1),
-    "TP 2": TrainerLayout(2, tp=2, etp=2),
+    "TP 2": TrainerLayout(2, tp=2),
     "PP 2": TrainerLayout(2, pp=2),
     "PP 2 · VPP 2": TrainerLayout(2, pp=2, vpp=2),
     "CP 2": TrainerLayout(2, cp=2),
     "DP 2": TrainerLayout(2),
     "EP 2": TrainerLayout(2, ep=2),
-    "TP 2 · EP 2": TrainerLayout(2, tp=2, ep=2, etp=1),
+    "TP 2 · EP 2": TrainerLayout(2, tp=2, ep=2),
 }
 # Set → engines of it, as numbers into TP_SIZES.
 ENGINES: dict[str, tuple[int, ...]] = {"1 × TP 1": (0,), "2 × TP 1": (0, 1), "1 × TP 2": (2,)}
@@ -186,14 +186,14 @@ class Bench:
             api_key=None,
             log_dir=str(self.folder),
             seed=1,
+            start_timeout_s=1200.0,
             server_args={"max_total_tokens": 4096, "max_running_requests": 16} | server_args,
         )
 
     def lay_out(self, layout: TrainerLayout) -> None:
         """Make the trainers ones of this layout."""
         config = self._config(layout)
-        self.config = config
-        plan = self._plan(config)
+        plan = make_plan(config, self.shape, device="cpu", num_prompts=0)
         self.trainers = self.ranks[: layout.world_size]
         logs = [str(self.folder / f"trainer-{rank}.log") for rank in range(layout.world_size)]
         ray.get(
@@ -217,15 +217,13 @@ class Bench:
                 "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
                 "context_parallel_size": layout.cp,
                 "expert_model_parallel_size": layout.ep,
-                "expert_tensor_parallel_size": layout.etp,
+                # Without expert parallelism experts are divided as the rest is.
+                "expert_tensor_parallel_size": 1 if layout.ep > 1 else None,
                 "train_num_threads": 1,
                 "no_save": True,
                 "update_weight_buffer_size": 2**17,  # several buckets
             }
         )
-
-    def _plan(self, config: Config) -> Plan:
-        return make_plan(config, self.shape, device="cpu", num_prompts=0)
 
     def push(self, engines: Sequence[int], executor: str, pause_mode: str = "abort") -> int:
         """Push weights that none of `engines` holds; their number."""
@@ -262,6 +260,8 @@ class Bench:
         """
         from safetensors.torch import load_file
 
+        from fusionrl.weights.checksums import engine_checksums
+
         verified = verify_push(
             self.trainers,
             self.targets,
@@ -271,13 +271,11 @@ class Bench:
             version=self.version,
             temperature=1.0,
             tolerance=BOUND,
-            check_bytes=True,
+            is_exact=True,
         )
         files = load_file(self.paths[which] / "model.safetensors")
         num_tensors, difference = 0, 0.0
         for target in self.targets:
-            from fusionrl.weights.checksums import engine_checksums
-
             wanted = engine_checksums(files.items(), self.shape, target.tp_size)
             found = ray.get(target.handle.weight_checksums.remote())
             for want, have in zip(wanted, found, strict=True):

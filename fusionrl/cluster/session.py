@@ -393,7 +393,7 @@ class Session:
             version=version,
             temperature=self.config.rollout.rollout_temperature,
             tolerance=self.config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
-            check_bytes=self.plan.device == "cpu",
+            is_exact=self.plan.device == "cpu",
         )
 
     def release_engine_memory(self) -> None:

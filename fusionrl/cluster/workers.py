@@ -155,12 +155,14 @@ class TrainerWorker:
         for name, tensor in iter_hf_tensors(trained.chunks, trained.transformer, shape):
             yield name, tensor.detach().to(torch.float32 if name in exact else dtype)
 
-    def weight_checksums(self, tp_size: int) -> list[dict[str, str]] | None:
+    def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
-        from fusionrl.weights.checksums import engine_checksums
+        from fusionrl.weights.checksums import engine_checksums, hash_tensor, hash_words
         from fusionrl.weights.fp8 import held
 
-        return engine_checksums(held(self._full_tensors(), self._plan.quantization), self._plan.shape, tp_size)
+        tensors = held(self._full_tensors(), self._plan.quantization)
+        hash_of = hash_words if self._plan.device == "cuda" else hash_tensor
+        return engine_checksums(tensors, self._plan.shape, tp_size, hash_of)
 
     def offload(self, keep_weights: bool = False) -> int:
         """Give memory away while engines generate; see `TrainerActor.offload`."""

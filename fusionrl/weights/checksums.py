@@ -3,15 +3,15 @@
 SGLang keeps query, key and value in one tensor, gate and up in another, the two down projections of latent attention in
 a third, all experts of a layer in two, pads the vocabulary to a multiple of 64, and splits over its tensor parallel
 ranks. What it computes from the weights when they are loaded (the two halves of latent attention's `kv_b_proj`) stands
-beside them and is no tensor of the model: that is checked by log-probs alone. The hash is the first eight bytes of the
-SHA-256 of a tensor's bytes, which is what its `/weights_checker` reports for tensors in host memory.
+beside them and is no tensor of the model: that is checked by log-probs alone. The hashes are those that its
+`/weights_checker` reports: `hash_tensor` of tensors in host memory, `hash_words` of those on a GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -39,9 +39,14 @@ _EXPERT_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2,
 
 
 def engine_checksums(
-    tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape, tp_size: int
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    shape: ModelShape,
+    tp_size: int,
+    hash_of: Callable[[torch.Tensor], str] | None = None,
 ) -> list[dict[str, str]]:
-    """For each engine rank: engine tensor name → hash. `tensors` are (Hugging Face name, full tensor)."""
+    """For each engine rank: engine tensor name → hash (`hash_tensor` if no other is given). `tensors` are (Hugging Face
+    name, full tensor)."""
+    hash_of = hash_of or hash_tensor
     fused_of = _fused(shape)
     experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
@@ -53,13 +58,14 @@ def engine_checksums(
             assert shape.moe is not None
             if len(parts_of_layer) == 3 * shape.moe.num_experts:
                 for rank in range(tp_size):
-                    ranks[rank].update(_experts(expert["prefix"], parts_of_layer, shape, rank, tp_size))
+                    held = _experts(expert["prefix"], parts_of_layer, shape, rank, tp_size)
+                    ranks[rank] |= {held_name: hash_of(both) for held_name, both in held.items()}
                 del experts[expert["prefix"]]
             continue
         match = _MODULE.fullmatch(name)
         if match is None or match["name"] not in fused_of:
             for rank in range(tp_size):
-                ranks[rank][name] = hash_tensor(_shard(name, tensor, shape, rank, tp_size))
+                ranks[rank][name] = hash_of(_shard(name, tensor, shape, rank, tp_size))
             continue
         fused, part = fused_of[match["name"]]
         parts = waiting.setdefault(f"{match['prefix']}.{fused}.{match['kind']}", {})
@@ -69,7 +75,7 @@ def engine_checksums(
             del waiting[full_name]
             for rank in range(tp_size):
                 pieces = [_rows(parts[i], shape, fused, i, rank, tp_size) for i in range(_NUM_PARTS[fused])]
-                ranks[rank][full_name] = hash_tensor(torch.cat(pieces))
+                ranks[rank][full_name] = hash_of(torch.cat(pieces))
     assert not experts, f"incomplete experts: {sorted(experts)}"
     assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
     return ranks
@@ -86,22 +92,62 @@ def _fused(shape: ModelShape) -> dict[str, tuple[str, int]]:
 
 def _experts(
     prefix: str, parts: dict[tuple[int, int], torch.Tensor], shape: ModelShape, rank: int, tp_size: int
-) -> dict[str, str]:
-    """Hashes of the two tensors that hold all experts of one layer: gates over ups, and downs."""
+) -> dict[str, torch.Tensor]:
+    """The two tensors that hold all experts of one layer: gates over ups, and downs."""
     assert shape.moe is not None
     numbers = range(shape.moe.num_experts)
     first = [torch.cat([parts[number, part].chunk(tp_size)[rank] for part in (0, 1)]) for number in numbers]
     second = [parts[number, 2].chunk(tp_size, dim=1)[rank] for number in numbers]
     return {
-        f"{prefix}.w13_weight": hash_tensor(torch.stack(first)),
-        f"{prefix}.w2_weight": hash_tensor(torch.stack(second)),
+        f"{prefix}.w13_weight": torch.stack(first),
+        f"{prefix}.w2_weight": torch.stack(second),
     }
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
-    """16 hexadecimal digits over the tensor's bytes."""
+    """16 hexadecimal digits over the tensor's bytes: the first half of them of its SHA-256."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(memoryview(data)).digest()[:8].hex()
+
+
+_WORD = 0xFFFFFFFF
+_TILE = 8192  # words that are hashed to one number
+_SEED = 0x243F6A88
+# Of each half of a tile's hash: factor of a word's place, what is added to it, and how far the place is rotated.
+_LANES = ((0x27D4EB2D, _SEED, 15), (0x165667B1, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & _WORD, 13))
+
+
+def hash_words(tensor: torch.Tensor) -> str:
+    """16 hexadecimal digits over the tensor's bytes as SGLang's `gpu_tensor_hash` (0.5.23) gives them, on any device.
+
+    Each 32-bit word is mixed with its place (Murmur3's finaliser), the words of a tile are added up and mixed with the
+    tensor's size, and the sum over the tiles is mixed again (SplitMix64's finaliser).
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
+    if not data.numel():
+        return f"{0:016x}"
+    total = 0
+    for start in range(0, data.numel(), 128 * _TILE):  # a few tiles at a time, as the words become wider
+        words = data[start : start + 128 * _TILE].long() & _WORD
+        places = torch.arange(start, start + words.numel(), device=words.device) & _WORD
+        halves = []
+        for factor, added, turn in _LANES:
+            rotated = places << turn | places >> (32 - turn)
+            mixed = _mix(words ^ ((places * factor + added ^ rotated) & _WORD))
+            tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE)).view(-1, _TILE).sum(1) & _WORD
+            halves.append(_mix(tiles ^ (4 * data.numel() & _WORD)).tolist())
+        total += sum(high << 32 | low for high, low in zip(*halves, strict=True))
+    total &= 2**64 - 1
+    total = (total ^ total >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+    total = (total ^ total >> 27) * 0x94D049BB133111EB & 2**64 - 1
+    return f"{total ^ total >> 31:016x}"
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    words = (words ^ words >> 16) * 0x85EBCA6B & _WORD
+    words = (words ^ words >> 13) * 0xC2B2AE35 & _WORD
+    return words ^ words >> 16
 
 
 def _rows(tensor: torch.Tensor, shape: ModelShape, fused: str, part: int, rank: int, tp_size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusionrl.config.model_shape import MLAShape, ModelShape
-from fusionrl.weights.checksums import engine_checksums, hash_tensor
+from fusionrl.weights.checksums import engine_checksums, hash_tensor, hash_words
 from fusionrl.weights.verify import compare_checksums
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 8, 12, 4, 2, 4, 70
@@ -196,3 +196,33 @@ def test_missing_and_foreign_tensors_are_differences() -> None:
 def test_the_hash_is_that_of_the_values_not_of_the_memory() -> None:
     tensor = random(6, 4)
     assert hash_tensor(tensor.T.contiguous().T) == hash_tensor(tensor) == sha(tensor)
+
+
+# By SGLang 0.5.23's own kernel for GPUs, run in Triton's interpreter (TRITON_INTERPRET=1) on the tensors of `counted`.
+GPU_HASHES = {
+    (1, torch.float32): "3d93a6540b54ef2a",
+    (3, torch.bfloat16): "a9d5555cf3b1659c",
+    (5, torch.uint8): "b1a65cd4abb4d649",
+    (8192, torch.float32): "69c92d01a11a05d0",
+    (8193, torch.float32): "464e5f7acc17e27c",
+}
+
+
+def counted(size: int, dtype: torch.dtype) -> torch.Tensor:
+    values = (torch.arange(size) * 2654435761 % 1000003).float() / 1000
+    return (values.long() % 256).to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+@pytest.mark.parametrize(("size", "dtype"), GPU_HASHES, ids=str)
+def test_the_hash_of_a_gpu_s_tensors(size: int, dtype: torch.dtype) -> None:
+    assert hash_words(counted(size, dtype)) == GPU_HASHES[size, dtype]
+    assert hash_words(counted(0, dtype)) == "0" * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+@pytest.mark.parametrize("size", [1, 8193, 3_000_000])
+def test_the_hash_of_a_gpu_s_tensors_on_a_gpu(size: int) -> None:
+    sglang = pytest.importorskip("sglang.kernels.ops.memory.gpu_tensor_hash")
+    tensor = counted(size, torch.bfloat16).cuda()
+    assert hash_words(tensor) == f"{sglang.gpu_tensor_hash(tensor):016x}"

@@ -23,6 +23,7 @@ from fusionrl.weights.checksums import hash_tensor
 from fusionrl.weights.fp8 import dequantize, held, quantize, quantized
 from fusionrl.weights.hf_io import HFReader, read_part, save_hf
 from fusionrl.weights.plan import buckets
+from tests.tiny_model import make_fp8
 
 BLOCKS = [((70, 45), (16, 8)), ((64, 32), (16, 8)), ((5, 3), (128, 128)), ((130, 257), (128, 128)), ((33, 8), (1, 8))]
 
@@ -112,24 +113,8 @@ LEFT_OUT = "model.layers.1.mlp"
 
 
 def make_checkpoint(model: Path, folder: Path, **quantization: Any) -> dict[str, torch.Tensor]:
-    """The model's folder in fp8, one MLP left in full precision; its weights as they are after that, in fp32."""
-    tensors, stored, whole = load_file(model / "model.safetensors"), {}, {}
-    for name, tensor in tensors.items():
-        whole[name] = stored[name] = tensor
-        if name.endswith("_proj.weight") and LEFT_OUT not in name:
-            stored[name], stored[name + SCALE] = quantize(tensor, BLOCK)
-            whole[name] = dequantize(stored[name], stored[name + SCALE], BLOCK)
-    folder.mkdir()
-    save_file(stored, folder / "model.safetensors")
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": ["lm_head", LEFT_OUT],
-    } | quantization
-    (folder / "config.json").write_text(json.dumps(config))
-    return whole
+    """One MLP is left in full precision."""
+    return make_fp8(model, folder, BLOCK, (LEFT_OUT,), **quantization)
 
 
 @pytest.fixture
