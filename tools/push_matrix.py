@@ -59,7 +59,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "pad_token_id": None,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 MODELS: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen3_moe": EXPERTS}
 LAYOUTS: dict[str, TrainerLayout] = {
     "TP 1": TrainerLayout(1),
@@ -260,7 +260,7 @@ class Bench:
         """
         from safetensors.torch import load_file
 
-        from fusionrl.weights.checksums import engine_checksums
+        from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums
 
         verified = verify_push(
             self.trainers,
@@ -276,7 +276,7 @@ class Bench:
         files = load_file(self.paths[which] / "model.safetensors")
         num_tensors, difference = 0, 0.0
         for target in self.targets:
-            wanted = engine_checksums(files.items(), self.shape, target.tp_size)
+            wanted = engine_checksums(files.items(), self.shape, target.tp_size, mlp_multiple=CPU_MULTIPLE)
             found = ray.get(target.handle.weight_checksums.remote())
             for want, have in zip(wanted, found, strict=True):
                 assert compare_checksums(want, have) == [], compare_checksums(want, have)

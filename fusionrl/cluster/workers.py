@@ -157,12 +157,12 @@ class TrainerWorker:
 
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
-        from fusionrl.weights.checksums import engine_checksums, hash_tensor, hash_words
+        from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
         from fusionrl.weights.fp8 import held
 
         tensors = held(self._full_tensors(), self._plan.quantization)
-        hash_of = hash_words if self._plan.device == "cuda" else hash_tensor
-        return engine_checksums(tensors, self._plan.shape, tp_size, hash_of)
+        hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self._plan.device == "cpu" else (hash_words, 1)
+        return engine_checksums(tensors, self._plan.shape, tp_size, hash_of, multiple)
 
     def offload(self, keep_weights: bool = False) -> int:
         """Give memory away while engines generate; see `TrainerActor.offload`."""

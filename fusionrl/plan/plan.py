@@ -400,7 +400,9 @@ def render_plan(plan: Plan, config: Config) -> str:
         lines.append(f"{plan.auxiliary.role:<11}{_ranks(plan.auxiliary.layout, plan.auxiliary.bundles)}")
     if plan.num_engines:
         places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
-        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}")
+        in_place = config.weights.pause_generation_mode == "in_place"
+        cache = "; no prefix cache, for --pause-generation-mode in_place" if in_place else ""
+        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}{cache}")
     for scorer in plan.scorers:
         name = "rm" if scorer.role == "reward-model" else scorer.role
         lines.append(

@@ -1,10 +1,11 @@
 """Checksums of what an engine should hold, by the engine's own tensor names.
 
 SGLang keeps query, key and value in one tensor, gate and up in another, the two down projections of latent attention in
-a third, all experts of a layer in two, pads the vocabulary to a multiple of 64, and splits over its tensor parallel
-ranks. What it computes from the weights when they are loaded (the two halves of latent attention's `kv_b_proj`) stands
-beside them and is no tensor of the model: that is checked by log-probs alone. The hashes are those that its
-`/weights_checker` reports: `hash_tensor` of tensors in host memory, `hash_words` of those on a GPU.
+a third, all experts of a layer in two, pads the vocabulary to a multiple of 64 (and on a CPU each rank's part of an MLP
+to one of `CPU_MULTIPLE`), and splits over its tensor parallel ranks. What it computes from the weights when they are
+loaded (the two halves of latent attention's `kv_b_proj`) stands beside them and is no tensor of the model: that is
+checked by log-probs alone. The hashes are those that its `/weights_checker` reports: `hash_tensor` of tensors in host
+memory, `hash_words` of those on a GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import re
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.nn.functional import pad
 
 from fusionrl.config.model_shape import ModelShape
 
+CPU_MULTIPLE = 32
 _VOCABULARY_MULTIPLE = 64
 _FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -43,15 +46,17 @@ def engine_checksums(
     shape: ModelShape,
     tp_size: int,
     hash_of: Callable[[torch.Tensor], str] | None = None,
+    mlp_multiple: int = 1,
 ) -> list[dict[str, str]]:
     """For each engine rank: engine tensor name → hash (`hash_tensor` if no other is given). `tensors` are (Hugging Face
-    name, full tensor)."""
+    name, full tensor). The width of each rank's part of an MLP is a multiple of `mlp_multiple`."""
     hash_of = hash_of or hash_tensor
     fused_of = _fused(shape)
     experts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     ranks: list[dict[str, str]] = [{} for _ in range(tp_size)]
     waiting: dict[str, dict[int, torch.Tensor]] = {}
-    for name, tensor in tensors:
+    for name, full in tensors:
+        tensor = _padded_mlp(name, full, mlp_multiple * tp_size)
         if (expert := _EXPERT.fullmatch(name)) is not None:
             parts_of_layer = experts.setdefault(expert["prefix"], {})
             parts_of_layer[int(expert["expert"]), _EXPERT_PARTS[expert["name"]]] = tensor.clone()
@@ -79,6 +84,17 @@ def engine_checksums(
     assert not experts, f"incomplete experts: {sorted(experts)}"
     assert not waiting, f"incomplete fused tensors: {sorted(waiting)}"
     return ranks
+
+
+def _padded_mlp(name: str, tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A weight of an MLP with zeros up to the next width that is a multiple; others as they are."""
+    if name.endswith(("gate_proj.weight", "up_proj.weight", "w1.weight", "w3.weight")):
+        return pad(tensor, (0, 0, 0, -tensor.size(0) % multiple))
+    if name.endswith(("down_proj.weight", "w2.weight")):
+        return pad(tensor, (0, -tensor.size(1) % multiple))
+    if name.endswith("gate_up_proj.weight"):
+        return torch.cat([pad(half, (0, 0, 0, -half.size(0) % multiple)) for half in tensor.chunk(2)])
+    return tensor
 
 
 def _fused(shape: ModelShape) -> dict[str, tuple[str, int]]:
@@ -124,7 +140,7 @@ def hash_words(tensor: torch.Tensor) -> str:
     tensor's size, and the sum over the tiles is mixed again (SplitMix64's finaliser).
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
+    data = pad(data, (0, -data.numel() % 4)).view(torch.int32)
     if not data.numel():
         return f"{0:016x}"
     total = 0
@@ -135,7 +151,7 @@ def hash_words(tensor: torch.Tensor) -> str:
         for factor, added, turn in _LANES:
             rotated = places << turn | places >> (32 - turn)
             mixed = _mix(words ^ ((places * factor + added ^ rotated) & _WORD))
-            tiles = torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE)).view(-1, _TILE).sum(1) & _WORD
+            tiles = pad(mixed, (0, -mixed.numel() % _TILE)).view(-1, _TILE).sum(1) & _WORD
             halves.append(_mix(tiles ^ (4 * data.numel() & _WORD)).tolist())
         total += sum(high << 32 | low for high, low in zip(*halves, strict=True))
     total &= 2**64 - 1
@@ -162,10 +178,7 @@ def _rows(tensor: torch.Tensor, shape: ModelShape, fused: str, part: int, rank: 
 
 def _shard(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, tp_size: int) -> torch.Tensor:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-        missing = -tensor.shape[0] % _VOCABULARY_MULTIPLE
-        if missing:
-            tensor = torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])])
-        return tensor.chunk(tp_size)[rank]
+        return pad(tensor, (0, 0, 0, -tensor.size(0) % _VOCABULARY_MULTIPLE)).chunk(tp_size)[rank]
     if name.endswith("gate_up_proj.weight"):  # a checkpoint that has the two in one tensor
         return torch.cat([half.chunk(tp_size)[rank] for half in tensor.chunk(2)])
     if name.endswith(("o_proj.weight", "down_proj.weight")):

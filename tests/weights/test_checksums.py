@@ -162,6 +162,24 @@ def test_latent_attention(tp: int, q_lora_rank: int | None) -> None:
         assert found[rank] == {name: sha(tensor) for name, tensor in wanted.items()}, rank
 
 
+def test_mlps_that_a_cpu_s_engine_pads() -> None:
+    """Each rank's part is 8 wide here: of the 12 the first has 8, the second 4 and zeros."""
+    tensors = hf_tensors()
+    found = engine_checksums(tensors.items(), shape(), 2, mlp_multiple=8)
+    layer = "model.layers.0.mlp."
+    for rank, zeros in enumerate((0, 4)):
+        own = [i for i in range(FFN) if i // 8 == rank]
+        rows = [
+            torch.cat([tensors[f"{layer}{x}_proj.weight"][own], torch.zeros(zeros, HIDDEN, dtype=torch.bfloat16)])
+            for x in ("gate", "up")
+        ]
+        columns = [tensors[layer + "down_proj.weight"][:, own], torch.zeros(HIDDEN, zeros, dtype=torch.bfloat16)]
+        assert found[rank][layer + "gate_up_proj.weight"] == sha(torch.cat(rows))
+        assert found[rank][layer + "down_proj.weight"] == sha(torch.cat(columns, dim=1))
+    plain = engine_checksums(tensors.items(), shape(), 2)
+    assert all(found[0][name] == value for name, value in plain[0].items() if ".mlp." not in name)
+
+
 def test_the_order_of_the_parts_does_not_matter() -> None:
     tensors = hf_tensors()
     assert engine_checksums(reversed(list(tensors.items())), shape(), 2) == engine_checksums(
@@ -205,6 +223,7 @@ GPU_HASHES = {
     (5, torch.uint8): "b1a65cd4abb4d649",
     (8192, torch.float32): "69c92d01a11a05d0",
     (8193, torch.float32): "464e5f7acc17e27c",
+    (1_100_000, torch.float32): "c1b1e89297b53008",
 }
 
 
