@@ -96,9 +96,15 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
     errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
     if errors or checked.shape is None:
         raise CommandLineError(errors)
-    cores = len(os.sched_getaffinity(0))
     try:
-        plan = make_plan(config, checked.shape, device=device, num_prompts=checked.num_prompts, num_cores=cores)
+        plan = make_plan(
+            config,
+            checked.shape,
+            device=device,
+            num_prompts=checked.num_prompts,
+            num_cores=len(os.sched_getaffinity(0)),
+            quantization=checked.quantization,
+        )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
     return config, plan

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -83,3 +86,33 @@ def make_classifier(policy: str | Path, path: str | Path, seed: int = 0, num_lab
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(policy).save_pretrained(path)
     return Path(path)
+
+
+def make_fp8(
+    model: str | Path, path: str | Path, block: tuple[int, int], left_out: tuple[str, ...] = (), **quantization: Any
+) -> dict[str, torch.Tensor]:
+    """Write `model` with its projections in block-wise fp8 to `path`, but for modules named in `left_out`.
+
+    `quantization` are further fields of its quantization_config. Returns its weights as they are then, in fp32.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from fusionrl.weights.fp8 import SCALE, dequantize, quantize
+
+    shutil.copytree(model, path)
+    stored = load_file(Path(path) / "model.safetensors")
+    whole = dict(stored)
+    for name, tensor in whole.items():
+        if name.endswith("_proj.weight") and not any(module in name for module in left_out):
+            stored[name], stored[name + SCALE] = quantize(tensor, block)
+            whole[name] = dequantize(stored[name], stored[name + SCALE], block)
+    save_file(stored, Path(path) / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((Path(path) / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": ["lm_head", *left_out],
+    } | quantization
+    (Path(path) / "config.json").write_text(json.dumps(config))
+    return whole

@@ -34,7 +34,8 @@ from fusionrl.engines.router import Router
 from fusionrl.plan.auxiliary import Role, auxiliary_config
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
-from fusionrl.weights.push import WeightMismatch, push_weights, verify_push
+from fusionrl.weights.push import push_weights
+from fusionrl.weights.verify import WeightMismatch, verify_push
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +165,9 @@ class Session:
         server_args = dict(self.config.passthrough.sglang)
         if self.plan.device == "cuda" and self.plan.is_colocated and self.config.cluster.offload_rollout:
             server_args.setdefault("enable_memory_saver", True)
+        if self.config.weights.pause_generation_mode == "in_place":
+            # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
+            server_args.setdefault("disable_radix_cache", True)
         if self.config.rollout.stream_responses:  # else each event repeats all tokens so far
             server_args.setdefault("incremental_streaming_output", True)
         folder = str(self.config.model.hf_checkpoint)
@@ -399,7 +403,7 @@ class Session:
             version=version,
             temperature=self.config.rollout.rollout_temperature,
             tolerance=self.config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
-            check_bytes=self.plan.device == "cpu",
+            is_exact=self.plan.device == "cpu",
         )
 
     def release_engine_memory(self) -> None:

@@ -136,7 +136,12 @@ class TrainerWorker:
         )
 
     def _export(self) -> Any:
-        """(Hugging Face name, full tensor) of every weight, in the engines' precision; collective."""
+        """What the engines load, (Hugging Face name, full tensor) of every weight in their precision; collective."""
+        from fusionrl.weights.fp8 import quantized
+
+        return quantized(self._full_tensors(), self._plan.quantization)
+
+    def _full_tensors(self) -> Any:
         import torch
 
         from fusionrl.weights.families import model_rules
@@ -150,11 +155,14 @@ class TrainerWorker:
         for name, tensor in iter_hf_tensors(trained.chunks, trained.transformer, shape):
             yield name, tensor.detach().to(torch.float32 if name in exact else dtype)
 
-    def weight_checksums(self, tp_size: int) -> list[dict[str, str]] | None:
+    def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
-        from fusionrl.weights.checksums import engine_checksums
+        from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
+        from fusionrl.weights.fp8 import held
 
-        return engine_checksums(self._export(), self._plan.shape, tp_size)
+        tensors = held(self._full_tensors(), self._plan.quantization)
+        hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self._plan.device == "cpu" else (hash_words, 1)
+        return engine_checksums(tensors, self._plan.shape, tp_size, hash_of, multiple)
 
     def offload(self, keep_weights: bool = False) -> int:
         """Give memory away while engines generate; see `TrainerActor.offload`."""

@@ -681,7 +681,8 @@ class WeightsGroup(Group):
         512 * 1024**2, description="Bytes of one bucket of a weight push, at most.", ge=1024
     )
     pause_generation_mode: Literal["abort", "retract", "in_place"] = Field(
-        "abort", description="What a weight push does to requests that are running."
+        "abort",
+        description="What a weight push does to requests that are running; in_place turns the prefix cache off.",
     )
     verify_weights: Literal["first", "always", "never"] = Field(
         "first", description="Which pushes are verified by checksums and by log-probs."

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
@@ -15,6 +16,7 @@ from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import ACCURACY, NONZERO_STD
+from fusionrl.config.quantization import BlockFp8, read_quantization
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
 from fusionrl.config.validate_scorers import scorer_errors
@@ -25,12 +27,15 @@ from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks read on the way: the model's shape (None: it could not be read) and the number of prompts."""
+    """What the checks read on the way: the model's shape (None: it could not be read), the number of prompts, and the
+    quantisation of the model's weights."""
 
     shape: ModelShape | None
     num_prompts: int
+    quantization: BlockFp8 | None = None
 
 
+T = TypeVar("T")
 PIPELINES_READY = ("on-policy",)
 
 
@@ -38,6 +43,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     """Every mistake in the configuration, as messages that name flag, value and cure."""
     errors: list[str] = []
     shape = _attempt(errors, lambda: _check_model(config))
+    quantization = _attempt(errors, lambda: _check_quantization(config)) if shape else None
     _check_modes(config, errors)
     _check_parallel(config, shape, errors)
     _check_rollout(config, shape, errors)
@@ -57,10 +63,10 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
             errors.append(f"--no-{name.replace('_', '-')}: it is always so here; leave the flag out")
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
-    return Checked(shape, num_prompts), errors
+    return Checked(shape, num_prompts, quantization), errors
 
 
-def _attempt(errors: list[str], check: Callable[[], ModelShape | None]) -> ModelShape | None:
+def _attempt(errors: list[str], check: Callable[[], T | None]) -> T | None:
     try:
         return check()
     except ValueError as error:
@@ -94,6 +100,23 @@ def _check_model(config: Config) -> ModelShape | None:
     if config.model.megatron_checkpoint is not None and not Path(config.model.megatron_checkpoint).is_dir():
         raise ValueError(f"--megatron-checkpoint {config.model.megatron_checkpoint}: there is no such folder")
     return shape
+
+
+def _check_quantization(config: Config) -> BlockFp8 | None:
+    """Where there are trainers: they read quantised weights, and push them as the engines have them."""
+    run, folder = config.run, config.model.hf_checkpoint
+    if run.mode == "eval" or run.debug_rollout_only or config.reject_sampling.no_trainer:
+        return None
+    assert folder is not None
+    own = config.passthrough.sglang.get("quantization")
+    if own is not None:
+        raise ValueError(
+            f"--sglang-quantization {own}: weights are pushed as --hf-checkpoint has them, and the engines would"
+            " quantise theirs once more; leave it out, and give a checkpoint that is quantised (quant_method fp8)"
+        )
+    if config.model.ref_load is not None:
+        read_quantization(config.model.ref_load, "--ref-load")
+    return read_quantization(folder)
 
 
 def _check_modes(config: Config, errors: list[str]) -> None:

@@ -39,6 +39,7 @@ class EngineActor:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         # None until asked: 0.5.17 has no /begin_weight_update, 0.5.23 refuses updates without it.
         self._has_update_sessions: bool | None = None
+        self._is_paused_in_place = False
 
     # ---- life
 
@@ -50,7 +51,7 @@ class EngineActor:
         """
         if self._server is not None and self._server.alive():
             return self.url
-        self._has_update_sessions = None
+        self._has_update_sessions, self._is_paused_in_place = None, False
         self._server = start_on_free_ports(self.spec.host, 2, self._spawn, self._wait_ready)
         if self.spec.role == "reward-model":
             self._clear_head_bias()
@@ -170,12 +171,19 @@ class EngineActor:
 
     def pause(self, mode: str = "abort") -> None:
         """Stop generating. Running requests: "abort" answers them as they are, "retract" keeps them without
-        their KV cache, "in_place" with it."""
+        their KV cache, "in_place" with it.
+
+        Until `resume` an "in_place" pause turns updates' `flush_cache` off: SGLang flushes nothing while requests are
+        there, and fails the update. Such an engine has to be without a prefix cache (`disable_radix_cache`), else
+        later requests find keys and values of the weights before in it.
+        """
         self._post("/pause_generation", {"mode": mode})
+        self._is_paused_in_place = mode == "in_place"
 
     def resume(self) -> None:
         """Go on after `pause`."""
         self._post("/continue_generation")
+        self._is_paused_in_place = False
 
     def abort_all(self) -> None:
         """Answer all running and waiting requests as they are, finish reason "abort"."""
@@ -218,7 +226,7 @@ class EngineActor:
             "serialized_named_tensors": serialized,
             "load_format": load_format,
             "weight_version": version,
-            "flush_cache": flush_cache,
+            "flush_cache": flush_cache and not self._is_paused_in_place,
         }
         self._post("/update_weights_from_tensor", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
@@ -269,7 +277,7 @@ class EngineActor:
             "group_name": group_name,
             "weight_version": version,
             "load_format": load_format,
-            "flush_cache": flush_cache,
+            "flush_cache": flush_cache and not self._is_paused_in_place,
         }
         self._post("/update_weights_from_distributed", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
@@ -279,7 +287,8 @@ class EngineActor:
 
     def update_weights_from_disk(self, path: str, version: str | None) -> None:
         """Load the Hugging Face checkpoint in `path`. Needs no session."""
-        payload = {"model_path": os.path.abspath(path), "weight_version": version, "flush_cache": True}
+        payload = {"model_path": os.path.abspath(path), "weight_version": version}
+        payload["flush_cache"] = not self._is_paused_in_place
         self._post("/update_weights_from_disk", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     def weight_version(self) -> str:

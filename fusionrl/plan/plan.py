@@ -9,12 +9,14 @@ from typing import Literal
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import described
+from fusionrl.config.quantization import BlockFp8
 from fusionrl.config.validate_algorithm import algorithm_warnings
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
+from fusionrl.weights import families
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Plan:
     num_rollout: int
     memory: TrainerMemory | None
     train_num_threads: int
+    quantization: BlockFp8 | None = None  # of the engines' weights
 
     @property
     def backend(self) -> str:
@@ -85,11 +88,18 @@ def uses_engines(config: Config) -> bool:
 
 
 def make_plan(
-    config: Config, shape: ModelShape, *, device: Literal["cpu", "cuda"], num_prompts: int, num_cores: int = 1
+    config: Config,
+    shape: ModelShape,
+    *,
+    device: Literal["cpu", "cuda"],
+    num_prompts: int,
+    num_cores: int = 1,
+    quantization: BlockFp8 | None = None,
 ) -> Plan:
     """Work out the plan.
 
-    num_prompts  rows of the prompt data, for --num-epoch; 0 where there is none.
+    num_prompts   rows of the prompt data, for --num-epoch; 0 where there is none.
+    quantization  of --hf-checkpoint's weights
 
     Raises:
         ValueError: sizes that do not divide or do not fit, with the arithmetic.
@@ -99,6 +109,13 @@ def make_plan(
     layout = _layout(config, shape)
     if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
         raise ValueError("--optimizer-cpu-offload: there is no GPU memory to save on a CPU; leave the flag out")
+    rollout_dtype = _precision(model.rollout_dtype, precision)
+    if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
+        raise ValueError(
+            f"--hf-checkpoint {model.hf_checkpoint}: its weights are in fp8, with which SGLang computes on a GPU alone,"
+            f" and in bf16; this would be on {device} with --rollout-dtype {rollout_dtype}: change these, or give the"
+            " bf16 checkpoint"
+        )
     if layout:
         errors = model_errors(layout, shape, config.passthrough.transformer)
         if errors:
@@ -126,7 +143,7 @@ def make_plan(
     return Plan(
         device=device,
         precision=precision,
-        rollout_dtype=_precision(model.rollout_dtype, precision),
+        rollout_dtype=rollout_dtype,
         shape=shape,
         layout=layout,
         auxiliary=auxiliary,
@@ -142,6 +159,7 @@ def make_plan(
         num_rollout=_num_rollout(config, num_prompts),
         memory=memory,
         train_num_threads=threads,
+        quantization=quantization,
     )
 
 
@@ -383,7 +401,9 @@ def render_plan(plan: Plan, config: Config) -> str:
         lines.append(f"{plan.auxiliary.role:<11}{_ranks(plan.auxiliary.layout, plan.auxiliary.bundles)}")
     if plan.num_engines:
         places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
-        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}")
+        in_place = config.weights.pause_generation_mode == "in_place"
+        cache = "; no prefix cache, for --pause-generation-mode in_place" if in_place else ""
+        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}{cache}")
     for scorer in plan.scorers:
         name = "rm" if scorer.role == "reward-model" else scorer.role
         lines.append(
@@ -391,8 +411,8 @@ def render_plan(plan: Plan, config: Config) -> str:
             f" {', '.join(str(list(bundles)) for bundles in scorer.bundles)}"
         )
     if plan.transport:
-        width = 4 if plan.rollout_dtype == "fp32" else 2
-        lines.append(f"weights    {shape.num_parameters * width / 1e6:.1f} MB by {plan.transport}")
+        fp8 = "" if plan.quantization is None else f", {len(plan.quantization.names)} tensors of them in block-wise fp8"
+        lines.append(f"weights    {push_bytes(plan) / 1e6:.1f} MB by {plan.transport}{fp8}")
     if plan.batch:
         lines.append(f"batches    {plan.batch.describe()}")
     if plan.memory:
@@ -401,6 +421,15 @@ def render_plan(plan: Plan, config: Config) -> str:
         lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
     lines += [f"warning    {text}" for text in algorithm_warnings(config)]
     return "\n".join(lines) + "\n"
+
+
+def push_bytes(plan: Plan) -> int:
+    """Bytes that a weight push brings to each engine."""
+    width = 4 if plan.rollout_dtype == "fp32" else 2
+    if plan.quantization is None:
+        return plan.shape.num_parameters * width
+    tensors = families.hf_shapes(plan.shape).items()
+    return sum(plan.quantization.num_bytes(name, sizes, width) for name, sizes in tensors)
 
 
 def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fusionrl.config.model_shape import ModelShape
+from fusionrl.config.quantization import SCALE, read_quantization
 from fusionrl.weights import convert, families
+from fusionrl.weights.fp8 import dequantize
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -38,7 +40,7 @@ _WEIGHT_FILES = (
 
 
 class HFReader:
-    """Tensors of a Hugging Face folder by name, each read when it is asked for.
+    """Tensors of a Hugging Face folder by name, each read when it is asked for; those in block-wise fp8 as fp32.
 
     Raises (on construction and by `get`):
         ValueError: names the flag, the file and the tensor that is missing, of a wrong shape or cannot be
@@ -49,6 +51,8 @@ class HFReader:
         self.folder, self.flag = Path(folder), flag
         self._open: dict[str, Any] = {}
         self._files = self._read_index()
+        has_config = (self.folder / "config.json").is_file()
+        self.quantization = read_quantization(folder, flag) if has_config else None
 
     def _read_index(self) -> dict[str, str]:
         index = self.folder / INDEX
@@ -92,9 +96,13 @@ class HFReader:
                     f"{self.flag} {self.folder / file}: tensor {name} has shape {found}; "
                     f"by config.json it is {tuple(shape)}"
                 )
-            if part is None or part == slice(0, shape[dim]):
-                return self._handle(file).get_tensor(name)
-            return stored[part] if dim == 0 else stored[:, part]
+            whole = part is None or part == slice(0, shape[dim])
+            tensor = self._handle(file).get_tensor(name) if whole else stored[part] if dim == 0 else stored[:, part]
+            if self.quantization is None or name not in self.quantization.names:
+                return tensor
+            scales = self.get(name + SCALE, self.quantization.scale_shape(found))
+            start = 0 if part is None else part.start
+            return dequantize(tensor, scales, self.quantization.block, (start, 0) if dim == 0 else (0, start))
         except SafetensorError as error:
             raise ValueError(f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})") from error
 
@@ -172,7 +180,8 @@ def read_local_weights(
     """
     reader, shapes = HFReader(folder, flag), families.hf_shapes(shape)
     ignored = families.ignored(shape)
-    extra = sorted(name for name in reader.names - set(shapes) if not ignored.fullmatch(name))
+    scales = {name + SCALE for name in reader.quantization.names} if reader.quantization else set()
+    extra = sorted(name for name in reader.names - set(shapes) - scales if not ignored.fullmatch(name))
     if extra:
         raise ValueError(
             f"{flag} {folder}: tensor {extra[0]}"
@@ -351,6 +360,7 @@ def _copy_companions(source: Path, target: Path, dtype: str) -> None:
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # the tensors are whole again
     # transformers 5 writes "dtype", transformers 4 "torch_dtype".
     config["dtype" if "torch_dtype" not in config else "torch_dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fusionrl.config.quantization import SCALE
+
 
 @dataclass(frozen=True)
 class EngineTarget:
@@ -71,20 +73,26 @@ TOGETHER = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 
 
 def buckets(tensors: Iterable[tuple[str, Any]], max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
-    """Consecutive (name, tensor) pairs of one dtype, of at most `max_bytes` together; a larger tensor stands alone.
+    """Consecutive (name, tensor) pairs of at most `max_bytes` together; a larger tensor stands alone.
 
-    Two that an engine joins while it loads them (`TOGETHER`) come in one bucket, whatever its size. Lazily: at most one
-    bucket of gathered tensors is alive at a time.
+    Two that an engine joins while it loads them (`TOGETHER`), and a weight and its scales, come in one bucket, whatever
+    its size. A tensor begins at a multiple of its values' size, as if one followed the other in memory: SGLang takes no
+    other. Lazily: at most one bucket of gathered tensors is alive at a time.
     """
     bucket: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        joined = bool(bucket) and bucket[-1][0].endswith(TOGETHER[0]) and name.endswith(TOGETHER[1])
-        if bucket and not joined and (size + nbytes > max_bytes or tensor.dtype != bucket[0][1].dtype):
+        is_full = size + nbytes > max_bytes and not _are_together(bucket[-1][0] if bucket else "", name)
+        if bucket and (is_full or size % tensor.element_size()):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
         size += nbytes
     if bucket:
         yield bucket
+
+
+def _are_together(before: str, name: str) -> bool:
+    before, name = before.removesuffix(SCALE), name.removesuffix(SCALE)
+    return before == name or (before.endswith(TOGETHER[0]) and name.endswith(TOGETHER[1]))

@@ -180,10 +180,10 @@ class WeightSender:
         if self.device == "cuda":
             # Fresh for every bucket: an engine may answer before its copy has ended. One allocation, so that all
             # views travel under one IPC handle.
-            sizes = [tensor.numel() for _, tensor in bucket]
-            flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
+            flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
             torch.cuda.synchronize()
-            return [(name, part.view(t.shape)) for (name, t), part in zip(bucket, flat.split(sizes), strict=True)]
+            parts = flat.split([tensor.nbytes for _, tensor in bucket])
+            return [(name, part.view(t.dtype).view(t.shape)) for (name, t), part in zip(bucket, parts, strict=True)]
         segment = self._segments.get(number)
         if segment is None or list(segment.views) != [name for name, _ in bucket]:
             segment = SharedTensors([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in bucket])

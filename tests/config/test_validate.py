@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from fusionrl.config.config import Config
+from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.parser import read_args
 from fusionrl.config.presets import ACCURACY
 from fusionrl.config.validate import validate
 from fusionrl.config.validate_algorithm import OF_GROUPS, algorithm_warnings
+from tests.tiny_model import make_fp8
 
 Errors = Callable[..., list[str]]
 
@@ -412,3 +413,22 @@ def test_a_group_of_one_that_trains_nothing_is_told() -> None:
         {"custom_generate_function_path": "mine.py:several"},
     ):
         assert algorithm_warnings(Config.from_flat(one | other)) == [], other
+
+
+def test_quantised_weights(errors: Errors, base: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    """Refused where weights would be pushed in a form that is not known; engines alone serve what SGLang serves."""
+    folder = tmp_path / "awq"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    one(
+        errors(hf_checkpoint=str(folder)), f"--hf-checkpoint {folder}", "quant_method 'awq'", "give the bf16 checkpoint"
+    )
+    one(errors(ref_load=str(folder), use_kl_loss=True), f"--ref-load {folder}", "quant_method 'awq'")
+    assert errors(hf_checkpoint=str(folder), mode="eval", eval_prompt_data=["one", base["prompt_data"]]) == []
+    args = Config.from_flat(base, PassThrough(sglang={"quantization": "fp8"}))
+    one(validate(args)[1], "--sglang-quantization fp8", "leave it out")
+    make_fp8(tiny_model, tmp_path / "fp8", (16, 16))
+    checked, found = validate(Config.from_flat(base | {"hf_checkpoint": str(tmp_path / "fp8")}))
+    assert found == []
+    assert checked.quantization is not None and len(checked.quantization.names) == 14

@@ -47,6 +47,13 @@ def test_apart() -> None:
     assert made.precision == "fp32"
 
 
+def test_the_text_says_what_in_place_costs() -> None:
+    made = plan(rollout_num_gpus=1)
+    for mode, is_told in (("in_place", True), ("retract", False)):
+        text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, "pause_generation_mode": mode}))
+        assert ("no prefix cache, for --pause-generation-mode in_place" in text) == is_told
+
+
 def test_the_optimizer_has_no_gpu_to_leave_on_a_cpu() -> None:
     config = Config.from_flat(
         {"rollout_batch_size": 8, "num_rollout": 3}, PassThrough(optimizer={"optimizer_cpu_offload": True})

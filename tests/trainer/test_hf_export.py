@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fusionrl.plan.layout import TrainerLayout
+from tests.tiny_model import make_fp8
 from tests.trainer import hf_models
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
@@ -186,3 +187,14 @@ def test_sizes_that_do_not_divide_the_model_are_refused(workers, hf, layout, mes
     with pytest.raises(Failed, match=message) as failure:
         workers.start(config_of(hf("llama", True, **sizes)[0]), layout)
     assert failure.value.kind == "ValueError"
+
+
+def test_a_checkpoint_in_fp8_is_read_whole(workers, tiny_model, tmp_path):
+    """Blocks that no rank's part ends with; what is saved has every value times its scale, and no quantisation."""
+    whole = make_fp8(tiny_model, tmp_path / "fp8", (24, 40), left_out=("layers.1.mlp",))
+    workers.start(config_of(tmp_path / "fp8"), TWO)
+    workers.call("save_hf", str(tmp_path / "out"))
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == whole.keys()
+    assert all(torch.equal(saved[name], whole[name]) for name in whole)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
