@@ -380,3 +380,21 @@ def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
         "--rollout-health-check-first-wait",
     ]
     assert all("--use-fault-tolerance; add it" in error for error in found)
+
+
+def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = {"update_weight_transport": "disk"}
+    delta = disk | {"update_weight_mode": "delta"}
+    assert errors(**disk) == errors(**delta, update_weight_local_checkpoint_dir="/local") == []
+    one(errors(**delta), "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host")
+    one(errors(update_weight_mode="delta"), "--update-weight-mode: it needs --update-weight-transport disk")
+    one(
+        errors(update_weight_disk_keep_files=True, update_weight_transport="ipc"), "-disk-keep-files: it needs --update"
+    )
+    one(errors(**disk, update_weight_delta_encoding="overwrite"), "no effect without --update-weight-mode delta")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = errors(**delta, update_weight_local_checkpoint_dir="/local", update_weight_delta_checksum="blake3")
+    assert [error for error in found if "update-weight" in error] == [
+        "--update-weight-delta-checksum blake3: the package blake3 is not installed; pip install blake3",
+        "--update-weight-mode delta: the package zstandard is not installed; pip install zstandard",
+    ]
