@@ -255,12 +255,14 @@ class DiskWriter:
             raise OSError(f"{unseen[0]} of another trainer is not there: the folder is not shared by their nodes")
         if base is None:
             weight_map = {name: file for one in reports for file, names in one.names.items() for name in names}
-            index = {"metadata": {"total_size": sum(one.num_bytes for one in reports)}, "weight_map": weight_map}
-            (partial / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
+            (partial / INDEX).write_text(
+                json.dumps({"metadata": {}, "weight_map": weight_map}) + "\n", encoding="utf-8"
+            )
             dtype = next(one.dtype for one in reports if one.dtype)
             copy_companions(Path(self.options.source), partial, dtype.removeprefix("torch."))
             for path in partial.iterdir():
-                files.setdefault(path.name, checksum_of(path.read_bytes(), self.options.checksum))
+                if path.name not in files:
+                    files[path.name] = checksum_of(path.read_bytes(), self.options.checksum)
         changes = {name: change for one in reports for name, change in one.changes.items()}
         manifest = Manifest(version, state, base, self.options.encoding, self.options.checksum, files, changes)
         (partial / MANIFEST).write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
