@@ -51,12 +51,15 @@ setup(
             "nvidia-ml-py>=12.0",
         ],
         "examples": [
+            "blake3>=1.0",
             "bm25s>=0.2.14",
             "gguf>=0.17",
             "langdetect>=1.0.9",
             "math-verify[antlr4_13_2]>=0.9,<0.10",
             "pyarrow>=17",
             "reasoning-gym>=0.1.25,<0.2",
+            "xxhash>=3.4",
+            "zstandard>=0.23",
         ],
         "dev": [
             "hypothesis>=6.100",

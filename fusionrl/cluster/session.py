@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -33,6 +34,7 @@ from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
 from fusionrl.plan.auxiliary import Role, auxiliary_config
 from fusionrl.plan.plan import Plan
+from fusionrl.weights.disk_push import drop_files, push_by_disk
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
 from fusionrl.weights.push import push_weights
 from fusionrl.weights.verify import WeightMismatch, verify_push
@@ -372,15 +374,27 @@ class Session:
             self.trainers.offload(keep_weights=True)
             ray.get([engine.resume_memory.remote(["weights"]) for engine in self.engines])
         assert self.plan.transport is not None
-        metrics = push_weights(
-            self.trainers.actors,
-            self._targets,
-            self._feeds,
-            version=version,
-            transport=self.plan.transport,
-            pause_mode=weights.pause_generation_mode,
-            timeout_s=weights.update_weight_timeout_s,
-        )
+        mode, timeout_s = weights.pause_generation_mode, weights.update_weight_timeout_s
+        if self.plan.transport == "disk":
+            metrics = push_by_disk(
+                self.trainers.actors,
+                self._targets,
+                version=version,
+                local_folder=self._local_weights,
+                keep_files=weights.update_weight_disk_keep_files,
+                pause_mode=mode,
+                timeout_s=timeout_s,
+            )
+        else:
+            metrics = push_weights(
+                self.trainers.actors,
+                self._targets,
+                self._feeds,
+                version=version,
+                transport=self.plan.transport,
+                pause_mode=mode,
+                timeout_s=timeout_s,
+            )
         if shared:
             self.trainers.offload()
             ray.get([engine.resume_memory.remote(["kv_cache", "cuda_graph"]) for engine in self.engines])
@@ -391,6 +405,13 @@ class Session:
             metrics.update(self._verify(version))
         self._num_pushes += 1
         return metrics
+
+    @property
+    def _local_weights(self) -> str | None:
+        """On each host of engines, this run's folder in --update-weight-local-checkpoint-dir."""
+        folder = self.config.weights.update_weight_local_checkpoint_dir
+        name = f"{self.run_dir.name}-{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:8]}"
+        return None if folder is None else str(Path(folder).absolute() / name)
 
     def _verify(self, version: int) -> dict[str, float]:
         is_fp32 = self.plan.precision == self.plan.rollout_dtype == "fp32"
@@ -517,6 +538,8 @@ class Session:
             self.router.shutdown()
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_ENGINE_STOP_TIMEOUT_S)
+        if self.plan.transport == "disk" and self._targets and not self.config.weights.update_weight_disk_keep_files:
+            drop_files(self.trainers.actors, self._targets, self._local_weights)
         for actor in [*self.trainers.actors, *self.trainers.auxiliaries, *self._all_engines(), self.buffer]:
             if actor is not None:
                 ray.kill(actor)

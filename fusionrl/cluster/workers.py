@@ -95,8 +95,10 @@ class TrainerWorker:
         layout = plan.auxiliary.layout if role is not None and plan.auxiliary else plan.layout
         assert layout is not None
         self._plan, self._config, self._host, self._rank = plan, config, host, rank
+        self._run_dir = run_dir
         self._trainer = TrainerActor(config, layout, rank, run_dir, device_id, role)
         self._sender: Any = None
+        self._writer: Any = None
 
     def node_address(self) -> tuple[str, int]:
         """Rendezvous of the ranks, asked of rank 0: this node's address and a port.
@@ -134,6 +136,50 @@ class TrainerWorker:
             timeout_s=self._config.weights.update_weight_timeout_s,
             object_group=dist.new_group(backend="gloo"),
         )
+
+    def write_weights(self, version: int, engines: list[Any]) -> dict[str, Any]:
+        """This rank's part of a version's files, and the user's function after it; see `DiskWriter.write`."""
+        if self._writer is None:
+            self._writer = self._make_writer()
+        return self._written(self._writer.write(version), engines)
+
+    def write_full_weights(self, version: int, engines: list[Any]) -> dict[str, Any]:
+        """The same of a full version in place of a delta; see `DiskWriter.write_full`."""
+        return self._written(self._writer.write_full(version), engines)
+
+    def drop_weights(self, keep: int | None) -> None:
+        """Remove the files of versions other than `keep`; asked of rank 0 alone."""
+        if self._writer is not None:
+            self._writer.drop(keep)
+
+    def _make_writer(self) -> Any:
+        import torch.distributed as dist
+
+        from fusionrl.weights.disk import DiskOptions, DiskWriter
+
+        weights, world_size = self._config.weights, dist.get_world_size()
+        total = self._plan.shape.num_parameters * (4 if self._plan.rollout_dtype == "fp32" else 2)
+        assert self._config.model.hf_checkpoint is not None
+        options = DiskOptions(
+            folder=weights.update_weight_disk_dir or str(Path(self._run_dir, "weights")),
+            source=self._config.model.hf_checkpoint,
+            keeps_base=weights.update_weight_mode == "delta",
+            encoding=weights.update_weight_delta_encoding,
+            checksum=weights.update_weight_delta_checksum,
+            # A small model, too, is work for every rank.
+            max_bytes=min(weights.update_weight_buffer_size, -(-total // world_size)),
+        )
+        group = dist.new_group(backend="gloo")
+        return DiskWriter(options, rank=self._rank, world_size=world_size, export=self._export, group=group)
+
+    def _written(self, written: dict[str, Any], engines: list[Any]) -> dict[str, Any]:
+        if (path := self._config.weights.custom_update_weight_post_write_path) is not None:
+            from fusionrl.config.hooks import call_hook
+            from fusionrl.trainer.actor import hook_args
+
+            args = hook_args(self._config, self._rank, self._run_dir)
+            call_hook("custom_update_weight_post_write_path", path, args, written["folder"], engines)
+        return written
 
     def _export(self) -> Any:
         """What the engines load, (Hugging Face name, full tensor) of every weight in their precision; collective."""

@@ -674,8 +674,33 @@ class EvalGroup(Group):
 class WeightsGroup(Group):
     """Weight push"""
 
-    update_weight_transport: Literal["auto", "broadcast", "ipc"] = Field(
-        "auto", description="How weights reach the engines; auto is ipc when colocated, else broadcast."
+    update_weight_mode: Literal["full", "delta"] = Field(
+        "full", description="What travels: all weights, or what has changed since the last push (transport disk)."
+    )
+    update_weight_transport: Literal["auto", "broadcast", "ipc", "disk"] = Field(
+        "auto",
+        description="How weights reach the engines; auto is ipc when colocated, else broadcast. disk: by files in a"
+        " folder that trainers' and engines' nodes see (docs/weight-push-disk.md).",
+    )
+    update_weight_disk_dir: str | None = Field(
+        None, description="That folder, for this run alone. Default: weights in the run's folder."
+    )
+    update_weight_disk_keep_files: bool = Field(
+        False, description="Keep the files of all versions; else those of the last one, until the run ends."
+    )
+    update_weight_local_checkpoint_dir: str | None = Field(
+        None,
+        description="Folder for a copy of the weights on each host of engines, which they load; needed for delta."
+        " Without it they load from --update-weight-disk-dir.",
+    )
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
+        "xor", description="How a delta says what changed: xor of all bits, or places and new values."
+    )
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "sha256", "adler32"] = Field(
+        "xxh3-128", description="Checksum of what is pushed by files, and of each tensor that a delta has changed."
+    )
+    custom_update_weight_post_write_path: str | None = Field(
+        None, description="Function called in every trainer when a version's files are there (docs/hooks.md)."
     )
     update_weight_buffer_size: int = Field(
         512 * 1024**2, description="Bytes of one bucket of a weight push, at most.", ge=1024

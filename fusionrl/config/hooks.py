@@ -71,6 +71,7 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
         (),
         "hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
     ),
+    "custom_update_weight_post_write_path": (3, (), "post_write(args, version_dir, rollout_engines)"),
     "buffer_filter_path": (4, (), "buffer_filter(args, rollout_id, buffer, num_samples)"),
     "data_source_path": (1, (), "class DataSource(args)"),
 }

@@ -23,6 +23,7 @@ from fusionrl.config.validate_scorers import scorer_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
 from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
+from fusionrl.weights.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Checked:
 
 
 T = TypeVar("T")
+# Flags of weight pushes that only those by files look at.
+_OF_DISK = (
+    *("update_weight_mode", "update_weight_disk_dir", "update_weight_disk_keep_files"),
+    *("update_weight_local_checkpoint_dir", "update_weight_delta_encoding", "update_weight_delta_checksum"),
+    "custom_update_weight_post_write_path",
+)
 PIPELINES_READY = ("on-policy",)
 
 
@@ -58,6 +65,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     _check_keep_best(config, errors)
+    _check_weight_files(config, errors)
     for name in ("use_dynamic_batch_size", "balance_data"):
         if not getattr(config.train, name):
             errors.append(f"--no-{name.replace('_', '-')}: it is always so here; leave the flag out")
@@ -453,6 +461,29 @@ def _check_keep_best(config: Config, errors: list[str]) -> None:
     if config.eval.eval_interval is None or best.rsplit("/", 1)[0] not in sets:
         known = " or ".join(names) or "eval/<set>/accuracy of a set of --eval-prompt-data"
         errors.append(f"--keep-best {best}: no evaluation gives that; it can be {known}, with --eval-interval")
+
+
+def _check_weight_files(config: Config, errors: list[str]) -> None:
+    """The flags of weight pushes by files."""
+    weights, fields = config.weights, type(config.weights).model_fields
+    given = [field for field in _OF_DISK if getattr(weights, field) != fields[field].default]
+    if weights.update_weight_transport != "disk":
+        errors += [f"{flag_of(field)}: it needs --update-weight-transport disk" for field in given]
+        return
+    is_delta = weights.update_weight_mode == "delta"
+    if is_delta and weights.update_weight_local_checkpoint_dir is None:
+        errors.append(
+            "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host of engines,"
+            " with room for the weights, where the changes are applied"
+        )
+    if not is_delta and "update_weight_delta_encoding" in given:
+        errors.append("--update-weight-delta-encoding has no effect without --update-weight-mode delta; add it")
+    kind = weights.update_weight_delta_checksum
+    needed = {f"--update-weight-delta-checksum {kind}": CHECKSUM_PACKAGES.get(kind)}
+    needed["--update-weight-mode delta"] = COMPRESSION_PACKAGE if is_delta else None
+    for flag, package in needed.items():
+        if package is not None and importlib.util.find_spec(package) is None:
+            errors.append(f"{flag}: the package {package} is not installed; pip install {package}")
 
 
 def _check_path_templates(config: Config, errors: list[str]) -> None:

@@ -8,6 +8,7 @@ with the end of the server's log when the server is dead.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -290,6 +291,16 @@ class EngineActor:
         payload = {"model_path": os.path.abspath(path), "weight_version": version}
         payload["flush_cache"] = not self._is_paused_in_place
         self._post("/update_weights_from_disk", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+    def pull_weights(self, folder: str, local_folder: str | None) -> str | None:
+        """Bring this host's copy to the version in `folder`; see `fusionrl.weights.local_copy.pull_version`."""
+        from fusionrl.weights.local_copy import pull_version
+
+        return pull_version(folder, local_folder)
+
+    def drop_local_copy(self, local_folder: str) -> None:
+        """Remove this host's copy of the weights."""
+        shutil.rmtree(local_folder, ignore_errors=True)
 
     def weight_version(self) -> str:
         """Version stamped by the last update; "0" before the first."""

@@ -49,7 +49,7 @@ class Plan:
     trainer_bundles: tuple[int, ...]  # rank → bundle
     engine_bundles: tuple[tuple[int, ...], ...]  # engine → its bundles
     scorers: tuple[ScorerPlan, ...]
-    transport: Literal["broadcast", "ipc"] | None
+    transport: Literal["broadcast", "ipc", "disk"] | None
     batch: BatchPlan | None
     balance: Balance | None
     num_rollout: int

@@ -351,11 +351,11 @@ def save_hf(
             weight_map.update(dict.fromkeys(names, final))
         text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
         (partial / INDEX).write_text(text + "\n", encoding="utf-8")
-    _copy_companions(Path(source), partial, str(dtype).removeprefix("torch."))
+    copy_companions(Path(source), partial, str(dtype).removeprefix("torch."))
     partial.rename(path)
 
 
-def _copy_companions(source: Path, target: Path, dtype: str) -> None:
+def copy_companions(source: Path, target: Path, dtype: str) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(file, target / file.name)

@@ -432,3 +432,21 @@ def test_quantised_weights(errors: Errors, base: dict[str, Any], tiny_model: Pat
     checked, found = validate(Config.from_flat(base | {"hf_checkpoint": str(tmp_path / "fp8")}))
     assert found == []
     assert checked.quantization is not None and len(checked.quantization.names) == 14
+
+
+def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = {"update_weight_transport": "disk"}
+    delta = disk | {"update_weight_mode": "delta"}
+    assert errors(**disk) == errors(**delta, update_weight_local_checkpoint_dir="/local") == []
+    one(errors(**delta), "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host")
+    one(errors(update_weight_mode="delta"), "--update-weight-mode: it needs --update-weight-transport disk")
+    one(
+        errors(update_weight_disk_keep_files=True, update_weight_transport="ipc"), "-disk-keep-files: it needs --update"
+    )
+    one(errors(**disk, update_weight_delta_encoding="overwrite"), "no effect without --update-weight-mode delta")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = errors(**delta, update_weight_local_checkpoint_dir="/local", update_weight_delta_checksum="blake3")
+    assert [error for error in found if "update-weight" in error] == [
+        "--update-weight-delta-checksum blake3: the package blake3 is not installed; pip install blake3",
+        "--update-weight-mode delta: the package zstandard is not installed; pip install zstandard",
+    ]

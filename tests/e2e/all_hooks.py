@@ -140,6 +140,11 @@ def before_train_step(args: Any, rollout_id: int, step_id: int, model: Any, opti
     say(args, "custom_megatron_before_train_step_hook_path")
 
 
+def post_write(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    assert Path(version_dir, "manifest.json").is_file() and len(rollout_engines) == 1
+    say(args, "custom_update_weight_post_write_path")
+
+
 HOOKS = {
     "data_source_path": "Source",
     "rollout_function_path": "rollout",
@@ -162,4 +167,5 @@ HOOKS = {
     "custom_megatron_init_path": "megatron_init",
     "custom_megatron_before_log_prob_hook_path": "before_log_prob",
     "custom_megatron_before_train_step_hook_path": "before_train_step",
+    "custom_update_weight_post_write_path": "post_write",
 }

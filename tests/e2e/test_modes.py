@@ -96,10 +96,17 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     run(
         [*common, *prompts, "--mode", "rl", "--num-rollout", "2", "--lr", "1e-4", "--custom-config-path"]
         + [str(tmp_path / "mine.yaml"), "--loss-type", "custom_loss", "--run-dir", str(tmp_path / "rl"), "--no-save"]
+        + ["--update-weight-transport", "disk", "--update-weight-mode", "delta", "--verify-weights", "always"]
+        + ["--update-weight-local-checkpoint-dir", str(tmp_path / "local")]
         + [part for field, name in HOOKS.items() for part in (flag_of(field), f"tests/e2e/all_hooks.py:{name}")],
         tmp_path,
     )
     assert set(seen.read_text().split()) == set(HOOKS) == set(SIGNATURES) - ELSEWHERE
-    _, *steps = metrics_of(tmp_path / "rl")
+    first, *steps = metrics_of(tmp_path / "rl")
+    assert (first["perf/update_weights_density"], first["sync/full_hosts"]) == (1.0, 0.0)
+    for step in steps:
+        assert step["perf/update_weights_density"] < 1.0 and step["sync/full_hosts"] == 0.0
+        assert 0 < step["sync/pause_s"] < step["perf/time_sync_s"]
+    assert not any((tmp_path / name).exists() and list((tmp_path / name).iterdir()) for name in ("local", "rl/weights"))
     assert [step["train/num_samples"] for step in steps] == [63.0, 63.0], "one sample of each rollout is removed"
     assert all(step["train/difference_of_mine"] < 1e-5 for step in steps)
