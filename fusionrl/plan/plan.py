@@ -14,6 +14,7 @@ from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
+from fusionrl.weights.plan import plan_for_layout
 
 
 @dataclass(frozen=True)
@@ -390,8 +391,7 @@ def render_plan(plan: Plan, config: Config) -> str:
             f" {', '.join(str(list(bundles)) for bundles in scorer.bundles)}"
         )
     if plan.transport:
-        width = 4 if plan.rollout_dtype == "fp32" else 2
-        lines.append(f"weights    {shape.num_parameters * width / 1e6:.1f} MB by {plan.transport}")
+        lines += _push(plan, config)
     if plan.batch:
         lines.append(f"batches    {plan.batch.describe()}")
     if plan.memory:
@@ -399,6 +399,21 @@ def render_plan(plan: Plan, config: Config) -> str:
         told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
         lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
     return "\n".join(lines) + "\n"
+
+
+def _push(plan: Plan, config: Config) -> list[str]:
+    """Lines about the weight push; without its buckets where all ranks send all, or where Megatron deals out the layers
+    in a way of its own."""
+    assert plan.layout is not None
+    width, shape = (4 if plan.rollout_dtype == "fp32" else 2), plan.shape
+    line = f"weights    {shape.num_parameters * width / 1e6:.1f} MB by {plan.transport}"
+    stages = stage_layers(plan.layout, shape.num_layers, config.passthrough.transformer)
+    if stages is None or (plan.transport == "ipc" and plan.device == "cuda"):
+        return [line]
+    dtype = "float32" if plan.rollout_dtype == "fp32" else "bfloat16"
+    size = config.weights.update_weight_buffer_size
+    what, who = plan_for_layout(shape, plan.layout, plan.engine_bundles, size, dtype, stages).describe()
+    return [f"{line}: {what}", f"           {who}"]
 
 
 def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
