@@ -121,6 +121,20 @@ class LocalRanks:
         """Run `function(actor, *args)` on every rank."""
         return self._all([("run", (function, *args))] * self.world_size)
 
+    def run_on(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(actor, *args)` on one rank; ranks that work together are asked from a thread each."""
+        pipe = self._pipes[rank]
+        try:
+            pipe.send(("run", (function, *args)))
+            if not pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"trainer worker {rank} did not answer in {TIMEOUT_S} s")
+            good, value = pipe.recv()
+        except EOFError as error:
+            raise RuntimeError(f"trainer worker {rank} is dead") from error
+        if not good:
+            raise Failed(*value)
+        return value
+
     def run_each(self, calls: Sequence[tuple]) -> list[Any]:
         """Run (function, *args) of its own on every rank."""
         assert len(calls) == self.world_size
