@@ -60,6 +60,11 @@ class SharedBuffer:
         return pybase64.b64encode(buffer.getvalue()).decode()
 
 
+def load_payload(payload: str) -> list[tuple[str, torch.Tensor]]:
+    """What a payload holds or points to; of one's own run only, as a pickle can do anything."""
+    return pickle.loads(pybase64.b64decode(payload))
+
+
 class _ViewPickler(ForkingPickler):
     """Pickles a storage once for all its views of one dtype; torch's own reduction does so for each."""
 

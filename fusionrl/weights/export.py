@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,12 @@ class Exporter:
             if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                 chunk.start_param_sync(force_sync=True)
 
-    def gatherer(self, plan: PushPlan) -> PartGatherer:
-        """Of this rank's part of `plan`."""
+    def gatherer(self, plan: PushPlan, mapped: Mapping[int, Sequence[Tensor]]) -> PartGatherer:
+        """Of this rank's part of `plan`; `mapped` as of `PartGatherer`."""
         from megatron.core import parallel_state
 
         own = {name: (rule, tensor) for name, rule, tensor in local_tensors(self.chunks, self.shape)}
         groups = [parallel_state.get_tensor_model_parallel_group()]
         if self.shape.moe is not None:
             groups.append(parallel_state.get_expert_tensor_parallel_group())
-        return PartGatherer(self.rank, plan, own, self.shape, groups, self.device)
+        return PartGatherer(self.rank, plan, own, self.shape, groups, self.device, mapped)

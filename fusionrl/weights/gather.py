@@ -1,7 +1,8 @@
 """Buckets out of the trainers' parts: each source gathers its own, and only from the ranks that share its tensors.
 
-The parts of a bucket travel as one message a rank, in the engines' precision, and are put in their places in the
-source's buffer. The collective export of the whole model to every rank is `hf_io.iter_hf_tensors`.
+Where the members share a host's memory, each writes its parts into their places in the source's buffer. Elsewhere the
+parts of a bucket travel as one message a rank, in the engines' precision. The collective export of the whole model to
+every rank is `hf_io.iter_hf_tensors`.
 """
 
 from __future__ import annotations
@@ -100,13 +101,21 @@ class PartGatherer:
         shape: ModelShape,
         groups: Sequence[dist.ProcessGroup],
         device: torch.device,
+        mapped: Mapping[int, Sequence[Tensor]],
     ) -> None:
         """`own`: Megatron name → (rule, what this rank holds of it); `groups`: the process groups of this rank over
-        which tensors are divided. Memory is allocated, and touched, here."""
+        which tensors are divided; `mapped`: source → its buffers, where all members have them in their memory. Memory
+        is allocated, and touched, here."""
         self.rank, self.plan, self.own, self.shape = rank, plan, own, shape
         self.groups = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
-        _, room = plan.buffer_bytes(rank)
+        self.mapped = mapped
+        self._turn = {
+            bucket.number: place for source in plan.sources for place, bucket in enumerate(plan.of_source(source))
+        }
+        by_message = any(b.source not in mapped for b in plan.buckets if rank in b.members and len(b.members) > 1)
+        room = plan.buffer_bytes(rank)[1] if by_message else 0
         self._room = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._token = torch.zeros(1, dtype=torch.uint8)
 
     @torch.no_grad()
     def gather(self, bucket: Bucket, flat: Tensor | None) -> None:
@@ -120,6 +129,9 @@ class PartGatherer:
             RuntimeError: a member is gone.
         """
         place, size = bucket.members.index(self.rank), len(bucket.members)
+        if size > 1 and bucket.source in self.mapped:
+            self._fill_together(bucket, flat, place, size)
+            return
         if self.rank != bucket.source:
             num_bytes = bucket.part_bytes(self.rank)
             if num_bytes:
@@ -136,6 +148,26 @@ class PartGatherer:
             for (tensor, part), whole in zip(parts, wholes, strict=True):
                 if part is not None:
                     fill(tensor, whole, part, other, size)
+
+    def _fill_together(self, bucket: Bucket, flat: Tensor | None, place: int, size: int) -> None:
+        """Each member writes into the source's buffer, between the source's word that it is free and its own that it is
+        done."""
+        group = self.groups[bucket.members]
+        if flat is None:
+            dist.recv(self._token, bucket.source, group=group)
+            buffers = self.mapped[bucket.source]
+            flat = buffers[self._turn[bucket.number] % len(buffers)]
+        else:
+            for member in bucket.members[1:]:
+                dist.send(self._token, member, group=group)
+        for tensor, _, whole in views_of(bucket, flat):
+            if place == 0 or tensor.rule.split != "replicated":
+                fill(tensor, whole, self._part(tensor, size, tensor.part_shape(place, size)[0]), place, size)
+        if place > 0:
+            dist.send(self._token, bucket.source, group=group)
+            return
+        for member in bucket.members[1:]:
+            dist.recv(self._token, member, group=group)
 
     def _receive(self, bucket: Bucket) -> list[tuple[Any, list[tuple[PushTensor, Tensor | None]]]]:
         """The messages of the other members, under way."""

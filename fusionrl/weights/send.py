@@ -14,6 +14,7 @@ protocol's business (`fusionrl.weights.push`), which runs in the driver.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionrl.engines.payload import SharedBuffer
+from fusionrl.engines.payload import SharedBuffer, load_payload
 from fusionrl.weights.broadcast import Broadcast
 from fusionrl.weights.cuda_ipc import CudaIpc
 from fusionrl.weights.export import Exporter
@@ -145,16 +146,43 @@ class WeightSender:
             self._num_experts,
             by_node=transport == "ipc",
         )
+        buffers = self._make_buffers(plan, transport)
+        gatherer = exporter.gatherer(plan, self._map_buffers(plan, buffers))
+        return _Order(targets, transport, plan, gatherer, buffers, Turns(None, "", 0.0))
+
+    def _make_buffers(self, plan: PushPlan, transport: str) -> list[Any]:
+        """A source's, in shared memory where engines or other ranks of this host read or write them."""
         num_bytes, _ = plan.buffer_bytes(self.rank)
         count = min(BUFFERS, len(plan.of_source(self.rank)))
+        if transport == "ipc" or (
+            self._members_near(plan, self.rank) and count * num_bytes < _free_shared_memory() // 2
+        ):
+            return [SharedBuffer(num_bytes) for _ in range(count)]
         # Written once here: the first touch of fresh memory costs more than what is copied into it.
-        buffers = [
-            SharedBuffer(num_bytes)
-            if transport == "ipc"
-            else torch.zeros(num_bytes, dtype=torch.uint8, device=exporter.device)
-            for _ in range(count)
-        ]
-        return _Order(targets, transport, plan, exporter.gatherer(plan), buffers, Turns(None, "", 0.0))
+        return [torch.zeros(num_bytes, dtype=torch.uint8, device=self.exporter.device) for _ in range(count)]
+
+    def _members_near(self, plan: PushPlan, source: int) -> bool:
+        """Whether `source` gathers from others, and all of them on its host's memory."""
+        members = {member for bucket in plan.of_source(source) for member in bucket.members}
+        return self.device == "cpu" and len(members) > 1 and len({self._nodes[member] for member in members}) == 1
+
+    def _map_buffers(self, plan: PushPlan, buffers: list[Any]) -> dict[int, list[Tensor]]:
+        """Source → its buffers, of the sources that this rank shares memory with; collective over all ranks."""
+        near = [source for source in plan.sources if self._members_near(plan, source)]
+        if not near:
+            return {}
+        offered: dict[int, list[str]] = {}
+        if self.rank in near and isinstance(buffers[0], SharedBuffer):
+            members = {member for bucket in plan.of_source(self.rank) for member in bucket.members}
+            offered = {m: [buffer.payload([("", buffer.flat)]) for buffer in buffers] for m in members - {self.rank}}
+        all_offered: list[Any] = [None] * self.exporter.layout.world_size
+        dist.all_gather_object(all_offered, offered, group=self.object_group)
+        mapped = {
+            source: [load_payload(payload)[0][1] for payload in all_offered[source][self.rank]]
+            for source in near
+            if self.rank in all_offered[source]
+        }
+        return mapped | ({self.rank: [buffer.flat for buffer in buffers]} if offered else {})
 
     @property
     def _num_experts(self) -> int:
@@ -308,6 +336,12 @@ class _Sending:
         self.order.ready.put(None)
         if not isinstance(error, PushStopped):
             self._thread.join(5.0)
+
+
+def _free_shared_memory() -> int:
+    """Bytes that shared memory has room for; a write beyond them would end the process."""
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
 
 
 def _flat(buffer: Any) -> Tensor:

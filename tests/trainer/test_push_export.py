@@ -44,7 +44,7 @@ def gathered(
     target = EngineTarget(0, None, "", (0,))
     experts = actor.shape.moe.num_experts if actor.shape.moe else 0
     plan = plan_push(tensors, actor.layout, [target], [""] * 2, MAX_BYTES, experts, by_node=False)
-    gatherer, found = exporter.gatherer(plan), {}
+    gatherer, found = exporter.gatherer(plan, {}), {}
     flat = torch.full((plan.buffer_bytes(actor.rank)[0],), 255, dtype=torch.uint8)  # what is not written is a NaN
     early, late = plan.gathers(actor.rank)
     for bucket in early + late:

@@ -55,7 +55,7 @@ def pushers(pool: LocalRanks) -> list[Any]:
 
 
 def engine_of(path: Path, folder: Path) -> EngineActor:
-    spec = EngineSpec(0, str(path), "cpu", "float32", 1, (), HOST, KEY, str(folder), 1, start_timeout_s=300.0)
+    spec = EngineSpec(0, str(path), "cpu", "float32", 1, (), HOST, KEY, str(folder), 1, start_timeout_s=600.0)
     return EngineActor(spec)
 
 

@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,9 +96,9 @@ class Parts:
         """As `Exporter.tensors`."""
         return push_tensors(self.shape, self._stage_of, self.dtype, self.quantization)
 
-    def gatherer(self, plan: PushPlan) -> PartGatherer:
+    def gatherer(self, plan: PushPlan, mapped: Mapping[int, Sequence[Tensor]]) -> PartGatherer:
         """As `Exporter.gatherer`."""
-        return PartGatherer(self.rank, plan, self.own, self.shape, self._groups, self.device)
+        return PartGatherer(self.rank, plan, self.own, self.shape, self._groups, self.device, mapped)
 
     def whole(self) -> Any:
         """(name, tensor) of all, of a single rank."""
@@ -437,19 +437,22 @@ def _serve_rank(pipe: Any, options: RankOptions, rank: int, port: int) -> None:
 
 
 class _RankCalls:
+    """One call after the other, as an actor takes them: also after one for which nobody waits any more."""
+
     def __init__(self, process: Process) -> None:
-        self._process = process
+        self._process, self._lock = process, threading.Lock()
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
 
         def call(*args: Any) -> Any:
-            try:
-                self._process.pipe.send((method, args))
-            except OSError as error:
-                raise RuntimeError(f"process {self._process.pid} is dead") from error
-            return self._process.answer()
+            with self._lock:
+                try:
+                    self._process.pipe.send((method, args))
+                except OSError as error:
+                    raise RuntimeError(f"process {self._process.pid} is dead") from error
+                return self._process.answer()
 
         return call
 
