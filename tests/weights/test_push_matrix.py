@@ -105,7 +105,7 @@ def test_in_place_nothing_is_answered_from_what_was_cached(stack: Bench) -> None
     def run_on() -> None:
         params = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True}
         payload = {"input_ids": push_matrix.PROMPTS[-1], "sampling_params": params, "return_logprob": True}
-        running.update(call("POST", stack.urls[ENGINE] + "/generate", payload, api_key=None, timeout_s=1200.0))
+        running.update(call("POST", stack.urls[ENGINE] + "/generate", payload, api_key=None, timeout_s=300.0))
 
     thread = threading.Thread(target=run_on)
     thread.start()
