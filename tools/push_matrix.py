@@ -160,6 +160,7 @@ class Bench:
         self.paths, self.models = make_weights(model, folder)
         self.shape: ModelShape = read_model_shape(self.paths[0])
         self.folder, self.version = folder, 0
+        self.layout: TrainerLayout | None = None
         self.holds = dict.fromkeys(engines, 0)  # engine → number of the weights that it has
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
         env["PYTHONPATH"] = os.pathsep.join(
@@ -192,7 +193,10 @@ class Bench:
         )
 
     def lay_out(self, layout: TrainerLayout) -> None:
-        """Make the trainers ones of this layout."""
+        """Make the trainers ones of this layout, if they are not."""
+        if layout == self.layout:
+            return
+        self.layout = layout
         config = self._config(layout)
         plan = make_plan(config, self.shape, device="cpu", num_prompts=0)
         self.trainers = self.ranks[: layout.world_size]
@@ -235,7 +239,7 @@ class Bench:
             EngineTarget(index, self.engines[index], node, tuple(range(TP_SIZES[index]))) for index in engines
         ]
         self.version += 1
-        common: dict[str, Any] = {"version": self.version, "pause_mode": pause_mode, "timeout_s": 300.0}
+        common: dict[str, Any] = {"version": self.version, "pause_mode": pause_mode, "timeout_s": 600.0}
         if executor == "disk":
             push_by_disk(self.trainers, self.targets, local_folder=None, keep_files=False, **common)
         else:
@@ -291,7 +295,7 @@ class Bench:
         """Four answers of an engine: their tokens after the prompts', all log-probs, and the versions they are of."""
         params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
         payload = {"input_ids": PROMPTS, "sampling_params": params, "return_logprob": True}
-        answers = call("POST", self.urls[index] + "/generate", payload, api_key=None, timeout_s=120.0)
+        answers = call("POST", self.urls[index] + "/generate", payload, api_key=None, timeout_s=600.0)
         log_probs = [entry[0] for answer in answers for entry in answer["meta_info"]["output_token_logprobs"]]
         versions = {answer["meta_info"]["weight_version"] for answer in answers}
         return [answer["output_ids"] for answer in answers], np.array(log_probs), versions

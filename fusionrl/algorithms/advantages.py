@@ -1,7 +1,7 @@
 """The registry of whole samples' advantages. To add one: a file with the function, and a line here.
 
 They are numbers of a rollout's samples; `Responses.spread` gives each trained token its sample's. The token-wise
-ones, which need log-probs or a critic, are in `reinforce_plus_plus.py`, `gae.py`, `prime.py`; `distillation.py`
+ones, which need log-probs or a critic, are in `returns.py`, `gae.py`, `prime.py`; `distillation.py`
 adds to any.
 """
 

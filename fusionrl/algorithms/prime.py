@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from fusionrl.algorithms.log_ratio import comparable
-from fusionrl.algorithms.reinforce_plus_plus import discounted_returns
 from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.returns import discounted_returns
 
 
 def implicit_rewards(prm_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -216,12 +216,19 @@ class BufferActor:
             teacher_urls=list(self.endpoints.teacher_urls),
             rollout_global_dataset=True,
             vocab_size=self.plan.shape.vocab_size,
+            routed_experts_size=self._routed_experts_size(),
             save=str(self.run_dir / "checkpoints"),
             load=None,
             run_dir=str(self.run_dir),
             abort_event=self._abort,
             **extra,
         )
+
+    def _routed_experts_size(self) -> tuple[int, int] | None:
+        """(layers, experts of a token), where the engines are asked which experts they chose."""
+        shape = self.plan.shape
+        asks = self.config.algorithm.use_rollout_routing_replay and self.plan.device == "cuda"
+        return (shape.num_layers, shape.moe.topk) if asks and shape.moe is not None else None
 
     # -------------------------------------------------------------------------------- rollouts
     async def generate(self, rollout_id: int) -> Rollout:

@@ -170,6 +170,8 @@ class Session:
         if self.config.weights.pause_generation_mode == "in_place":
             # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
             server_args.setdefault("disable_radix_cache", True)
+        if self.config.algorithm.use_rollout_routing_replay and self.plan.device == "cuda":
+            server_args.setdefault("enable_return_routed_experts", True)
         if self.config.rollout.stream_responses:  # else each event repeats all tokens so far
             server_args.setdefault("incremental_streaming_output", True)
         folder = str(self.config.model.hf_checkpoint)

@@ -136,6 +136,17 @@ def _correction_errors(config: Config) -> list[str]:
     return errors
 
 
+def asks_for_routing(config: Config) -> bool:
+    """Whether the default rollout is to ask the engines which experts they chose: no function or file says so."""
+    others = (
+        config.rollout.custom_generate_function_path,
+        config.reward.custom_convert_samples_to_train_data_path,
+        config.run.load_debug_rollout_data,
+    )
+    is_default = config.rollout.rollout_function_path == RolloutGroup().rollout_function_path
+    return config.algorithm.use_rollout_routing_replay and is_default and not any(others)
+
+
 def routing_errors(config: Config, shape: ModelShape | None) -> list[str]:
     """Messages on routing replay, for a model of `shape` (None: not known)."""
     a, errors = config.algorithm, []
@@ -147,18 +158,6 @@ def routing_errors(config: Config, shape: ModelShape | None) -> list[str]:
         errors.append(f"{flag} has no effect in --mode {config.run.mode}; leave it out")
     if shape is not None and shape.moe is None:
         errors.append(f"{flag}: the model of --hf-checkpoint has no experts to route to; leave the flag out")
-    makes_samples = (
-        config.rollout.custom_generate_function_path,
-        config.reward.custom_convert_samples_to_train_data_path,
-        config.run.load_debug_rollout_data,
-    )
-    own_rollout = config.rollout.rollout_function_path != RolloutGroup().rollout_function_path
-    if engine and not any(makes_samples) and not own_rollout:
-        errors.append(
-            f"{flag}: the default rollout does not learn which experts the engine chose (SGLang's router drops the"
-            " request for them); set rollout_routed_experts in --custom-generate-function-path, or take"
-            " --use-routing-replay"
-        )
     passed = config.passthrough.transformer
     for name, value in (("moe_router_fusion", True), ("overlap_moe_expert_parallel_comm", True)):
         if passed.get(name) == value:

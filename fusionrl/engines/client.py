@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import zlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -46,6 +47,7 @@ class GenerateClient:
         vocab_size: int | None = None,
         num_tries: int = 10,
         stream_responses: bool = False,
+        worker_urls: Sequence[str] = (),
     ) -> None:
         """`timeout_s` bounds one request, retries included; `max_connections` the requests under way.
 
@@ -55,6 +57,9 @@ class GenerateClient:
         server, and the router would try the request on the next one.
 
         With `stream_responses`, `generate` reads a stream: what an engine that died had sent is kept.
+
+        With `worker_urls`, requests go to these engines and not to `base_url`, for the router drops fields that it does
+        not know: to the engine of a routing key, else to the one with the fewest under way.
         """
         self._vocab_size = vocab_size
         self._num_tries = num_tries
@@ -64,6 +69,7 @@ class GenerateClient:
         self.num_tokens_kept = 0
         """Tokens of engines that died, after which another engine went on."""
         self._url = base_url.rstrip("/") + "/generate"
+        self._under_way = {url.rstrip("/") + "/generate": 0 for url in worker_urls or [base_url]}
         self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
         self._timeout_s = timeout_s
         self._max_connections = max_connections
@@ -109,7 +115,9 @@ class GenerateClient:
         while True:
             before = len(tokens)
             try:
-                async with aclosing(self._events(_continued(payload, tokens), routing_key, deadline)) as events:
+                async with aclosing(
+                    self._events(_continued(payload, tokens), routing_key, deadline, attempt)
+                ) as events:
                     parser = StreamParser()
                     async for event in events:
                         piece = parser.parse(event)
@@ -132,32 +140,34 @@ class GenerateClient:
             attempt += 1
 
     async def _events(
-        self, payload: dict[str, Any], routing_key: str | None, deadline: float
+        self, payload: dict[str, Any], routing_key: str | None, deadline: float, attempt: int
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
         body = orjson.dumps({"return_logprob": True, **payload, "stream": True}, option=orjson.OPT_SERIALIZE_NUMPY)
-        async with asyncio.timeout_at(deadline):
-            response = await self._open().post(self._url, data=body, headers=self._headers_of(routing_key))
-        # Closing it before its end breaks the connection, which is how the engine learns that nobody waits.
-        async with aclosing(_lines(response, deadline)) as lines:
-            if response.status >= 400:
-                text = b"\n".join([line async for line in lines]).decode(errors="replace")
-                raise EndpointError(self._url, response.status, text)
-            async for line in lines:
-                data = line.removeprefix(b"data:").strip()
-                if data == line.strip() or data == b"[DONE]":
-                    continue  # no event, or the end
-                try:
-                    event = orjson.loads(data)
-                except orjson.JSONDecodeError as error:  # it ended within an event: as good as a broken connection
-                    raise EndpointError(self._url, 502, f"half an event of a stream: {data[:200]!r}") from error
-                error = event.get("error")
-                reason = (event.get("meta_info") or {}).get("finish_reason") or {}
-                if error is not None:  # the status line said 200 before the request was looked at
-                    raise EndpointError(self._url, int(error.get("code") or 500), str(error.get("message")))
-                if reason.get("type") == "abort" and reason.get("status_code") is not None:
-                    raise EndpointError(self._url, int(reason["status_code"]), str(reason.get("message")))
-                yield event
+        url = self._target(routing_key, attempt)
+        with self._counted(url):
+            async with asyncio.timeout_at(deadline):
+                response = await self._open().post(url, data=body, headers=self._headers_of(routing_key))
+            # Closing it before its end breaks the connection, which is how the engine learns that nobody waits.
+            async with aclosing(_lines(response, deadline)) as lines:
+                if response.status >= 400:
+                    text = b"\n".join([line async for line in lines]).decode(errors="replace")
+                    raise EndpointError(url, response.status, text)
+                async for line in lines:
+                    data = line.removeprefix(b"data:").strip()
+                    if data == line.strip() or data == b"[DONE]":
+                        continue  # no event, or the end
+                    try:
+                        event = orjson.loads(data)
+                    except orjson.JSONDecodeError as error:  # it ended within an event: as good as a broken connection
+                        raise EndpointError(url, 502, f"half an event of a stream: {data[:200]!r}") from error
+                    error = event.get("error")
+                    reason = (event.get("meta_info") or {}).get("finish_reason") or {}
+                    if error is not None:  # the status line said 200 before the request was looked at
+                        raise EndpointError(url, int(error.get("code") or 500), str(error.get("message")))
+                    if reason.get("type") == "abort" and reason.get("status_code") is not None:
+                        raise EndpointError(url, int(reason["status_code"]), str(reason.get("message")))
+                    yield event
 
     async def _request(self, payload: dict[str, Any], routing_key: str | None = None) -> list[Generation]:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -217,16 +227,18 @@ class GenerateClient:
         headers = self._headers_of(routing_key)
         attempt = 0
         while True:
+            url = self._target(routing_key, attempt)
             try:
-                async with self._open().post(self._url, data=body, headers=headers) as response:
-                    answer = await response.read()
+                with self._counted(url):
+                    async with self._open().post(url, data=body, headers=headers) as response:
+                        answer = await response.read()
                 if response.status < 400:
                     return answer
-                error: RuntimeError = EndpointError(self._url, response.status, answer.decode(errors="replace"))
+                error: RuntimeError = EndpointError(url, response.status, answer.decode(errors="replace"))
                 if response.status < 500:
                     raise error
             except aiohttp.ClientError as cause:
-                error = RuntimeError(f"{self._url} did not answer: {cause!r}")
+                error = RuntimeError(f"{url} did not answer: {cause!r}")
             await self._before_retry(attempt, error)
             attempt += 1
 
@@ -237,6 +249,22 @@ class GenerateClient:
         self.num_retries += 1
         logger.info("try %d of a request failed: %s", attempt + 1, error)
         await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
+
+    def _target(self, routing_key: str | None, attempt: int) -> str:
+        """Where try number `attempt` goes: each to another engine, where there are several."""
+        urls = list(self._under_way)
+        if routing_key is not None:
+            first = zlib.crc32(routing_key.encode())
+            return urls[(first + attempt) % len(urls)]
+        return sorted(urls, key=self._under_way.__getitem__)[attempt % len(urls)]
+
+    @contextmanager
+    def _counted(self, url: str) -> Iterator[None]:
+        self._under_way[url] += 1
+        try:
+            yield
+        finally:
+            self._under_way[url] -= 1
 
     def _headers_of(self, routing_key: str | None) -> dict[str, str]:
         return self._headers if routing_key is None else self._headers | {ROUTING_KEY: routing_key}

@@ -114,7 +114,7 @@ def compare_curves(runs: Mapping[str, Metrics], key: str, out: Path) -> Path:
     figure, (axis,) = _figure(1)
     with _style():
         for index, (name, (steps, values)) in enumerate(drawn.items()):
-            _line(axis, steps, values, COLORS[index % len(COLORS)], name)
+            _line(axis, steps, values, COLORS[index % len(COLORS)], name, "-" if index < len(COLORS) else "--")
         _label_axis(axis, key, _unit(key))
         if key == MISMATCH:
             _logarithmic(axis, [value for _, values in drawn.values() for value in values])
@@ -229,14 +229,16 @@ def _accuracy_keys(metrics: Metrics) -> list[str]:
     return sorted(key for key in keys if series(metrics, key)[0])
 
 
-def _line(axis: Axes, steps: list[int], values: list[float], color: str, label: str | None = None) -> None:
+def _line(
+    axis: Axes, steps: list[int], values: list[float], color: str, label: str | None = None, style: str = "-"
+) -> None:
     """The values lightly, their smoothed course strongly; of a handful of values, points."""
     label = label and label.replace("$", r"\$")
     if len(steps) < 8:
-        axis.plot(steps, values, color=color, linewidth=1.6, marker="o", markersize=4, label=label)
+        axis.plot(steps, values, style, color=color, linewidth=1.6, marker="o", markersize=4, label=label)
         return
     axis.plot(steps, values, color=color, linewidth=0.9, alpha=0.28)
-    axis.plot(steps, smooth(steps, values), color=color, linewidth=2.0, label=label, solid_capstyle="round")
+    axis.plot(steps, smooth(steps, values), style, color=color, linewidth=2.0, label=label, solid_capstyle="round")
 
 
 def _logarithmic(axis: Axes, values: list[float]) -> None:

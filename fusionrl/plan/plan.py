@@ -10,7 +10,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import described
 from fusionrl.config.quantization import BlockFp8
-from fusionrl.config.validate_algorithm import algorithm_warnings
+from fusionrl.config.validate_algorithm import algorithm_warnings, asks_for_routing
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
@@ -109,6 +109,11 @@ def make_plan(
     layout = _layout(config, shape)
     if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
         raise ValueError("--optimizer-cpu-offload: there is no GPU memory to save on a CPU; leave the flag out")
+    if device == "cpu" and asks_for_routing(config):
+        raise ValueError(
+            "--use-rollout-routing-replay: SGLang records which experts it chose on a GPU alone; set"
+            " rollout_routed_experts in --custom-generate-function-path, or take --use-routing-replay"
+        )
     rollout_dtype = _precision(model.rollout_dtype, precision)
     if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
         raise ValueError(

@@ -11,12 +11,14 @@ import copy
 import functools
 import inspect
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
+import pybase64
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.hooks import awaited_hook, call_hook, load_function
@@ -121,6 +123,7 @@ async def generate_turn(
         text=text,
         finish_reason=answer.finish_reason,
     )
+    _add_routed_experts(args, sample, answer)
     return answer
 
 
@@ -154,6 +157,8 @@ async def stream_generate(
                 text=piece.text,
                 finish_reason=piece.finish_reason or "stop",
             )
+            if piece.finish_reason:
+                _add_routed_experts(args, sample, piece)
             if piece.finish_reason and piece.part > 1:
                 sample.response = before + _decoded(args, sample.tokens[len(payload["input_ids"]) :], sampling_params)
             yield piece
@@ -172,7 +177,29 @@ def _turn_payload(args: Any, sample: Sample, sampling_params: dict[str, Any], do
         "input_ids": np.asarray(sample.tokens).tolist(),
         "sampling_params": dict(sampling_params, max_new_tokens=limit),
         "return_logprob": True,
+        **({"return_routed_experts": True} if getattr(args, "routed_experts_size", None) else {}),
     }
+
+
+def _add_routed_experts(args: Any, sample: Sample, answer: Generation) -> None:
+    """The experts that the engine chose, with --use-rollout-routing-replay: base64 of int32 [tokens - 1, layers, topk],
+    of the request's tokens and the answer's.
+
+    Raises:
+        RuntimeError: the engine did not say, or spoke of another number of tokens.
+    """
+    if not getattr(args, "routed_experts_size", None) or answer.finish_reason == "abort":
+        return  # what is aborted is gone on with, and then the engine tells of all tokens
+    data = answer.meta_info.get("routed_experts")
+    size = (len(sample.tokens) - 1, *args.routed_experts_size)
+    found = None if data is None else np.frombuffer(pybase64.b64decode(data), np.int32)
+    if found is None or found.size != math.prod(size):
+        said = "no routed_experts" if found is None else f"{found.size} values of routed_experts"
+        raise RuntimeError(
+            f"--use-rollout-routing-replay: sample {sample.index}: the engine returned {said}, and not {size} (tokens,"
+            " layers, experts of a token); does its SGLang know --enable-return-routed-experts?"
+        )
+    sample.rollout_routed_experts = found.reshape(size).astype(np.int16)
 
 
 def _routing(sample: Sample) -> dict[str, str]:
@@ -443,6 +470,8 @@ class _client:
             max_connections=limit,
             vocab_size=self.args.vocab_size,  # an id beyond it would kill the server that is asked for it
             stream_responses=self.args.stream_responses,
+            # The router drops the request for experts.
+            worker_urls=self.args.engine_urls if getattr(self.args, "routed_experts_size", None) else (),
         )
 
     async def __aexit__(self, *exc: object) -> None:

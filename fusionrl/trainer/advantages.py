@@ -13,8 +13,8 @@ from torch import Tensor
 from fusionrl.algorithms.distillation import add_reverse_kl
 from fusionrl.algorithms.gae import gae, truncated_values
 from fusionrl.algorithms.prime import prime_advantages
-from fusionrl.algorithms.reinforce_plus_plus import discounted_returns
 from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.returns import discounted_returns
 from fusionrl.algorithms.rloo import leave_one_out
 from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
 from fusionrl.algorithms.whitening import moments, whiten

@@ -29,8 +29,8 @@ from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.policy_loss import PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES
 from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards, prime_advantages
-from fusionrl.algorithms.reinforce_plus_plus import discounted_returns
 from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.returns import discounted_returns
 from fusionrl.algorithms.rloo import leave_one_out
 from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
 from fusionrl.algorithms.whitening import moments, whiten

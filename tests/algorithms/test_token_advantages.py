@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fusionrl.algorithms.distillation import add_reverse_kl
 from fusionrl.algorithms.gae import gae, truncated_values
-from fusionrl.algorithms.reinforce_plus_plus import discounted_returns
 from fusionrl.algorithms.responses import Responses
+from fusionrl.algorithms.returns import discounted_returns
 from fusionrl.algorithms.scan import discounted_sums
 from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
 

@@ -374,7 +374,6 @@ def test_epochs_are_counted_without_the_prompts_that_are_too_long(
         (["--use-routing-replay", "--mode", "sft"], "--use-routing-replay has no effect in --mode sft"),
         (["--use-routing-replay", "--moe-router-fusion"], "--moe-router-fusion leaves no place for it"),
         (["--use-routing-replay", "--moe-router-load-balancing-type", "sinkhorn"], "sinkhorn chooses by all tokens"),
-        (["--use-rollout-routing-replay"], "the default rollout does not learn which experts the engine chose"),
     ],
 )
 def test_flags_of_algorithms_that_do_not_go_together(flags: list[str], part: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Engine:
     is_incremental: bool = True
     version: str = "7"
     healthy: bool = True
+    routed_experts: bytes | None = None  # what a request that asks for it gets, in base64
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)  # a client went before the end
@@ -86,6 +88,8 @@ class Engine:
         }
         if is_last:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": end - start}]
+            if self.routed_experts is not None and self.asked[-1].get("return_routed_experts"):
+                meta["routed_experts"] = base64.b64encode(self.routed_experts).decode()
         text = "".join(chr(self.tokens[i]) for i in shown)
         return {"text": text, "output_ids": [self.tokens[i] for i in shown], "meta_info": meta}
 
@@ -109,6 +113,7 @@ class Engine:
     async def start(self) -> web.AppRunner:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.info)
         app.router.add_get("/health", self.health)
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             app.router.add_get(path, self.info)

@@ -167,3 +167,31 @@ def test_an_abort_that_repeats_what_was_sent_adds_nothing() -> None:
     assert (last.tokens.tolist(), last.text, last.finish_reason) == ([], "", "abort")
     with pytest.raises(RuntimeError, match="1 tokens where 3 of 5"):
         parser.parse({"text": "e", "output_ids": [101], "meta_info": meta | {"completion_tokens": 5}})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_engines_are_asked_past_the_router(stream: bool) -> None:
+    """Requests spread over the engines, a session stays with its own, and a try that fails goes to another one."""
+
+    async def run() -> None:
+        engines = [Engine([97, 98, 99], 1) for _ in range(3)]
+        runners = [await engine.start() for engine in engines]
+        urls = [engine.url for engine in engines]
+        try:
+            async with GenerateClient("http://127.0.0.1:9", stream_responses=stream, worker_urls=urls) as client:
+                params = {"max_new_tokens": 3, "temperature": 1.0}
+                asks = [client.generate({"input_ids": [i], "sampling_params": params}) for i in range(6)]
+                assert all(answer.tokens.tolist() == [97, 98, 99] for answer in await asyncio.gather(*asks))
+                assert [len(engine.asked) for engine in engines] == [2, 2, 2]
+                payload = {"input_ids": [9], "sampling_params": params}
+                for _ in range(3):
+                    await client.generate(payload, "session")
+                (own,) = [engine for engine in engines if len(engine.asked) == 5]
+                own.faults = [("status", 503)]
+                await client.generate(payload, "session")
+                assert client.num_retries == 1 and sorted(len(engine.asked) for engine in engines) == [2, 3, 6]
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    asyncio.run(run())

@@ -71,6 +71,17 @@ def test_the_optimizer_has_no_gpu_to_leave_on_a_cpu() -> None:
     make_plan(config, SHAPE, device="cuda", num_prompts=100)
 
 
+def test_engines_record_their_experts_on_a_gpu_alone() -> None:
+    flags = {"rollout_batch_size": 8, "num_rollout": 3, "use_rollout_routing_replay": True}
+    with pytest.raises(
+        ValueError, match="--use-rollout-routing-replay: SGLang records which experts it chose on a GPU"
+    ):
+        make_plan(Config.from_flat(flags), SHAPE, device="cpu", num_prompts=100)
+    make_plan(Config.from_flat(flags), SHAPE, device="cuda", num_prompts=100)
+    own = flags | {"custom_generate_function_path": "mine.py:generate"}
+    make_plan(Config.from_flat(own), SHAPE, device="cpu", num_prompts=100)
+
+
 def test_colocated() -> None:
     made = plan("cuda", actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2, colocate=True)
     assert made.trainer_bundles == (0, 1, 2, 3)

@@ -522,3 +522,26 @@ def test_retries_are_counted_with_fault_tolerance(start: Any) -> None:
     output = serve(served, use)
     assert [group[0].response_length for group in output.samples] == [4] * 4
     assert output.metrics == {"rollout/requests_retried": 2, "rollout/tokens_kept": 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_experts_of_the_engine_come_with_the_sample(start: Any, stream: bool) -> None:
+    """[tokens - 1, layers, experts of a token] of the whole sequence, asked of the engine past the router."""
+    args, source = start(custom_generate_function_path=None, stream_responses=stream, n_samples_per_prompt=1)
+    args.routed_experts_size, args.router_url = (3, 2), "http://127.0.0.1:9"
+    chosen = np.arange(5 * 3 * 2, dtype=np.int32)  # a prompt of two tokens and four more, but the last
+    served = Engine([97, 98, 99, 100], 2, routed_experts=chosen.tobytes())
+
+    async def use(url: str) -> Any:
+        args.engine_urls = [url]
+        return await asyncio.to_thread(generate_rollout, args, 0, source)
+
+    for group in serve(served, use).samples:
+        group[0].validate()
+        assert np.array_equal(group[0].rollout_routed_experts, chosen.reshape(5, 3, 2))
+    served.routed_experts = chosen[:-1].tobytes()
+    with pytest.raises(RuntimeError, match=r"29 values of routed_experts, and not \(5, 3, 2\)"):
+        serve(served, use)
+    served.routed_experts = None
+    with pytest.raises(RuntimeError, match="--use-rollout-routing-replay: sample .* returned no routed_experts"):
+        serve(served, use)

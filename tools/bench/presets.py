@@ -24,6 +24,8 @@ ACCURACY = "eval/held-out/accuracy"
 OWN_FLAGS: dict[str, list[str]] = {
     # Its reward model learns from answers that are right or wrong: no credit for single digits.
     "prime": ["--rm-type", "exact", "--prm-lr", "1e-3"],
+    "remax": ["--num-rollout", "90"],
+    "dpo": ["--num-rollout", "90"],
     "ppo": ["--critic-lr", "1e-3", "--num-critic-only-steps", "4", "--num-rollout", "120"],
 }
 
@@ -64,7 +66,7 @@ def run_preset(name: str, out: Path, seed: int) -> None:
         *("--rollout-max-response-len", "5", "--eval-prompt-data", "held-out", str(out / "eval.jsonl")),
         *("--eval-temperature", "0", "--eval-interval", "15", "--rollout-shuffle", "--rollout-seed", str(seed)),
         *("--rollout-batch-size", "32", "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "2"),
-        *("--num-rollout", "90", "--lr", "1.2e-4", "--min-lr", "1e-5", "--adam-beta2", "0.99"),
+        *("--num-rollout", "75", "--lr", "1.2e-4", "--min-lr", "1e-5", "--adam-beta2", "0.99"),
         *("--lr-decay-style", "linear", "--lr-warmup-iters", "4", "--colocate", "--no-save"),
         *("--sglang-max-running-requests", "256", *own),
     )
