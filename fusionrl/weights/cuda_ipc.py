@@ -11,8 +11,8 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
-from queue import Queue
-from threading import Thread
+from queue import SimpleQueue
+from threading import Semaphore, Thread
 from typing import Any
 
 import pybase64
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.weights.calls import wait_all
-from fusionrl.weights.plan import EngineTarget, Feed, buckets
+from fusionrl.weights.plan import BUFFERS, EngineTarget, Feed, buckets
 
 _Bucket = list[tuple[str, Tensor]]
 
@@ -44,15 +44,20 @@ class CudaIpc:
     ) -> dict[str, Any]:
         """Send `tensors`, whose iteration is collective, to every engine; see `WeightSender.send`. The next bucket is
         gathered while the engines copy this one: memory for two buckets, and for the tensor that is gathered."""
-        queue: Queue[_Bucket | None] = Queue(maxsize=1)
-        thread = Thread(target=self._run, args=(queue, targets, feeds, version), name="weight-push", daemon=True)
+        queue: SimpleQueue[tuple[_Bucket, bool] | None] = SimpleQueue()
+        slots = Semaphore(BUFFERS)
+        thread = Thread(target=self._run, args=(queue, slots, targets, feeds, version), name="weight-push", daemon=True)
         thread.start()
+        ended: list[bool] = []
+        made = buckets(_noting_end(tensors, ended), buffer_size)
         try:
-            for bucket in buckets(tensors, buffer_size):
+            while slots.acquire() and (bucket := next(made, None)) is not None:
                 flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
                 torch.cuda.current_stream().synchronize()  # before another process reads it
                 parts = zip(bucket, flat.split([tensor.nbytes for _, tensor in bucket]), strict=True)
-                queue.put([(name, part.view(tensor.dtype).view(tensor.shape)) for (name, tensor), part in parts])
+                views = [(name, part.view(tensor.dtype).view(tensor.shape)) for (name, tensor), part in parts]
+                queue.put((views, bool(ended)))
+                del bucket, flat, parts, views  # only the thread holds it
         finally:
             queue.put(None)
             thread.join()
@@ -61,12 +66,17 @@ class CudaIpc:
         return self.report
 
     def _run(
-        self, queue: Queue[_Bucket | None], targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int
+        self,
+        queue: SimpleQueue[tuple[_Bucket, bool] | None],
+        slots: Semaphore,
+        targets: Sequence[EngineTarget],
+        feeds: Sequence[Feed],
+        version: int,
     ) -> None:
-        bucket, number = queue.get(), 0
-        while bucket is not None:
-            following = queue.get()
-            stamp = {"version": None if following else str(version), "flush_cache": following is None}
+        number = 0
+        while (item := queue.get()) is not None:
+            bucket, is_last = item
+            stamp = {"version": str(version) if is_last else None, "flush_cache": is_last}
             start = time.time()
             # A rank that has failed goes on with what is collective, in which the other ranks may wait for it.
             try:
@@ -81,7 +91,8 @@ class CudaIpc:
             report["send_s"] += end - start
             report.setdefault("first_s", start)
             report["last_s"] = end
-            bucket = following
+            del item, bucket
+            slots.release()
 
     def _send_bucket(
         self, bucket: _Bucket, targets: Sequence[EngineTarget], feeds: Sequence[Feed], stamp: dict[str, Any]
@@ -112,6 +123,12 @@ class CudaIpc:
         dist.all_gather_object(gathered, own, group=self.object_group)
         merged = {place: payload for part in gathered for place, payload in part.items()}
         return [merged[i] for i in sorted(merged)]
+
+
+def _noting_end(tensors: Iterator[tuple[str, Tensor]], ended: list[bool]) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`; when there are no more, `ended` has an item, which is before the last bucket is out."""
+    yield from tensors
+    ended.append(True)
 
 
 def _serialize(bucket: _Bucket) -> str:

@@ -94,45 +94,58 @@ class WeightSender:
         if transport == "ipc" and self.device == "cuda":
             return
         self._meet()
-        order = self._order
-        wanted = [(target.index, target.num_restarts, target.node_id) for target in targets]
-        if (
-            order is None
-            or order.transport != transport
-            or wanted != [(target.index, target.num_restarts, target.node_id) for target in order.targets]
-        ):
-            self._order = None  # its buffers go before the new ones come
+        wanted = [_process(target) for target in targets]
+        order, self._order = self._order, None
+        fits = order is not None and (order.transport, [*map(_process, order.targets)]) == (transport, wanted)
+        # After a failure some ranks have begun anew, and all must.
+        everyone = self._tell_all((fits, self._num_pushes))
+        self._num_pushes = 1 + max(number for _, number in everyone)
+        if order is None or not all(fits for fits, _ in everyone):
+            order = None  # its buffers go before the new ones come
             order = self._make_order(tuple(targets), transport)
-        order.targets = tuple(targets)
-        self._num_pushes += 1
-        store = self._store if len(order.plan.sources) > 1 or not self.overlapped else None
         order.turns.forget()  # of the last push, which is over on all ranks
+        store = self._store if len(order.plan.sources) > 1 or not self.overlapped else None
         order.turns = Turns(store, f"push-{self._num_pushes}", self.timeout_s)
-        order.ready, order.free = SimpleQueue(), SimpleQueue()
+        order.targets, order.ready, order.free = tuple(targets), SimpleQueue(), SimpleQueue()
         self._order = order
+        for buffer in order.buffers[: 1 if self._is_alone and not self.overlapped else None]:
+            order.free.put(buffer)
+        failure: BaseException | None = None
         try:
             self._connect(order)
-            for buffer in order.buffers:
-                order.free.put(buffer)
-            if self.overlapped:
-                for bucket in order.plan.gathers(self.rank)[0]:
-                    self._gather(order, bucket)
+        except BaseException as error:
+            failure = error
+            order.turns.fail(error)
+        try:
+            # Also after a failure: other ranks send their parts here.
+            for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
+                self._gather(order, bucket)
+            if failure is not None:
+                raise failure
         except BaseException as error:
             self._give_up(error)
             raise
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.exporter.layout.world_size == 1
+
+    def _tell_all(self, fact: Any) -> list[Any]:
+        """What every rank says; collective."""
+        facts: list[Any] = [fact]
+        if not self._is_alone:
+            facts = [None] * self.exporter.layout.world_size
+            dist.all_gather_object(facts, fact, group=self.object_group)
+        return facts
 
     def _meet(self) -> None:
         """Once: the store of the turns, and every rank's node."""
         if self._nodes:
             return
-        size = self.exporter.layout.world_size
-        if size == 1:
-            self._nodes = [self.node_id]
-            return
-        store = create_group_store(self.host, self.timeout_s) if self.rank == 0 else None
-        facts: list[Any] = [None] * size
-        dist.all_gather_object(facts, (self.node_id, self.host, store and store.port), group=self.object_group)
-        self._store = store or dist.TCPStore(facts[0][1], facts[0][2], is_master=False, wait_for_workers=False)
+        store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
+        facts = self._tell_all((self.node_id, self.host, store and store.port))
+        if not self._is_alone:
+            self._store = store or dist.TCPStore(facts[0][1], facts[0][2], is_master=False, wait_for_workers=False)
         self._nodes = [node for node, _, _ in facts]
 
     def _make_order(self, targets: tuple[EngineTarget, ...], transport: str) -> _Order:
@@ -175,8 +188,7 @@ class WeightSender:
         if self.rank in near and isinstance(buffers[0], SharedBuffer):
             members = {member for bucket in plan.of_source(self.rank) for member in bucket.members}
             offered = {m: [buffer.payload([("", buffer.flat)]) for buffer in buffers] for m in members - {self.rank}}
-        all_offered: list[Any] = [None] * self.exporter.layout.world_size
-        dist.all_gather_object(all_offered, offered, group=self.object_group)
+        all_offered = self._tell_all(offered)
         mapped = {
             source: [load_payload(payload)[0][1] for payload in all_offered[source][self.rank]]
             for source in near
@@ -336,6 +348,11 @@ class _Sending:
         self.order.ready.put(None)
         if not isinstance(error, PushStopped):
             self._thread.join(5.0)
+
+
+def _process(target: EngineTarget) -> tuple[int, int, str]:
+    """Which process an engine is, and where."""
+    return target.index, target.num_restarts, target.node_id
 
 
 def _free_shared_memory() -> int:

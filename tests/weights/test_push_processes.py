@@ -152,7 +152,8 @@ def struck(receivers: Receivers, phase: str, victim: int, pid: int, transport: s
 def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(transport: str) -> None:
     """It is named, within the time limit; the other engine goes on, and gets the next version whole."""
     shape = shape_of("qwen3")
-    with Ranks(RankOptions(shape, TrainerLayout(2, pp=2), buffer_size=3_000, timeout_s=LIMIT_S)) as ranks:
+    layout = TrainerLayout(4, tp=2, pp=2) if transport == "broadcast" else TrainerLayout(2, pp=2)
+    with Ranks(RankOptions(shape, layout, buffer_size=3_000, timeout_s=LIMIT_S)) as ranks:
         version = 0
         for phase in PHASES:
             if transport == "ipc" and phase == "joining":
@@ -173,6 +174,40 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
                 assert facts["version"] == str(version), phase
                 assert facts["is_released"], phase
                 assert facts["hashes"] == hashes(shape, version), phase
+
+
+class Refusing:
+    """A handle's target that refuses a method the first time that it is called."""
+
+    def __init__(self, target: Any, method: str) -> None:
+        self._target, self._method = target, method
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name == self._method:
+            self._method = ""
+            raise RuntimeError(f"no {name} today")
+        return getattr(self._target, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_an_engine_that_refuses_gets_the_next_version(receivers: Receivers, transport: str) -> None:
+    """The same processes again on all sides: ranks that have failed and ranks that have not begin anew together."""
+    shape = shape_of("qwen3")
+    method = {"broadcast": "update_weights_from_distributed", "ipc": "update_weights_from_tensor"}[transport]
+    methods = [method, "begin_weight_update"] + ["init_weights_update_group"] * (transport == "broadcast")
+    with Ranks(RankOptions(shape, TrainerLayout(4, tp=2, pp=2), buffer_size=3_000, timeout_s=LIMIT_S)) as ranks:
+        for version, method in enumerate(methods[::-1], start=1):
+            two, one = receivers.targets
+            refusing = EngineTarget(1, Threaded(Refusing(receivers.engines[1], method)), "", (0,))
+            with pytest.raises(RuntimeError, match=f"engine 1.*no {method} today"):
+                push(ranks, [two, refusing], transport, 100 + version, LIMIT_S)
+            ranks.call("fill", version)
+            push(ranks, [two, one], transport, version, LIMIT_S)
+            (first, second), (third,) = receivers.received()
+            assert first["hashes"] == second["hashes"] == third["hashes"] == hashes(shape, version)
 
 
 @pytest.mark.slow
