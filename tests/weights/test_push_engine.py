@@ -1,9 +1,10 @@
-"""A push from real Megatron ranks to a real engine: what it then computes, and what follows when it is killed."""
+"""A push from real Megatron ranks to a real engine: what it then computes, and what follows when one side is killed."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,11 +43,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_tiny_qwen3(folder / f"model{seed}", seed) for seed in (0, 1)]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[LocalRanks]:
-    pool = LocalRanks(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def ranks() -> Iterator[list[LocalRanks]]:
+    """Two ranks twice: those that are killed, and those after them."""
+    pools = [LocalRanks(2), LocalRanks(2)]
+    yield pools
+    for pool in pools:
+        pool.close()
 
 
 def pushers(pool: LocalRanks) -> list[Any]:
@@ -57,6 +60,10 @@ def pushers(pool: LocalRanks) -> list[Any]:
 def engine_of(path: Path, folder: Path) -> EngineActor:
     spec = EngineSpec(0, str(path), "cpu", "float32", 1, (), HOST, KEY, str(folder), 1, start_timeout_s=600.0)
     return EngineActor(spec)
+
+
+def process_id(_: Any) -> int:
+    return os.getpid()
 
 
 def push(trainers: list[Any], target: EngineTarget, version: int, transport: str) -> dict[str, float]:
@@ -83,12 +90,13 @@ def assert_serves(engine: EngineActor, path: Path, version: int) -> None:
     assert answer.weight_versions == [(version, 8)]
 
 
-def test_an_engine_killed_in_the_middle_of_a_push_is_back_with_the_next(
-    models: list[Path], ranks: LocalRanks, tmp_path: Path
+def test_whoever_is_killed_in_the_middle_of_a_push_the_next_one_works(
+    models: list[Path], ranks: list[LocalRanks], tmp_path: Path
 ) -> None:
-    """Before and after by either executor, from two stages, over the weights of another model."""
-    ranks.start(config_of(models[1]), TrainerLayout(2, pp=2))
-    trainers = pushers(ranks)
+    """Before and after by either executor, from two stages, over the weights of another model: first the engine is
+    killed, and starts again; then a trainer rank, whose engine goes on with the ranks after it."""
+    ranks[0].start(config_of(models[1]), TrainerLayout(2, pp=2))
+    trainers = pushers(ranks[0])
     engine = engine_of(models[0], tmp_path)
     try:
         engine.start()
@@ -112,5 +120,16 @@ def test_an_engine_killed_in_the_middle_of_a_push_is_back_with_the_next(
         restarted = EngineTarget(0, Threaded(AttachedEngine(0, engine.url, 1, KEY)), "", (0,), num_restarts=1)
         push(trainers, restarted, 5, "broadcast")
         assert_serves(engine, models[1], 5)
+
+        survivor, victim = ranks[0].run(process_id)
+        striking = Striking(AttachedEngine(0, engine.url, 1, KEY), "update_weights_from_distributed", 2, victim)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="trainer"):
+            push(trainers, EngineTarget(0, Threaded(striking), "", (0,), num_restarts=1), 6, "broadcast")
+        assert time.monotonic() - start < LIMIT_S
+        psutil.Process(survivor).kill()  # as the run, which ends
+        ranks[1].start(config_of(models[0]), TrainerLayout(2, pp=2))
+        push(pushers(ranks[1]), restarted, 7, "broadcast")
+        assert_serves(engine, models[0], 7)
     finally:
         engine.shutdown()

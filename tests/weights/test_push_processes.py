@@ -185,10 +185,14 @@ class Refusing:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name == self._method:
-            self._method = ""
+        if name != self._method:
+            return getattr(self._target, name)
+        self._method = ""
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(f"no {name} today")
-        return getattr(self._target, name)
+
+        return refuse
 
 
 @pytest.mark.slow

@@ -409,7 +409,7 @@ class Process:
         """End it."""
         self.process.kill()
         self.process.join()
-        self.pipe.close()
+        # The pipe closes with its last user: a thread that still polls it would go on with whatever gets its number.
 
 
 @dataclass
