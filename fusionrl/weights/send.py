@@ -347,7 +347,7 @@ class _Sending:
         self.order.turns.fail(error)
         self.order.ready.put(None)
         if not isinstance(error, PushStopped):
-            self._thread.join(5.0)
+            self._thread.join(1.0)
 
 
 def _process(target: EngineTarget) -> tuple[int, int, str]:

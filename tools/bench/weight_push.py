@@ -5,11 +5,12 @@
 
 Ranks hold random tensors of the model's names and shapes in bf16, divided as Megatron divides them, and run the
 product's sender and protocol; receivers answer as an engine does and drop what they get (by shared memory they copy it
-out once). All of a row is measured by turns in one run, and the ratios are those of the medians:
+out once). All of a row is measured by turns in one run; figures are medians over turns, ratios the medians of the
+ratios within a turn. A push that is counted is the second of two, whose plan, groups and buffers stand, as in a run:
 
 broadcast, ipc   first byte sent to last byte received, after the preparation; `pause` is all that the engines stand for
-serial           the same by broadcast where no bucket is gathered before the one before is sent; from the start of the
-                 preparation, and so is `overlapped`, to be compared with it
+serial           the same by broadcast where no bucket is gathered before the one before is sent; compared by the pause,
+                 and by the whole, which counts the buckets that are gathered before the pause
 tensor-by-tensor one gather, one call and one broadcast for each tensor, none beside the other, as verl and early slime
 raw broadcast    the same bytes out of one buffer to as many receivers, with nothing else
 raw memcpy       the same bytes from buffer to buffer
@@ -117,6 +118,11 @@ class Bench:
                 assert all(n == self.num_bytes for engine in metrics["received"] for n in engine), "not every byte came"
         return metrics
 
+    def second_push(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As `push`, the second of two: plan, groups and buffers stand, as in a run after its first push."""
+        self.push(*args, **kwargs)
+        return self.push(*args, **kwargs)
+
     def raw_broadcast(self, bucket: int) -> float:
         """Seconds for the same bytes, to the same receivers."""
         store = create_group_store(HOST, TIMEOUT_S)
@@ -139,14 +145,19 @@ class Bench:
         return self.ranks.handles[0].raw_memcpy.remote(self.num_bytes, bucket).result()
 
 
-def by_turns(turns: int, measured: dict[str, Callable[[], dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    """Each of `measured` once a turn, after one turn that is not counted; medians of what they return."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in measured}
+def by_turns(turns: int, measured: dict[str, Callable[[], dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Each of `measured` once a turn, after one turn that is not counted; what they return, turn by turn."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in measured}
     for turn in range(turns + 1):
         for name, run in measured.items():
             value = run()
             if turn:
                 found[name].append(value)
+    return found
+
+
+def medians(found: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Of every figure."""
     return {
         name: {key: _median([value[key] for value in values]) for key in values[0]} for name, values in found.items()
     }
@@ -156,31 +167,39 @@ def _median(values: list[Any]) -> Any:
     return statistics.median(values) if isinstance(values[0], float | int) else values[0]
 
 
+def _ratio(over: list[dict[str, Any]], key: str, under: list[dict[str, Any]], under_key: str = "") -> float:
+    """The median over turns of `key` of one by a figure of the other."""
+    return statistics.median(a[key] / b[under_key or key] for a, b in zip(over, under, strict=True))
+
+
 def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, Any]:
     """One row."""
     transports = ["broadcast", "ipc"]
     measured: dict[str, Callable[[], dict[str, Any]]] = {
         "raw memcpy": lambda: {"transfer_s": bench.raw_memcpy(bucket)},
         "raw broadcast": lambda: {"transfer_s": bench.raw_broadcast(bucket)},
-        **{name: (lambda name=name: bench.push(name, bucket)) for name in transports},
+        **{name: (lambda name=name: bench.second_push(name, bucket)) for name in transports},
     }
     if bench.device == "cpu":
-        measured["serial"] = lambda: bench.push("broadcast", bucket, overlapped=False)
+        measured["serial"] = lambda: bench.second_push("broadcast", bucket, overlapped=False)
         if baseline:
             measured["tensor-by-tensor"] = lambda: bench.push("broadcast", 1, overlapped=False)
     found = by_turns(turns, measured)
-    rate = {name: bench.num_bytes / values["transfer_s"] / 1e9 for name, values in found.items()}
+    key = "transfer_s"
     ratios = {
-        "broadcast / raw broadcast": rate["broadcast"] / rate["raw broadcast"],
-        "ipc / raw memcpy": rate["ipc"] / rate["raw memcpy"],
-        "pause / transfer, broadcast": found["broadcast"]["sync/pause_s"] / found["broadcast"]["transfer_s"],
-        "pause / transfer, ipc": found["ipc"]["sync/pause_s"] / found["ipc"]["transfer_s"],
+        "broadcast / raw broadcast": _ratio(found["raw broadcast"], key, found["broadcast"]),
+        "ipc / raw memcpy": _ratio(found["raw memcpy"], key, found["ipc"]),
+        "pause / transfer, broadcast": _ratio(found["broadcast"], "sync/pause_s", found["broadcast"], key),
+        "pause / transfer, ipc": _ratio(found["ipc"], "sync/pause_s", found["ipc"], key),
     }
     if "serial" in found:
-        ratios["overlapped / serial, seconds"] = found["broadcast"]["total_s"] / found["serial"]["total_s"]
+        ratios["overlapped / serial, pause"] = _ratio(found["broadcast"], "sync/pause_s", found["serial"])
+        ratios["overlapped / serial, whole"] = _ratio(found["broadcast"], "total_s", found["serial"])
     if "tensor-by-tensor" in found:
-        ratios["broadcast / tensor-by-tensor"] = rate["broadcast"] / rate["tensor-by-tensor"]
-    return {"gb_per_s": rate, "ratios": ratios, "medians": found}
+        ratios["broadcast / tensor-by-tensor"] = _ratio(found["tensor-by-tensor"], key, found["broadcast"])
+    values = medians(found)
+    rate = {name: bench.num_bytes / value[key] / 1e9 for name, value in values.items()}
+    return {"gb_per_s": rate, "ratios": ratios, "medians": values}
 
 
 def measure_engine(bench: Bench, bucket: int, turns: int, config: dict[str, Any], num_threads: int) -> dict[str, Any]:
@@ -206,9 +225,10 @@ def measure_engine(bench: Bench, bucket: int, turns: int, config: dict[str, Any]
             url = engine.start()
             target = EngineTarget(0, Threaded(AttachedEngine(0, url, 1)), "", (0,))
             measured = {
-                name: (lambda name=name: bench.push(name, bucket, targets=[target])) for name in ("broadcast", "ipc")
+                name: (lambda name=name: bench.second_push(name, bucket, targets=[target]))
+                for name in ("broadcast", "ipc")
             }
-            found = by_turns(turns, measured)
+            found = medians(by_turns(turns, measured))
         finally:
             engine.shutdown()
     return {
