@@ -25,8 +25,8 @@ from fusionrl.weights.plan import EngineTarget
 from fusionrl.weights.push import push_weights
 from tests.tiny_model import make_tiny_qwen3
 from tests.trainer.trainer_worker import config_of
+from tests.weights.faults import Striking
 from tests.weights.push_rank import Pusher
-from tests.weights.test_push_processes import Striking
 
 pytestmark = [
     pytest.mark.engine,

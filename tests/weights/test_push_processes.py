@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -23,6 +22,7 @@ from fusionrl.weights.fp8 import quantized
 from fusionrl.weights.plan import EngineTarget, push_tensors
 from fusionrl.weights.push import push_weights
 from tests.trainer import hf_models
+from tests.weights.faults import Refusing, Striking
 from tools.bench.push_processes import RankOptions, Ranks, Receivers, whole_tensor
 
 
@@ -106,26 +106,6 @@ def test_every_byte_arrives(receivers: Receivers, family: str, layout: TrainerLa
         assert len(facts["sources"]) == layout.pp * layout.ep
 
 
-class Striking:
-    """A handle's target that kills a process when a method is called for the n-th time; picklable with its count."""
-
-    def __init__(self, target: Any, method: str, number: int, pid: int) -> None:
-        self._target, self._strikes_at, self._number, self._pid = target, method, number, pid
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name == self._strikes_at:
-                self._number -= 1
-                if self._number == 0:
-                    psutil.Process(self._pid).kill()
-            return getattr(self._target, name)(*args, **kwargs)
-
-        return call
-
-
 PHASES = {
     "joining": ("init_weights_update_group", 1),
     "pause": ("pause", 1),
@@ -175,25 +155,6 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
                 assert facts["version"] == str(version), phase
                 assert facts["is_released"], phase
                 assert facts["hashes"] == hashes(shape, version), phase
-
-
-class Refusing:
-    """A handle's target that refuses a method the first time that it is called."""
-
-    def __init__(self, target: Any, method: str) -> None:
-        self._target, self._method = target, method
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name != self._method:
-            return getattr(self._target, name)
-        self._method = ""
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError(f"no {name} today")
-
-        return refuse
 
 
 @pytest.mark.slow
