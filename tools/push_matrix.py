@@ -35,7 +35,8 @@ from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.http import call
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
-from fusionrl.weights.plan import EngineTarget, plan_feeds
+from fusionrl.weights.disk_push import push_by_disk
+from fusionrl.weights.plan import EngineTarget
 from fusionrl.weights.push import push_weights
 from fusionrl.weights.verify import compare_checksums, verify_push
 
@@ -233,21 +234,16 @@ class Bench:
         """Push weights that none of `engines` holds; their number."""
         which = next(i for i in range(NUM_WEIGHTS) if i not in {self.holds[index] for index in engines})
         ray.get([trainer.read.remote(str(self.paths[which])) for trainer in self.trainers])
-        node, places = ray.get_runtime_context().get_node_id(), list(range(len(self.trainers)))
+        node = ray.get_runtime_context().get_node_id()
         self.targets = [
             EngineTarget(index, self.engines[index], node, tuple(range(TP_SIZES[index]))) for index in engines
         ]
-        feeds = plan_feeds(self.targets, places, [node] * len(places), "cpu") if executor == "ipc" else []
         self.version += 1
-        push_weights(
-            self.trainers,
-            self.targets,
-            feeds,
-            version=self.version,
-            transport=executor,
-            pause_mode=pause_mode,
-            timeout_s=600.0,
-        )
+        common: dict[str, Any] = {"version": self.version, "pause_mode": pause_mode, "timeout_s": 600.0}
+        if executor == "disk":
+            push_by_disk(self.trainers, self.targets, local_folder=None, keep_files=False, **common)
+        else:
+            push_weights(self.trainers, self.targets, [], transport=executor, **common)
         self.holds |= dict.fromkeys(engines, which)
         return which
 

@@ -302,12 +302,18 @@ class Session:
     def _plan_pushes(self) -> None:
         restarts = self._recovery.num_restarts if self._recovery else {}
         self._targets = [
-            EngineTarget(i, engine, self._bundles[places[0]].node_id, places, restarts.get(i, 0))
+            EngineTarget(i, engine, self._bundles[places[0]].node_id, places, restarts.get(i, 0), self._engine_ep_size)
             for i, (engine, places) in enumerate(zip(self.engines, self.plan.engine_bundles, strict=True))
         ]
-        if self.plan.transport == "ipc":
-            nodes = [self._bundles[place].node_id for place in self.plan.trainer_bundles]
-            self._feeds = plan_feeds(self._targets, self.plan.trainer_bundles, nodes, self.plan.device)
+        if self.plan.transport == "ipc" and self.plan.device == "cuda":
+            self._feeds = plan_feeds(self._targets, self.plan.trainer_bundles)
+
+    @property
+    def _engine_ep_size(self) -> int:
+        """Parts into which an engine's ranks divide the experts, in order; 1 where it deals them out in its own way."""
+        args = self.config.passthrough.sglang
+        own_way = ("ep_num_redundant_experts", "enable_eplb", "init_expert_location", "moe_dp_size")
+        return 1 if any(args.get(name) for name in own_way) else int(args.get("ep_size") or 1)
 
     # ------------------------------------------------------------------------------------ work
     def push(self, version: int) -> dict[str, float]:

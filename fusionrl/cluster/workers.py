@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
@@ -115,10 +117,14 @@ class TrainerWorker:
         """Process groups, model, optimizer."""
         return self._trainer.setup(master_address, master_port)
 
-    def push_weights(self, targets: list[Any], feeds: list[Any], version: int, transport: str) -> dict[str, Any]:
-        """This rank's part of a weight push."""
+    def prepare_push(self, targets: list[Any], transport: str) -> None:
+        """This rank's part of a weight push, as far as the engines need not stand for it."""
         if self._sender is None:
             self._sender = self._make_sender()
+        self._sender.prepare(targets, transport)
+
+    def push_weights(self, targets: list[Any], feeds: list[Any], version: int, transport: str) -> dict[str, Any]:
+        """This rank's part of a weight push, after `prepare_push`."""
         return self._sender.send(targets, feeds, version, transport)
 
     def _make_sender(self) -> Any:
@@ -131,9 +137,10 @@ class TrainerWorker:
             device=self._plan.device,
             backend=self._plan.backend,
             host=self._host,
-            export=self._export,
+            exporter=self._exporter(),
             buffer_size=self._config.weights.update_weight_buffer_size,
             timeout_s=self._config.weights.update_weight_timeout_s,
+            node_id=ray.get_runtime_context().get_node_id(),
             object_group=dist.new_group(backend="gloo"),
         )
 
@@ -181,32 +188,32 @@ class TrainerWorker:
             call_hook("custom_update_weight_post_write_path", path, args, written["folder"], engines)
         return written
 
+    def _exporter(self) -> Any:
+        from fusionrl.weights.export import Exporter
+
+        trainer = self._trainer
+        return Exporter(
+            trainer.trained.chunks,
+            trainer.trained.transformer,
+            trainer.shape,
+            trainer.layout,
+            self._rank,
+            "float32" if self._plan.rollout_dtype == "fp32" else "bfloat16",
+            trainer.device,
+            reload=lambda: trainer.reload(only_weights=True),
+            quantization=self._plan.quantization,
+        )
+
     def _export(self) -> Any:
         """What the engines load, (Hugging Face name, full tensor) of every weight in their precision; collective."""
-        from fusionrl.weights.fp8 import quantized
-
-        return quantized(self._full_tensors(), self._plan.quantization)
-
-    def _full_tensors(self) -> Any:
-        import torch
-
-        from fusionrl.weights.families import model_rules
-        from fusionrl.weights.hf_io import iter_hf_tensors
-
-        self._trainer.reload(only_weights=True)
-        trained, shape = self._trainer.trained, self._trainer.shape
-        dtype = torch.float32 if self._plan.rollout_dtype == "fp32" else torch.bfloat16
-        # A router's balancing bias decides between experts whose scores are close: engines keep it in fp32, too.
-        exact = {name for rule in model_rules(shape).values() if rule.buffer for name in rule.hf}
-        for name, tensor in iter_hf_tensors(trained.chunks, trained.transformer, shape):
-            yield name, tensor.detach().to(torch.float32 if name in exact else dtype)
+        return self._exporter().whole()
 
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
         from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
         from fusionrl.weights.fp8 import held
 
-        tensors = held(self._full_tensors(), self._plan.quantization)
+        tensors = held(self._exporter().full(), self._plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self._plan.device == "cpu" else (hash_words, 1)
         return engine_checksums(tensors, self._plan.shape, tp_size, hash_of, multiple)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ class BlockFp8:
         """Blocks of a weight of `sizes` [rows, columns]; those at its end may be smaller."""
         rows, columns = sizes
         return -(-rows // self.block[0]), -(-columns // self.block[1])
-
-    def num_bytes(self, name: str, sizes: tuple[int, ...], width: int) -> int:
-        """Bytes of the tensor `name` in an engine, with its fp32 scales; `width` bytes a value that is not in fp8."""
-        if name not in self.names:
-            return prod(sizes) * width
-        return prod(sizes) + 4 * prod(self.scale_shape(sizes))
 
 
 def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> BlockFp8 | None:

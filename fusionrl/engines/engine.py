@@ -205,6 +205,11 @@ class EngineActor:
             self._post("/begin_weight_update")
             self._has_update_sessions = True
         except EndpointError as error:
+            if "already open" in str(error):  # of an update that failed, and whose end the server missed
+                self._post("/end_weight_update")
+                self._post("/begin_weight_update")
+                self._has_update_sessions = True
+                return
             if error.status != 404:
                 raise
             self._has_update_sessions = False

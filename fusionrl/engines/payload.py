@@ -4,9 +4,8 @@ SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. Both 
 
 * `by_value`: a plain pickle with the bytes in it. Works across hosts; the bytes travel base64-encoded by
   HTTP.
-* `SharedTensors`: the tensors as views of one shared-memory segment; the payload has its name and the
-  offsets. torch pickles the views one by one but every one refers to the same storage, so the receiver maps
-  the segment once. The sharing strategy is "file_system": with torch's default "file_descriptor" the
+* `SharedBuffer`: the tensors as views of one shared-memory segment; the payload has its name and the offsets, and the
+  receiver maps the segment once. The sharing strategy is "file_system": with torch's default "file_descriptor" the
   receiver has to ask the sender for the descriptor over a connection that needs multiprocessing's key of the
   sender, which an unrelated process lacks; that error ends the scheduler.
 """
@@ -18,13 +17,14 @@ import pickle
 import threading
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import pybase64
 import torch
+from torch.multiprocessing.reductions import rebuild_tensor
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
-_ALIGNMENT = 64
 _strategy_lock = threading.Lock()
 
 
@@ -35,41 +35,48 @@ def by_value(named: NamedTensors) -> str:
     return pybase64.b64encode(pickle.dumps(owned, protocol=pickle.HIGHEST_PROTOCOL)).decode()
 
 
-class SharedTensors:
-    """One shared-memory segment with room for given tensors; reused from update to update.
+class SharedBuffer:
+    """One shared-memory segment of `num_bytes`; reused from update to update.
 
     SGLang's ranks copy out of the segment and meet at a barrier before the request is answered: the segment
     may be written again after the answer, not before. Both ends must be on one host.
     """
 
-    def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
-        """Allocate for tensors of these names, shapes and dtypes."""
-        offsets, end = [], 0
-        for _, shape, dtype in shapes:
-            offsets.append(end)
-            num_bytes = torch.Size(shape).numel() * dtype.itemsize
-            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.flat = torch.empty(max(end, 1), dtype=torch.uint8)
+    def __init__(self, num_bytes: int) -> None:
+        self.flat = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
         with _file_system_sharing():
             self.flat.share_memory_()
-        self.views: dict[str, torch.Tensor] = {}
-        """The tensors by name; write the new weights into them, then send `payload`."""
-        for (name, shape, dtype), offset in zip(shapes, offsets, strict=True):
-            num_bytes = torch.Size(shape).numel() * dtype.itemsize
-            self.views[name] = self.flat[offset : offset + num_bytes].view(dtype).view(shape)
+        self.flat.zero_()  # the pages are made now, not when the first bucket is written
 
-    def copy_from(self, named: NamedTensors) -> None:
-        """Copy the tensors into the segment."""
-        for name, tensor in named:
-            self.views[name].copy_(tensor.detach())
+    def payload(self, named: NamedTensors) -> str:
+        """Base64 pickle that names the segment and where in it each of `named`, views of `flat`, lies.
 
-    def payload(self) -> str:
-        """Base64 pickle that names the segment. Make one for each receiving rank: each pickle carries its own
-        references to the segment, and its receiver gives them back."""
+        Make one for each receiving rank: each pickle carries its own reference to the segment, and its receiver gives
+        that back.
+        """
         buffer = io.BytesIO()
         with _file_system_sharing():
-            ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(list(self.views.items()))
+            _ViewPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(list(named))
         return pybase64.b64encode(buffer.getvalue()).decode()
+
+
+def load_payload(payload: str) -> list[tuple[str, torch.Tensor]]:
+    """What a payload holds or points to; of one's own run only, as a pickle can do anything."""
+    return pickle.loads(pybase64.b64decode(payload))
+
+
+class _ViewPickler(ForkingPickler):
+    """Pickles a storage once for all its views of one dtype; torch's own reduction does so for each."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._storages: dict[torch.dtype, Any] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        storage = self._storages.setdefault(value.dtype, value._typed_storage())
+        return rebuild_tensor, (torch.Tensor, storage, (value.storage_offset(), value.size(), value.stride(), False))
 
 
 class _file_system_sharing:

@@ -16,7 +16,7 @@ from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
-from fusionrl.weights import families
+from fusionrl.weights.plan import plan_for_layout, push_tensors
 
 
 @dataclass(frozen=True)
@@ -416,8 +416,7 @@ def render_plan(plan: Plan, config: Config) -> str:
             f" {', '.join(str(list(bundles)) for bundles in scorer.bundles)}"
         )
     if plan.transport:
-        fp8 = "" if plan.quantization is None else f", {len(plan.quantization.names)} tensors of them in block-wise fp8"
-        lines.append(f"weights    {push_bytes(plan) / 1e6:.1f} MB by {plan.transport}{fp8}")
+        lines += _push(plan, config)
     if plan.batch:
         lines.append(f"batches    {plan.batch.describe()}")
     if plan.memory:
@@ -430,11 +429,33 @@ def render_plan(plan: Plan, config: Config) -> str:
 
 def push_bytes(plan: Plan) -> int:
     """Bytes that a weight push brings to each engine."""
-    width = 4 if plan.rollout_dtype == "fp32" else 2
-    if plan.quantization is None:
-        return plan.shape.num_parameters * width
-    tensors = families.hf_shapes(plan.shape).items()
-    return sum(plan.quantization.num_bytes(name, sizes, width) for name, sizes in tensors)
+    tensors = push_tensors(plan.shape, lambda _: 0, _torch_name(plan.rollout_dtype), plan.quantization)
+    return sum(tensor.sent_bytes for tensor in tensors)
+
+
+def _push(plan: Plan, config: Config) -> list[str]:
+    """Lines about the weight push; without its buckets where all ranks send all, or where Megatron deals out the layers
+    in a way of its own."""
+    assert plan.layout is not None
+    fp8 = "" if plan.quantization is None else f", {len(plan.quantization.names)} tensors of them in block-wise fp8"
+    line = f"weights    {push_bytes(plan) / 1e6:.1f} MB by {plan.transport}{fp8}"
+    stages = stage_layers(plan.layout, plan.shape.num_layers, config.passthrough.transformer)
+    if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
+        return [line]
+    what, who = plan_for_layout(
+        plan.shape,
+        plan.layout,
+        plan.engine_bundles,
+        config.weights.update_weight_buffer_size,
+        _torch_name(plan.rollout_dtype),
+        stages,
+        plan.quantization,
+    ).describe()
+    return [f"{line}: {what}", f"           {who}"]
+
+
+def _torch_name(precision: Literal["fp32", "bf16"]) -> str:
+    return "float32" if precision == "fp32" else "bfloat16"
 
 
 def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class LocalRanks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self._locks = [threading.Lock() for _ in range(count)]  # of `run_on`
         self.world_size = 0
 
     def _all(self, commands: Sequence[tuple[str, tuple]]) -> list[Any]:
@@ -120,6 +122,24 @@ class LocalRanks:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(actor, *args)` on every rank."""
         return self._all([("run", (function, *args))] * self.world_size)
+
+    def run_on(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(actor, *args)` on one rank; ranks that work together are asked from a thread each.
+
+        Calls of one rank come one after the other, also after one for which nobody waits any more.
+        """
+        pipe = self._pipes[rank]
+        try:
+            with self._locks[rank]:
+                pipe.send(("run", (function, *args)))
+                if not pipe.poll(TIMEOUT_S):
+                    raise TimeoutError(f"trainer worker {rank} did not answer in {TIMEOUT_S} s")
+                good, value = pipe.recv()
+        except (EOFError, BrokenPipeError) as error:
+            raise RuntimeError(f"trainer worker {rank} is dead") from error
+        if not good:
+            raise Failed(*value)
+        return value
 
     def run_each(self, calls: Sequence[tuple]) -> list[Any]:
         """Run (function, *args) of its own on every rank."""

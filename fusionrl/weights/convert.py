@@ -33,14 +33,27 @@ def join(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, size: int = 1
 
 def take_apart(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
     """The Hugging Face tensors of a whole Megatron tensor, in `rule.hf`'s order; the inverse of `join`."""
+    views = pieces(rule, full, shape)
+    return [view.reshape(-1, *full.shape[1:]) for view in views] if rule.join == "qkv" else views
+
+
+def pieces(rule: Rule, part: Tensor, shape: ModelShape, size: int = 1) -> list[Tensor]:
+    """What `part` has of each of `rule.hf`, as views: the values of each in order, though for query, key and value not
+    in its shape.
+
+    Args:
+        rule: of the tensor.
+        part: whole, or what one of `size` tensor-parallel ranks holds of it.
+        shape: the model's.
+        size: see above.
+    """
     if rule.join == "copy":
-        return [full]
+        return [part]
     if rule.join == "concat":
-        return list(full.split([sizes[0] for sizes in rule.hf.values()]))
-    groups, rest, d = shape.num_query_groups, full.shape[1:], shape.head_dim
-    per_group = shape.num_attention_heads // groups
-    parts = full.reshape(groups, (per_group + 2) * d, *rest).split([per_group * d, d, d], dim=1)
-    return [part.reshape(-1, *rest) for part in parts]
+        return list(part.split([sizes[0] // size for sizes in rule.hf.values()]))
+    groups, rest, d = shape.num_query_groups // size, part.shape[1:], shape.head_dim
+    per_group = shape.num_attention_heads // shape.num_query_groups
+    return list(part.reshape(groups, (per_group + 2) * d, *rest).split([per_group * d, d, d], dim=1))
 
 
 def split(rule: Rule, full: Tensor, rank: int, size: int) -> Tensor:

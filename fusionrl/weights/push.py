@@ -1,6 +1,6 @@
-"""The protocol of a weight push, run by the driver: pause, begin, transfer, end, continue.
+"""The protocol of a weight push, run by the driver: prepare, pause, begin, transfer, end, continue.
 
-Whatever fails, the engines are released again.
+The engines stand still from pause to continue. Whatever fails, they are released again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
+from fusionrl.weights.calls import wait_all
 from fusionrl.weights.plan import EngineTarget, Feed
 
 logger = logging.getLogger(__name__)
@@ -29,54 +28,79 @@ def push_weights(
     pause_mode: str,
     timeout_s: float,
 ) -> dict[str, float]:
-    """Bring every engine to the trainers' weights, stamped with `version`. Returns sync/… metrics.
+    """Bring every engine to the trainers' weights, stamped with `version`. Returns perf/… and sync/… metrics:
+
+    sync/prepare_s   plan, groups, buffers and the first gathers, while the engines still generate
+    sync/pause_s     the engines stand still
+    sync/transfer_s  part of it: from the first byte sent to the last answer
+    sync/bytes       of the weights, each counted once
+    sync/calls       requests to engines that carried weights
+    sync/gb_per_s    1e9 bytes that all engines together received a second of the transfer
 
     Raises:
-        RuntimeError: an engine or a trainer failed; the engines were told to go on (with whatever they hold), so
-        that they can be pushed to again or shut down.
+        RuntimeError: an engine or a trainer failed, or `timeout_s` seconds passed; names it. The engines were told to
+        go on (with whatever they hold), so that they can be pushed to again or shut down.
     """
     start = time.perf_counter()
-    handles = [target.handle for target in targets]
-    # What a trainer needs of a target is its actor handle; nothing else is shared.
+
+    def left() -> float:
+        return max(1.0, timeout_s - (time.perf_counter() - start))
+
+    def ask_trainers(method: str, *args: Any) -> list[Any]:
+        calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(trainers)]
+        return wait_all(calls, left())
+
+    def ask_engines(method: str, *args: Any) -> None:
+        calls = [(f"engine {t.index}: {method}", getattr(t.handle, method).remote(*args)) for t in targets]
+        wait_all(calls, left())
+
+    ask_trainers("prepare_push", list(targets), transport)
+    paused = time.perf_counter()
+    not_released: list[str] = []
     try:
-        ray.get([handle.pause.remote(pause_mode) for handle in handles], timeout=timeout_s)
-        ray.get([handle.begin_weight_update.remote() for handle in handles], timeout=timeout_s)
+        ask_engines("pause", pause_mode)
         try:
-            sent = _get_all(
-                [t.push_weights.remote(list(targets), list(feeds), version, transport) for t in trainers],
-                timeout_s,
-            )
+            ask_engines("begin_weight_update")
+            sent = ask_trainers("push_weights", list(targets), list(feeds), version, transport)
         finally:
-            _release(handles, "end_weight_update")
+            not_released += _release(targets, "end_weight_update")
     finally:
-        _release(handles, "resume")
-    seconds = time.perf_counter() - start
-    num_bytes = float(sent[0]["bytes"])
+        not_released += _release(targets, "resume")
+    if not_released:
+        raise RuntimeError("weight push: " + "; ".join(not_released))
+    end = time.perf_counter()
     return {
-        "perf/time_sync_s": seconds,
-        "sync/bytes": num_bytes,
-        "sync/buckets": float(sent[0]["buckets"]),
-        "sync/gb_per_s": num_bytes * len(targets) / seconds / 1e9,
+        "perf/time_sync_s": end - start,
+        "sync/prepare_s": paused - start,
+        "sync/pause_s": end - paused,
         "sync/version": float(version),
+        **_totals(sent, len(targets)),
     }
 
 
-def _get_all(refs: list[Any], timeout_s: float) -> list[Any]:
-    """ray.get that raises as soon as one of `refs` has failed: the others may wait for it for ever."""
-    deadline = time.monotonic() + timeout_s
-    pending = list(refs)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            raise RuntimeError(f"weight push: no end after {timeout_s:.0f} s (--update-weight-timeout-s)")
-        ray.get(done)
-    return ray.get(refs)
+def _totals(sent: Sequence[dict[str, Any]], num_engines: int) -> dict[str, float]:
+    """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends."""
+    num_bytes = float(sum(report["bytes"] for report in sent))
+    ends = [report for report in sent if "last_s" in report]
+    seconds = max(report["last_s"] for report in ends) - min(report["first_s"] for report in ends)
+    return {
+        "sync/transfer_s": seconds,
+        "sync/bytes": num_bytes,
+        "sync/buckets": float(sum(report["buckets"] for report in sent)),
+        "sync/calls": float(sum(report["calls"] for report in sent)),
+        "sync/gb_per_s": num_bytes * num_engines / seconds / 1e9,
+    }
 
 
-def _release(handles: Sequence[Any], method: str) -> None:
-    for handle in handles:
+def _release(targets: Sequence[EngineTarget], method: str) -> list[str]:
+    """Tell every engine, also one of which nobody knows how far it came; returns what went wrong."""
+    calls = [(f"engine {target.index}: {method}", getattr(target.handle, method).remote()) for target in targets]
+    failed = []
+    for call in calls:
         try:
-            ray.get(getattr(handle, method).remote(), timeout=_RELEASE_TIMEOUT_S)
-        except (ray.exceptions.RayError, RuntimeError) as error:
-            # The error that broke the push is on its way up; a dead engine cannot be released.
-            logger.warning("weight push: %s of an engine failed: %s", method, error)
+            wait_all([call], _RELEASE_TIMEOUT_S)
+        except RuntimeError as error:
+            # Where an error broke the push it is on its way up; a dead engine cannot be released.
+            logger.warning("weight push: %s", error)
+            failed.append(str(error))
+    return failed

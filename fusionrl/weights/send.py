@@ -1,38 +1,60 @@
 """The trainers' half of a weight push: bytes from trainer memory to the engines.
 
-Two executors share the buckets of `plan.buckets`:
+`prepare` does what needs no standing engine: groups, buffers, the first gathers. `send` moves the bytes:
 
-broadcast  rank 0 and every engine rank form one group (NCCL or gloo); each bucket is one flat broadcast.
-ipc        CUDA: each engine rank maps the memory of the trainer rank on its own GPU (CUDA IPC). CPU: a shared-memory
-           segment on the same node, or the bytes by value to another node.
+broadcast  each source and all engine ranks form a group (NCCL or gloo); each bucket is one flat broadcast.
+ipc        on a CPU: each source writes its buckets into shared memory, or sends them by value to another node.
+           CUDA: each engine rank maps the memory of the trainer rank on its own GPU (CUDA IPC), so every trainer rank
+           has every tensor.
 
-Pausing, version and release are the protocol's business (`fusionrl.weights.push`), which runs in the driver.
+The rank's main thread gathers (the trainer's process groups are used nowhere else), a second thread sends (so are the
+groups with the engines): the next bucket is gathered while this one is sent. Pausing, version and release are the
+protocol's business (`fusionrl.weights.push`), which runs in the driver.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.reduction import ForkingPickler
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
-import pybase64
-import ray
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fusionrl.engines.payload import SharedTensors, by_value
-from fusionrl.weights.group import create_group_store, init_external_group
-from fusionrl.weights.plan import EngineTarget, Feed, buckets
+from fusionrl.engines.payload import SharedBuffer, load_payload
+from fusionrl.weights.broadcast import Broadcast
+from fusionrl.weights.cuda_ipc import CudaIpc
+from fusionrl.weights.export import Exporter
+from fusionrl.weights.fp8 import quantized
+from fusionrl.weights.gather import PartGatherer, Parts, convert_in_place, views_of
+from fusionrl.weights.group import create_group_store
+from fusionrl.weights.plan import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, plan_push
+from fusionrl.weights.shared_memory import send_shared
+from fusionrl.weights.turns import PushStopped, Turns
 
-NamedTensors = list[tuple[str, torch.Tensor]]
-_POLL_S = 0.05
+
+@dataclass
+class _Order:
+    """One push, prepared: its plan, and this rank's buffers with what is gathered already."""
+
+    targets: tuple[EngineTarget, ...]
+    transport: str
+    plan: PushPlan
+    gatherer: PartGatherer
+    buffers: list[Any]  # Tensor, or SharedBuffer
+    turns: Turns
+    ready: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    free: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
 
 class WeightSender:
-    """One trainer rank's sender. All ranks call `send` together: the export may gather over them."""
+    """One trainer rank's sender. All ranks call `prepare`, and then `send`, together."""
 
     def __init__(
         self,
@@ -41,187 +63,303 @@ class WeightSender:
         device: str,
         backend: str,
         host: str,
-        export: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        exporter: Exporter,
         buffer_size: int,
         timeout_s: float,
+        node_id: str = "",
         object_group: dist.ProcessGroup | None = None,
+        overlapped: bool = True,
     ) -> None:
-        """`export` yields (Hugging Face name, full tensor) in the engines' precision, in one order on all ranks; `host`
-        is this node's address for the broadcast group; `object_group` is a gloo group over all trainer ranks."""
+        """`host` is this node's address, `node_id` its name as the targets have it; `object_group` is a gloo group over
+        all trainer ranks (None: there is one). Without `overlapped` no bucket is gathered before the one before is
+        sent, to measure what that costs."""
         self.rank, self.device, self.backend, self.host = rank, device, backend, host
-        self.export = export
+        self.exporter, self.node_id = exporter, node_id
         self.buffer_size, self.timeout_s = buffer_size, timeout_s
-        self.object_group = object_group
-        self._group: dist.ProcessGroup | None = None
-        self._group_name = ""
-        self._group_targets: tuple[tuple[int, int], ...] = ()  # (index, num_restarts)
-        self._segments: dict[int, SharedTensors] = {}
+        self.object_group, self.overlapped = object_group, overlapped
+        self._broadcast = Broadcast(backend, host, timeout_s)
+        self._order: _Order | None = None
+        self._store: dist.Store | None = None
+        self._nodes: list[str] = []
+        self._num_pushes = 0
 
+    # ------------------------------------------------------------------------------------ preparation
+    def prepare(self, targets: Sequence[EngineTarget], transport: str) -> None:
+        """Make the plan and the groups, unless those of the last push still fit, and gather the first buckets.
+
+        Raises:
+            RuntimeError: an engine refused or died, or another rank failed.
+        """
+        self.exporter.settle()
+        if transport == "ipc" and self.device == "cuda":
+            return
+        self._meet()
+        wanted = [_process(target) for target in targets]
+        order, self._order = self._order, None
+        fits = order is not None and (order.transport, [*map(_process, order.targets)]) == (transport, wanted)
+        # After a failure some ranks have begun anew, and all must.
+        everyone = self._tell_all((fits, self._num_pushes))
+        self._num_pushes = 1 + max(number for _, number in everyone)
+        if order is None or not all(fits for fits, _ in everyone):
+            order = None  # its buffers go before the new ones come
+            order = self._make_order(tuple(targets), transport)
+        order.turns.forget()  # of the last push, which is over on all ranks
+        store = self._store if len(order.plan.sources) > 1 or not self.overlapped else None
+        order.turns = Turns(store, f"push-{self._num_pushes}", self.timeout_s)
+        order.targets, order.ready, order.free = tuple(targets), SimpleQueue(), SimpleQueue()
+        self._order = order
+        for buffer in order.buffers[: 1 if self._is_alone and not self.overlapped else None]:
+            order.free.put(buffer)
+        failure: BaseException | None = None
+        try:
+            self._connect(order)
+        except BaseException as error:
+            failure = error
+            order.turns.fail(error)
+        try:
+            # Also after a failure: other ranks send their parts here.
+            for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
+                self._gather(order, bucket)
+            if failure is not None:
+                raise failure
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.exporter.layout.world_size == 1
+
+    def _tell_all(self, fact: Any) -> list[Any]:
+        """What every rank says; collective."""
+        facts: list[Any] = [fact]
+        if not self._is_alone:
+            facts = [None] * self.exporter.layout.world_size
+            dist.all_gather_object(facts, fact, group=self.object_group)
+        return facts
+
+    def _meet(self) -> None:
+        """Once: the store of the turns, and every rank's node."""
+        if self._nodes:
+            return
+        store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
+        facts = self._tell_all((self.node_id, self.host, store and store.port))
+        if not self._is_alone:
+            self._store = store or dist.TCPStore(facts[0][1], facts[0][2], is_master=False, wait_for_workers=False)
+        self._nodes = [node for node, _, _ in facts]
+
+    def _make_order(self, targets: tuple[EngineTarget, ...], transport: str) -> _Order:
+        exporter = self.exporter
+        plan = plan_push(
+            exporter.tensors(self.object_group),
+            exporter.layout,
+            targets,
+            self._nodes,
+            self.buffer_size,
+            self._num_experts,
+            by_node=transport == "ipc",
+        )
+        buffers = self._make_buffers(plan, transport)
+        gatherer = exporter.gatherer(plan, self._map_buffers(plan, buffers))
+        return _Order(targets, transport, plan, gatherer, buffers, Turns(None, "", 0.0))
+
+    def _make_buffers(self, plan: PushPlan, transport: str) -> list[Any]:
+        """A source's, in shared memory where engines or other ranks of this host read or write them."""
+        num_bytes, _ = plan.buffer_bytes(self.rank)
+        count = min(BUFFERS, len(plan.of_source(self.rank)))
+        if transport == "ipc" or (
+            self._members_near(plan, self.rank) and count * num_bytes < _free_shared_memory() // 2
+        ):
+            return [SharedBuffer(num_bytes) for _ in range(count)]
+        # Written once here: the first touch of fresh memory costs more than what is copied into it.
+        return [torch.zeros(num_bytes, dtype=torch.uint8, device=self.exporter.device) for _ in range(count)]
+
+    def _members_near(self, plan: PushPlan, source: int) -> bool:
+        """Whether `source` gathers from others, and all of them on its host's memory."""
+        members = {member for bucket in plan.of_source(source) for member in bucket.members}
+        return self.device == "cpu" and len(members) > 1 and len({self._nodes[member] for member in members}) == 1
+
+    def _map_buffers(self, plan: PushPlan, buffers: list[Any]) -> dict[int, list[Tensor]]:
+        """Source → its buffers, of the sources that this rank shares memory with; collective over all ranks."""
+        near = [source for source in plan.sources if self._members_near(plan, source)]
+        if not near:
+            return {}
+        offered: dict[int, list[str]] = {}
+        if self.rank in near and isinstance(buffers[0], SharedBuffer):
+            members = {member for bucket in plan.of_source(self.rank) for member in bucket.members}
+            offered = {m: [buffer.payload([("", buffer.flat)]) for buffer in buffers] for m in members - {self.rank}}
+        all_offered = self._tell_all(offered)
+        mapped = {
+            source: [load_payload(payload)[0][1] for payload in all_offered[source][self.rank]]
+            for source in near
+            if self.rank in all_offered[source]
+        }
+        return mapped | ({self.rank: [buffer.flat for buffer in buffers]} if offered else {})
+
+    @property
+    def _num_experts(self) -> int:
+        moe = self.exporter.shape.moe
+        return moe.num_experts if moe else 0
+
+    def _connect(self, order: _Order) -> None:
+        """The sources' groups, one source after the other."""
+        if order.transport != "broadcast" or self.rank not in order.plan.sources:
+            return
+        place = order.plan.sources.index(self.rank)
+        order.turns.wait(f"connected-{source}" for source in order.plan.sources[:place])
+        reached = order.plan.engines_of(self.rank)
+        self._broadcast.connect([target for target in order.targets if target.index in reached])
+        order.turns.done(f"connected-{self.rank}")
+
+    def _gather(self, order: _Order, bucket: Bucket) -> None:
+        if bucket.source != self.rank:
+            order.gatherer.gather(bucket, None)
+            return
+        buffer = order.free.get()
+        order.gatherer.gather(bucket, _flat(buffer))
+        parts = views_of(bucket, _flat(buffer))
+        if bucket.is_quantised:
+            parts = convert_in_place(parts, _flat(buffer), partial(quantized, spec=self.exporter.quantization))
+            assert sum(view.nbytes for _, _, view in parts) == bucket.sent_bytes
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()  # another thread reads it
+        order.ready.put((bucket, buffer, parts))
+
+    def _gather_in_turn(self, order: _Order) -> None:
+        for bucket in order.plan.buckets:
+            if self.rank in bucket.members:
+                order.turns.wait(range(max(0, bucket.number - 1), bucket.number))
+                self._gather(order, bucket)
+
+    # ------------------------------------------------------------------------------------ sending
     def send(
         self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str
     ) -> dict[str, Any]:
-        """Send every tensor once to every engine. Returns bytes and number of buckets.
+        """Send every tensor once to every engine; after `prepare` with the same targets. With the last bucket an engine
+        gets the version, and empties its KV cache.
+
+        Returns what this rank sent: bytes (each once, however many engines received it), buckets, calls; and seconds:
+        send_s (in calls of engines), first_s and last_s (when the first byte left and the last call ended, on the
+        machine's own clock).
 
         Raises:
-            RuntimeError: an engine refused or died, or the group did not move within the time limit.
+            RuntimeError: an engine refused or died, another rank failed, or it took longer than the time limit.
         """
-        num_bytes = num_buckets = 0
-        failure: Exception | None = None
+        if transport == "ipc" and self.device == "cuda":
+            executor = CudaIpc(self.rank, self.object_group, self.timeout_s)
+            return executor.send(self.exporter.whole(), self.buffer_size, targets, feeds, version)
+        order = self._order
+        assert order is not None, "prepare comes first"
+        sending = _Sending(order, self._send_one, version) if self.rank in order.plan.sources else None
         try:
-            for bucket, is_last in _with_last(buckets(self.export(), self.buffer_size)):
-                stamp = {"version": str(version) if is_last else None, "flush_cache": is_last}
-                # A rank that has failed goes on with the export alone, in which the other ranks may wait for it.
-                try:
-                    if transport == "ipc":
-                        self._ipc(targets, feeds, num_buckets, bucket, stamp, is_silent=failure is not None)
-                    elif self.rank == 0 and failure is None:
-                        self._connect(targets)
-                        self._broadcast(targets, bucket, stamp)
-                except Exception as error:  # whatever an engine's failure looks like here; raised at the end
-                    failure = error
-                num_buckets += 1
-                num_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-            if failure is not None:
-                raise failure
-        except BaseException:
-            self.disconnect()
+            if self.overlapped:
+                for bucket in order.plan.gathers(self.rank)[1]:
+                    self._gather(order, bucket)
+            else:
+                self._gather_in_turn(order)
+            if sending is not None:
+                sending.finish()
+        except BaseException as error:
+            if sending is not None:
+                sending.abandon(error)
+            self._give_up(error)
             raise
-        return {"bytes": num_bytes, "buckets": num_buckets}
+        return sending.report if sending is not None else {"bytes": 0, "buckets": 0, "calls": 0, "send_s": 0.0}
 
-    # ------------------------------------------------------------------------------------ broadcast
-    def _connect(self, targets: Sequence[EngineTarget]) -> None:
-        """Form the group of this rank and every engine rank, unless the one of the last push still fits."""
-        wanted = tuple((target.index, target.num_restarts) for target in targets)
-        if self._group is not None and self._group_targets == wanted:
-            return
+    def _send_one(self, order: _Order, bucket: Bucket, buffer: Any, parts: Parts, stamp: dict[str, Any]) -> int:
+        left_s = order.turns.left_s()
+        if order.transport == "broadcast":
+            named = [(name, view) for _, name, view in parts]
+            return self._broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
+        reached = [target for target in order.targets if target.index in bucket.engines]
+        return send_shared(parts, buffer, reached, self.node_id, self._num_experts, stamp, left_s)
+
+    def _give_up(self, error: BaseException) -> None:
+        """After a failure: the others stop, and the next push begins anew."""
+        if self._order is not None:
+            self._order.turns.fail(error)
+        self._order = None
         self.disconnect()
-        world_size = 1 + sum(target.tp_size for target in targets)
-        store = create_group_store(self.host, self.timeout_s)
-        self._group_name = f"fusionrl-push-{uuid.uuid4().hex[:8]}"
-        offset, refs = 1, []
-        for target in targets:
-            refs.append(
-                target.handle.init_weights_update_group.remote(
-                    master_address=self.host,
-                    master_port=store.port,
-                    rank_offset=offset,
-                    world_size=world_size,
-                    group_name=self._group_name,
-                    backend=self.backend,
-                )
-            )
-            offset += target.tp_size
-        self._group = init_external_group(
-            self.backend, self.host, store.port, world_size, 0, self._group_name, self.timeout_s, store=store
-        )
-        ray.get(refs)
-        self._group_targets = wanted
-        self._store = store
 
     def disconnect(self) -> None:
-        """Forget the group; the engines leave theirs when the next one is made or they end."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-        self._group, self._group_targets = None, ()
+        """Leave the group with the engines."""
+        self._broadcast.close()
 
-    def _broadcast(self, targets: Sequence[EngineTarget], bucket: NamedTensors, stamp: dict[str, Any]) -> None:
-        assert self._group is not None
-        refs = [
-            target.handle.update_weights_from_distributed.remote(
-                names=[name for name, _ in bucket],
-                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                shapes=[list(tensor.shape) for _, tensor in bucket],
-                group_name=self._group_name,
-                load_format="flattened_bucket",
-                **stamp,
-            )
-            for target in targets
-        ]
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        # An engine that refuses never joins the broadcast: its answer must end the wait, not the time limit.
-        while not work.is_completed():
-            done, refs = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S) if refs else ([], [])
-            ray.get(done)
-        work.wait()
-        ray.get(refs)
 
-    # ------------------------------------------------------------------------------------ ipc
-    def _ipc(
-        self,
-        targets: Sequence[EngineTarget],
-        feeds: Sequence[Feed],
-        number: int,
-        bucket: NamedTensors,
-        stamp: dict[str, Any],
-        is_silent: bool,
-    ) -> None:
-        """`is_silent`: this rank tells the engines nothing more, and only takes part in what is collective."""
-        by_index = {target.index: target for target in targets}
-        mine = [feed for feed in feeds if self.rank in feed.senders]
-        buffer = self._shared(number, bucket, any(not feed.by_value for feed in mine)) if mine else None
-        refs = []
-        for feed in feeds:
-            payloads = self._payloads(feed, bucket, buffer)
-            if self.rank == feed.leader and not is_silent:
-                handle = by_index[feed.engine].handle
-                refs.append(handle.update_weights_from_tensor.remote(payloads, load_format=None, **stamp))
+class _Sending:
+    """The thread that sends what the main thread gathers. It goes on taking buckets when it has failed, without sending
+    them: the main thread, and so the gathers of other ranks, must not wait for a buffer."""
+
+    def __init__(self, order: _Order, send: Callable[..., int], version: int) -> None:
+        self.order, self._send, self._version = order, send, version
+        self.report: dict[str, Any] = {"bytes": 0, "buckets": 0, "calls": 0, "send_s": 0.0}
+        self._failure: BaseException | None = None
+        self._thread = Thread(target=self._run, name="weight-push", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        order = self.order
+        count = len(order.plan.buckets)
+        while True:
+            item = order.ready.get()
+            if item is None:
+                return
+            bucket, buffer, parts = item
+            if self._failure is None:
+                try:
+                    is_last = bucket.number == count - 1
+                    # Broadcasts take turns. Where engines only copy, they see to that, but the version comes last.
+                    before = range(bucket.number) if is_last else range(max(0, bucket.number - 1), bucket.number)
+                    order.turns.wait(before if order.transport == "broadcast" or is_last else ())
+                    stamp = {"version": str(self._version) if is_last else None, "flush_cache": is_last}
+                    self._timed(bucket, buffer, parts, stamp)
+                except BaseException as error:  # raised in the main thread, by `finish`
+                    self._failure = error
+                    order.turns.fail(error)
+            order.free.put(buffer)
+            if bucket is order.plan.of_source(bucket.source)[-1]:
+                return
+
+    def _timed(self, bucket: Bucket, buffer: Any, parts: Parts, stamp: dict[str, Any]) -> None:
+        start, total = time.time(), len(self.order.plan.buckets)
         try:
-            ray.get(refs)
-        finally:
-            if self.device == "cuda":
-                # The buffer must outlive every engine's copy of it, also of engines that another rank leads.
-                dist.barrier(group=self.object_group)
+            calls = self._send(self.order, bucket, buffer, parts, stamp)
+        except RuntimeError as error:
+            raise RuntimeError(f"weight push, bucket {bucket.number + 1} of {total}: {error}") from error
+        self.order.turns.done(bucket.number)
+        end = time.time()
+        report = self.report
+        report["bytes"] += bucket.sent_bytes
+        report["buckets"] += 1
+        report["calls"] += calls
+        report["send_s"] += end - start
+        report.setdefault("first_s", start)
+        report["last_s"] = end
 
-    def _shared(self, number: int, bucket: NamedTensors, needed: bool) -> Any:
-        """Memory that an engine can map: one flat segment with a view for each tensor."""
-        if not needed:
-            return None
-        if self.device == "cuda":
-            # Fresh for every bucket: an engine may answer before its copy has ended. One allocation, so that all
-            # views travel under one IPC handle.
-            flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
-            torch.cuda.synchronize()
-            parts = flat.split([tensor.nbytes for _, tensor in bucket])
-            return [(name, part.view(t.dtype).view(t.shape)) for (name, t), part in zip(bucket, parts, strict=True)]
-        segment = self._segments.get(number)
-        if segment is None or list(segment.views) != [name for name, _ in bucket]:
-            segment = SharedTensors([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in bucket])
-            self._segments[number] = segment
-        segment.copy_from(bucket)
-        return segment
+    def finish(self) -> None:
+        """Wait for the last bucket. Raises what went wrong in this thread."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
-    def _payloads(self, feed: Feed, bucket: NamedTensors, buffer: Any) -> list[str]:
-        """One payload for each rank of the engine; gathered to the leader where several trainer ranks send."""
-        own: dict[int, str] = {}
-        for engine_rank, sender in enumerate(feed.senders):
-            if sender == self.rank:
-                own[engine_rank] = _serialize(feed, bucket, buffer)
-        if set(feed.senders) == {feed.leader}:
-            return [own[i] for i in sorted(own)]
-        gathered: list[Any] = [None] * dist.get_world_size(self.object_group)
-        dist.all_gather_object(gathered, own, group=self.object_group)
-        merged = {rank: payload for part in gathered for rank, payload in part.items()}
-        return [merged[i] for i in sorted(merged)]
+    def abandon(self, error: BaseException) -> None:
+        """The main thread has failed: end this one."""
+        self.order.turns.fail(error)
+        self.order.ready.put(None)
+        if not isinstance(error, PushStopped):
+            self._thread.join(1.0)
 
 
-def _serialize(feed: Feed, bucket: NamedTensors, buffer: Any) -> str:
-    if feed.by_value:
-        return by_value(bucket)
-    if isinstance(buffer, SharedTensors):
-        return buffer.payload()
-    out = io.BytesIO()
-    ForkingPickler(out, pickle.HIGHEST_PROTOCOL).dump(buffer)
-    return pybase64.b64encode(out.getvalue()).decode()
+def _process(target: EngineTarget) -> tuple[int, int, str]:
+    """Which process an engine is, and where."""
+    return target.index, target.num_restarts, target.node_id
 
 
-def _with_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """(item, whether it is the last), one item ahead of the source."""
-    try:
-        current = next(items)
-    except StopIteration:
-        return
-    for following in items:
-        yield current, False
-        current = following
-    yield current, True
+def _free_shared_memory() -> int:
+    """Bytes that shared memory has room for; a write beyond them would end the process."""
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
+
+
+def _flat(buffer: Any) -> Tensor:
+    return buffer.flat if isinstance(buffer, SharedBuffer) else buffer

@@ -27,7 +27,7 @@ from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
-from fusionrl.engines.payload import SharedTensors, by_value
+from fusionrl.engines.payload import SharedBuffer, by_value
 from fusionrl.engines.router import Router
 from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params, stream_generate
 from fusionrl.weights.group import create_group_store, init_external_group
@@ -237,27 +237,32 @@ def _wait_for_running_request(engine: EngineActor) -> None:
 def test_a_sender_imports_nothing_of_sglang() -> None:
     """In a process of its own: others of this one's tests read SGLang's flags."""
     program = (
-        "import sys, torch, fusionrl.weights.send; from fusionrl.engines.payload import SharedTensors, by_value\n"
-        "shared = SharedTensors([('a', (2, 3), torch.float32)]); shared.copy_from([('a', torch.ones(2, 3))])\n"
-        "shared.payload(); by_value([('a', torch.ones(2))]); assert 'sglang' not in sys.modules"
+        "import sys, torch, fusionrl.weights.send; from fusionrl.engines.payload import SharedBuffer, by_value\n"
+        "shared = SharedBuffer(24); shared.payload([('a', shared.flat.view(torch.float32).view(2, 3))])\n"
+        "by_value([('a', torch.ones(2))]); assert 'sglang' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_weights_by_shared_memory_in_one_segment(stack: Stack) -> None:
     before = _segments()
-    shared = SharedTensors([(name, tuple(t.shape), t.dtype) for name, t in stack.named(0)])
+    sizes = [tensor.numel() * 4 for _, tensor in stack.named(0)]
+    shared = SharedBuffer(sum(sizes))
     assert len(_segments() - before) == 1
     for which, version in ((0, "2"), (1, "3"), (0, "4")):  # the segment is written again and again
-        shared.copy_from(stack.named(which))
-        payload = shared.payload()
+        named = stack.named(which)
+        parts = zip(named, shared.flat.split(sizes), strict=True)
+        views = [(name, part.view(torch.float32).view(tensor.shape)) for (name, tensor), part in parts]
+        for (_, tensor), (_, view) in zip(named, views, strict=True):
+            view.copy_(tensor)
+        payload = shared.payload(views)
         assert len(payload) < 16_000 < shared.flat.numel()
         assert len(_segments() - before) == 1
         stack.engine.begin_weight_update()
         stack.engine.update_weights_from_tensor([payload], load_format=None, version=version, flush_cache=True)
         stack.engine.end_weight_update()
         stack.assert_serves(which, int(version))
-    del shared
+    del shared, parts, views, view  # all that maps it here
     assert _segments() <= before
     assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
 

@@ -54,6 +54,14 @@ def test_the_text_says_what_in_place_costs() -> None:
         assert ("no prefix cache, for --pause-generation-mode in_place" in text) == is_told
 
 
+def test_the_push_is_told() -> None:
+    values = {"actor_num_gpus_per_node": 4, "pipeline_model_parallel_size": 2, "update_weight_buffer_size": 100_000}
+    made = plan(**values, num_gpus_per_node=4, rollout_num_gpus=2)
+    text = render_plan(made, Config.from_flat(values))
+    assert "MB by broadcast: 10 buckets of at most 0.1 MB, 20 calls; extra memory at most 0.3 MB (rank 0)" in text
+    assert "sent by rank 0 0." in text and ", rank 2 0." in text
+
+
 def test_the_optimizer_has_no_gpu_to_leave_on_a_cpu() -> None:
     config = Config.from_flat(
         {"rollout_batch_size": 8, "num_rollout": 3}, PassThrough(optimizer={"optimizer_cpu_offload": True})

@@ -1,0 +1,42 @@
+"""The executor `ipc` on a CPU: a bucket is written into shared memory once, and all engines of the node copy it out.
+
+An engine on another node gets the bytes by value, in the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fusionrl.engines.payload import SharedBuffer, by_value
+from fusionrl.weights.calls import wait_all
+from fusionrl.weights.gather import Parts
+from fusionrl.weights.plan import EngineTarget, own_experts
+
+
+def send_shared(
+    parts: Parts,
+    buffer: SharedBuffer,
+    targets: Sequence[EngineTarget],
+    node_id: str,
+    num_experts: int,
+    stamp: dict[str, Any],
+    timeout_s: float,
+) -> int:
+    """Let `targets` load `parts`, (of which tensor, name, view of `buffer`); return when they have copied all.
+
+    Returns the number of calls. Each rank of an engine that divides the experts is told of its own alone.
+
+    Raises:
+        RuntimeError: an engine refused or died; names it.
+    """
+    calls = []
+    for target in targets:
+        payloads = []
+        for rank in range(target.tp_size):
+            kept = [(name, view) for tensor, name, view in parts if own_experts(tensor, target, rank, num_experts)]
+            payloads.append(buffer.payload(kept) if target.node_id == node_id else by_value(kept))
+        call = target.handle.update_weights_from_tensor.remote(payloads, load_format=None, **stamp)
+        calls.append((f"engine {target.index}", call))
+    wait_all(calls, timeout_s)
+    return len(calls)
