@@ -10,6 +10,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/setup-env.sh examples
+# Some environments set this; the hundreds of processes of a run would each compile our sources anew.
+unset PYTHONDONTWRITEBYTECODE
 bin=${FUSIONRL_VENV:-.venv}/bin
 
 only_unit=
