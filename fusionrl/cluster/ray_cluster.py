@@ -50,7 +50,7 @@ def start_ray(device: str, num_devices: int, *, address: str | None, dashboard: 
         return False
     # Ray's workers, and the engines that are their children, would run at niceness 15: starved by anything else.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Nor would it start a worker a core that nobody uses: actors have an environment, and so processes, of their own.
+    # It would also start a worker a core that nobody uses: actors have environments, and so processes, of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     resources: dict[str, Any] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
     ray.init(

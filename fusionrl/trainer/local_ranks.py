@@ -62,7 +62,7 @@ def serve(connection: Any) -> None:
             else:
                 result = args[0](actor, *args[1:])
             connection.send((True, result))
-        except BaseException as error:
+        except BaseException as error:  # the parent raises it
             connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
 
 

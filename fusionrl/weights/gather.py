@@ -109,13 +109,14 @@ class PartGatherer:
         self.rank, self.plan, self.own, self.shape = rank, plan, own, shape
         self.groups = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
         self.mapped = mapped
+        # Bucket number → its place among its source's, which takes its buffers by turns.
         self._turn = {
             bucket.number: place for source in plan.sources for place, bucket in enumerate(plan.of_source(source))
         }
         by_message = any(b.source not in mapped for b in plan.buckets if rank in b.members and len(b.members) > 1)
         room = plan.buffer_bytes(rank)[1] if by_message else 0
         self._room = torch.zeros(room, dtype=torch.uint8, device=device)
-        self._token = torch.zeros(1, dtype=torch.uint8)
+        self._token = torch.zeros(1, dtype=torch.uint8)  # what members tell each other; its value means nothing
 
     @torch.no_grad()
     def gather(self, bucket: Bucket, flat: Tensor | None) -> None:

@@ -108,12 +108,13 @@ class WeightSender:
         order.turns = Turns(store, f"push-{self._num_pushes}", self.timeout_s)
         order.targets, order.ready, order.free = tuple(targets), SimpleQueue(), SimpleQueue()
         self._order = order
+        # Not overlapped, a lone source, which has no store to take turns by, has one buffer and waits until it is sent.
         for buffer in order.buffers[: 1 if self._is_alone and not self.overlapped else None]:
             order.free.put(buffer)
         failure: BaseException | None = None
         try:
             self._connect(order)
-        except BaseException as error:
+        except BaseException as error:  # raised below, when this rank has done what is collective
             failure = error
             order.turns.fail(error)
         try:
@@ -347,7 +348,7 @@ class _Sending:
         self.order.turns.fail(error)
         self.order.ready.put(None)
         if not isinstance(error, PushStopped):
-            self._thread.join(1.0)
+            self._thread.join(5.0)
 
 
 def _process(target: EngineTarget) -> tuple[int, int, str]:

@@ -66,7 +66,8 @@ def test_a_mismatch_names_the_engine_and_the_tensors(stack: Bench) -> None:
     assert _verify(stack, is_exact=False)["sync/verify_tensors"] == NUM_TENSORS - 1
     _load(handle, name, 100 * tensor)
     with pytest.raises(
-        WeightMismatch, match=rf"engine 2: .* log-probs differ .* more than --verify-tolerance 1\.0e-05; .*{wrong}"
+        WeightMismatch,
+        match=rf"engine 2: .* log-probs differ .* more than --verify-tolerance 1\.0e-05; engine 2, rank 0: {wrong}",
     ):
         _verify(stack, is_exact=False)
     with pytest.raises(WeightMismatch, match=rf"stamped version \[{stack.version}\] after a push of version 99"):

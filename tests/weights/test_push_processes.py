@@ -114,7 +114,7 @@ PHASES = {
     "middle": ("update_weights_from_distributed", 9),
     "end": ("end_weight_update", 1),
 }
-LIMIT_S = 120.0  # far over what it takes, as machines are busy
+LIMIT_S = 45.0  # far over what it takes, as machines are busy
 
 
 def struck(receivers: Receivers, phase: str, victim: int, pid: int, transport: str) -> list[EngineTarget]:
