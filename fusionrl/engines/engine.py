@@ -25,6 +25,7 @@ from fusionrl.engines.spec import EngineSpec, server_command, server_environment
 __all__ = ["EngineActor", "EngineSpec"]
 
 _WEIGHTS_TIMEOUT_S = 1800.0
+_FLUSH_WAIT_S = 10
 _CONTROL_TIMEOUT_S = 300.0
 _HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
@@ -191,8 +192,10 @@ class EngineActor:
         self._post("/abort_request", {"abort_all": True})
 
     def flush_cache(self) -> None:
-        """Empty the KV cache. Raises RuntimeError while requests run or are paused in place."""
-        self._post("/flush_cache")
+        """Empty the KV cache. Raises RuntimeError where requests still run after 10 s, or are paused in place."""
+        # A request whose last token was answered leaves the scheduler a little later; servers that know no such wait
+        # (SGLang 0.5.17) refuse at once.
+        self._post(f"/flush_cache?timeout={_FLUSH_WAIT_S}")
 
     # ---- weights
 

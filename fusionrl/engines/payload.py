@@ -1,13 +1,14 @@
 """Payloads of `/update_weights_from_tensor`, made without importing SGLang.
 
-SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. Both forms here stay within it:
+SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. The forms here stay within it:
 
 * `by_value`: a plain pickle with the bytes in it. Works across hosts; the bytes travel base64-encoded by
   HTTP.
 * `SharedBuffer`: the tensors as views of one shared-memory segment; the payload has its name and the offsets, and the
   receiver maps the segment once. The sharing strategy is "file_system": with torch's default "file_descriptor" the
   receiver has to ask the sender for the descriptor over a connection that needs multiprocessing's key of the
-  sender, which an unrelated process lacks; that error ends the scheduler.
+  sender, which an unrelated process lacks; that error ends the scheduler. For an engine that was started with the
+  loader of `fusionrl.engines.segments` it is one tensor, the segment, and an index of what lies where.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 import pybase64
 import torch
 from torch.multiprocessing.reductions import rebuild_tensor
+
+from fusionrl.engines.segments import index_of
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -42,7 +45,9 @@ class SharedBuffer:
     may be written again after the answer, not before. Both ends must be on one host.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, slot: str = "") -> None:
+        """`slot`: its name among all segments that an engine gets in a run, of which it keeps one mapped each."""
+        self.slot = slot
         self.flat = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
         with _file_system_sharing():
             self.flat.share_memory_()
@@ -58,6 +63,10 @@ class SharedBuffer:
         with _file_system_sharing():
             _ViewPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(list(named))
         return pybase64.b64encode(buffer.getvalue()).decode()
+
+    def indexed(self, named: NamedTensors) -> str:
+        """As `payload`, for the load format `spec.LOADER`."""
+        return self.payload([(index_of(self.slot, named, self.flat), self.flat)])
 
 
 def load_payload(payload: str) -> list[tuple[str, torch.Tensor]]:

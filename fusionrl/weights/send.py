@@ -171,7 +171,7 @@ class WeightSender:
         if transport == "ipc" or (
             self._members_near(plan, self.rank) and count * num_bytes < _free_shared_memory() // 2
         ):
-            return [SharedBuffer(num_bytes) for _ in range(count)]
+            return [SharedBuffer(num_bytes, f"{self.rank}.{i}") for i in range(count)]
         # Written once here: the first touch of fresh memory costs more than what is copied into it.
         return [torch.zeros(num_bytes, dtype=torch.uint8, device=self.exporter.device) for _ in range(count)]
 

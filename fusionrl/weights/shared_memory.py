@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusionrl.engines.payload import SharedBuffer, by_value
+from fusionrl.engines.spec import LOADER
 from fusionrl.weights.calls import wait_all
 from fusionrl.weights.gather import Parts
 from fusionrl.weights.plan import EngineTarget, own_experts
@@ -32,11 +33,14 @@ def send_shared(
     """
     calls = []
     for target in targets:
+        payload_of, load_format = by_value, None
+        if target.node_id == node_id:
+            payload_of, load_format = (buffer.indexed, LOADER) if target.takes_segments else (buffer.payload, None)
         payloads = []
         for rank in range(target.tp_size):
             kept = [(name, view) for tensor, name, view in parts if own_experts(tensor, target, rank, num_experts)]
-            payloads.append(buffer.payload(kept) if target.node_id == node_id else by_value(kept))
-        call = target.handle.update_weights_from_tensor.remote(payloads, load_format=None, **stamp)
+            payloads.append(payload_of(kept))
+        call = target.handle.update_weights_from_tensor.remote(payloads, load_format=load_format, **stamp)
         calls.append((f"engine {target.index}", call))
     wait_all(calls, timeout_s)
     return len(calls)

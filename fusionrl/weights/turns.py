@@ -8,7 +8,8 @@ from threading import Event
 
 import torch.distributed as dist
 
-_POLL_S = 0.001
+_POLL_S = 0.002
+_CHECK_S = 0.05  # how often a wait looks whether another rank has failed
 
 
 class PushStopped(RuntimeError):
@@ -40,14 +41,18 @@ class Turns:
         keys = [str(step) for step in steps]
         if self._store is None:
             return
+        checked = 0.0
         while True:
-            if self._store.check(["failed"]):
-                raise PushStopped(self._store.get("failed").decode())
+            now = time.monotonic()
+            if now - checked >= _CHECK_S:
+                checked = now
+                if self._store.check(["failed"]):
+                    raise PushStopped(self._store.get("failed").decode())
             if self._stop.is_set():
                 raise PushStopped("this rank's gathering failed")
             if not keys or self._store.check(keys):
                 return
-            if time.monotonic() > self._deadline:
+            if now > self._deadline:
                 raise RuntimeError(f"weight push: no turn within {self._timeout_s:.0f} s (--update-weight-timeout-s)")
             time.sleep(_POLL_S)
 

@@ -29,6 +29,7 @@ from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
 from fusionrl.engines.payload import SharedBuffer, by_value
 from fusionrl.engines.router import Router
+from fusionrl.engines.spec import LOADER
 from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params, stream_generate
 from fusionrl.weights.group import create_group_store, init_external_group
 from tests.tiny_model import make_tiny_qwen3
@@ -244,27 +245,66 @@ def test_a_sender_imports_nothing_of_sglang() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
+def _written(shared: SharedBuffer, named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Views of the segment that hold `named`, one after another."""
+    parts = zip(named, shared.flat.split([tensor.numel() * 4 for _, tensor in named]), strict=True)
+    views = [(name, part.view(torch.float32).view(tensor.shape)) for (name, tensor), part in parts]
+    for (_, tensor), (_, view) in zip(named, views, strict=True):
+        view.copy_(tensor)
+    return views
+
+
+def _update(stack: Stack, payload: str, load_format: str | None, which: int, version: int) -> None:
+    stack.engine.begin_weight_update()
+    stack.engine.update_weights_from_tensor([payload], load_format=load_format, version=str(version), flush_cache=True)
+    stack.engine.end_weight_update()
+    stack.assert_serves(which, version)
+
+
 def test_weights_by_shared_memory_in_one_segment(stack: Stack) -> None:
     before = _segments()
-    sizes = [tensor.numel() * 4 for _, tensor in stack.named(0)]
-    shared = SharedBuffer(sum(sizes))
+    shared = SharedBuffer(sum(tensor.numel() * 4 for _, tensor in stack.named(0)))
     assert len(_segments() - before) == 1
-    for which, version in ((0, "2"), (1, "3"), (0, "4")):  # the segment is written again and again
-        named = stack.named(which)
-        parts = zip(named, shared.flat.split(sizes), strict=True)
-        views = [(name, part.view(torch.float32).view(tensor.shape)) for (name, tensor), part in parts]
-        for (_, tensor), (_, view) in zip(named, views, strict=True):
-            view.copy_(tensor)
-        payload = shared.payload(views)
+    for which, version in ((0, 2), (1, 3), (0, 4)):  # the segment is written again and again
+        payload = shared.payload(_written(shared, stack.named(which)))
         assert len(payload) < 16_000 < shared.flat.numel()
         assert len(_segments() - before) == 1
-        stack.engine.begin_weight_update()
-        stack.engine.update_weights_from_tensor([payload], load_format=None, version=version, flush_cache=True)
-        stack.engine.end_weight_update()
-        stack.assert_serves(which, int(version))
-    del shared, parts, views, view  # all that maps it here
+        _update(stack, payload, None, which, version)
+    del shared  # all that maps it here
     assert _segments() <= before
     assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+
+
+def test_an_engine_keeps_the_last_segment_of_a_slot_mapped(stack: Stack) -> None:
+    """By its loader: with the values of each update, until another segment has the slot."""
+    server = psutil.Process(stack.engine.info()["pid"])
+
+    def mapped() -> set[str]:
+        maps = [Path(f"/proc/{p.pid}/maps").read_text() for p in server.children(recursive=True)]
+        lines = [line for one in maps for line in one.splitlines() if f"/torch_{os.getpid()}_" in line]
+        return {line.split()[0] for line in lines}  # from where to where
+
+    def update(shared: SharedBuffer, which: int, version: int) -> None:
+        payload = shared.indexed(_written(shared, stack.named(which)))
+        _update(stack, payload, LOADER, which, version)
+
+    num_bytes = sum(tensor.numel() * 4 for _, tensor in stack.named(0))
+    before = _segments()
+    first, second = SharedBuffer(num_bytes, "0.0"), SharedBuffer(num_bytes, "0.1")
+    update(first, 0, 20)
+    update(second, 1, 21)
+    places = mapped()
+    assert len(places) == 2
+    update(first, 0, 22)
+    update(second, 1, 23)
+    assert mapped() == places
+    old = _segments() - before
+    del first, second
+    assert _segments() - before == old, "the engine still has them"
+    other = SharedBuffer(num_bytes, "0.0")
+    update(other, 0, 24)
+    assert len(mapped()) == 2
+    assert len(_segments() & old) == 1, "what was in the slot is gone"
 
 
 def _segments() -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.engines.spec import EngineSpec, server_command, server_environment, to_flags
+from fusionrl.engines.spec import LOADER, EngineSpec, server_command, server_environment, to_flags
 
 
 def make_spec(**changes: Any) -> EngineSpec:
@@ -46,6 +46,7 @@ def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.
     assert options["--gpu-id-step"] == "2"
     assert "--attention-backend" not in options
     assert "--max-total-tokens" not in options
+    assert "--custom-weight-loader" not in options
     assert "secret" not in " ".join(command)  # `ps` shows command lines to everybody
     env = server_environment(make_spec())
     assert "CUDA_VISIBLE_DEVICES" not in env
@@ -53,13 +54,14 @@ def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.
 
 
 def test_user_arguments_win_over_defaults() -> None:
-    spec = make_spec(
-        device="cpu", server_args={"sleep_on_idle": False, "max_total_tokens": 99, "attention_backend": "x"}
-    )
-    options = _options(server_command(spec, 1, 2))
+    own = {"sleep_on_idle": False, "max_total_tokens": 99, "attention_backend": "x", "custom_weight_loader": ["a.b"]}
+    command = server_command(make_spec(device="cpu", server_args=own), 1, 2)
+    options = _options(command)
     assert options["--max-total-tokens"] == "99"
     assert options["--attention-backend"] == "x"
     assert "--sleep-on-idle" not in options
+    place = command.index("--custom-weight-loader")
+    assert command[place + 1 : place + 3] == ["a.b", LOADER]
 
 
 @pytest.mark.parametrize(

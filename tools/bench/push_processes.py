@@ -29,7 +29,9 @@ from torch import Tensor
 
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.config.quantization import BlockFp8
+from fusionrl.engines import segments
 from fusionrl.engines.attached import AttachedEngine
+from fusionrl.engines.spec import LOADER, takes_segments
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.weights import convert
 from fusionrl.weights.calls import Threaded
@@ -195,15 +197,28 @@ class Rank:
             "peak_bytes": max(plan.peak_bytes(rank) for rank in range(self.options.layout.world_size)),
         }
 
-    def raw_broadcast(self, num_bytes: int, bucket: int, port: int, world_size: int) -> float:
-        """Seconds of bare broadcasts of `num_bytes` from rank 0's one buffer."""
+    def raw_broadcast(self, num_bytes: int, bucket: int, port: int, world_size: int, copies: str = "none") -> float:
+        """Seconds of bare broadcasts of `num_bytes` from rank 0's one buffer. Each bucket is copied before it is sent
+        where `copies` is "serial", and while the one before is sent where it is "overlapped"."""
         store = dist.TCPStore(HOST, port, is_master=False)
         group = init_external_group("gloo", HOST, port, world_size, 0, "raw", TIMEOUT_S, store=store)
-        buffer = torch.ones(bucket, dtype=torch.uint8)
-        dist.broadcast(buffer[:1], src=0, group=group)
+        count = 1 if copies == "none" else 2
+        buffers = [torch.ones(bucket, dtype=torch.uint8) for _ in range(count)]
+        source = torch.ones(bucket if count > 1 else 0, dtype=torch.uint8)
+        dist.broadcast(buffers[0][:1], src=0, group=group)
         start = time.perf_counter()
-        for size in _sizes(num_bytes, bucket):
-            dist.broadcast(buffer[:size], src=0, group=group)
+        work = None
+        for number, size in enumerate(_sizes(num_bytes, bucket)):
+            if work is not None and copies != "overlapped":
+                work.wait()
+            buffer = buffers[number % count]
+            if copies != "none":
+                buffer[:size].copy_(source[:size])
+            if work is not None and copies == "overlapped":
+                work.wait()
+            work = dist.broadcast(buffer[:size], src=0, group=group, async_op=True)
+        assert work is not None
+        work.wait()
         dist.barrier(group=group)
         seconds = time.perf_counter() - start
         dist.destroy_process_group(group)
@@ -259,6 +274,8 @@ class Receiver:
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
         named = pickle.loads(pybase64.b64decode(body["serialized_named_tensors"][0]))
+        if body["load_format"] == LOADER:
+            named = segments.take(named)
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in named]
         with self._update(body, sum(sizes)) as flat:
             parts = flat.split(sizes)
@@ -522,7 +539,14 @@ class Receivers:
             for i, processes in enumerate(self.processes)
         ]
         self.targets = [
-            EngineTarget(i, Threaded(engine), "", tuple(range(size)), ep_size=ep_size if size > 1 else 1)
+            EngineTarget(
+                i,
+                Threaded(engine),
+                "",
+                tuple(range(size)),
+                ep_size=ep_size if size > 1 else 1,
+                takes_segments=takes_segments(device),
+            )
             for i, (engine, size) in enumerate(zip(self.engines, sizes, strict=True))
         ]
 

@@ -13,6 +13,9 @@ serial           the same by broadcast where no bucket is gathered before the on
                  and by the whole, which counts the buckets that are gathered before the pause
 tensor-by-tensor one gather, one call and one broadcast for each tensor, none beside the other, as verl and early slime
 raw broadcast    the same bytes out of one buffer to as many receivers, with nothing else
+raw serial, raw overlapped
+                 that with a memcpy of each bucket into its buffer, before or beside the broadcasts: what an overlap
+                 brings on this machine, without the product
 raw memcpy       the same bytes from buffer to buffer
 
 --engine adds a real SGLang engine (random weights of its own, pushed over). On one GPU, --device cuda has one rank and
@@ -38,6 +41,7 @@ import torch
 from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
 from fusionrl.engines.attached import AttachedEngine
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.engines.spec import takes_segments
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.weights.calls import Threaded
 from fusionrl.weights.families import hf_shapes
@@ -123,8 +127,8 @@ class Bench:
         self.push(*args, **kwargs)
         return self.push(*args, **kwargs)
 
-    def raw_broadcast(self, bucket: int) -> float:
-        """Seconds for the same bytes, to the same receivers."""
+    def raw_broadcast(self, bucket: int, copies: str = "none") -> float:
+        """Seconds for the same bytes, to the same receivers; see `Rank.raw_broadcast`."""
         store = create_group_store(HOST, TIMEOUT_S)
         engines = [rank for engine in self.receivers.engines for rank in engine.ranks]
         size = 1 + len(engines)
@@ -135,7 +139,7 @@ class Bench:
             )
             for place, engine in enumerate(engines, start=1)
         ]
-        seconds = self.ranks.handles[0].raw_broadcast.remote(self.num_bytes, bucket, store.port, size).result()
+        seconds = self.ranks.handles[0].raw_broadcast.remote(self.num_bytes, bucket, store.port, size, copies).result()
         for call in calls:
             call.result()
         return seconds
@@ -181,6 +185,8 @@ def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, 
         **{name: (lambda name=name: bench.second_push(name, bucket)) for name in transports},
     }
     if bench.device == "cpu":
+        for copies in ("serial", "overlapped"):
+            measured[f"raw {copies}"] = lambda copies=copies: {"transfer_s": bench.raw_broadcast(bucket, copies)}
         measured["serial"] = lambda: bench.second_push("broadcast", bucket, overlapped=False)
         if baseline:
             measured["tensor-by-tensor"] = lambda: bench.push("broadcast", 1, overlapped=False)
@@ -193,6 +199,7 @@ def measure(bench: Bench, bucket: int, turns: int, baseline: bool) -> dict[str, 
         "pause / transfer, ipc": _ratio(found["ipc"], "sync/pause_s", found["ipc"], key),
     }
     if "serial" in found:
+        ratios["raw overlapped / serial"] = _ratio(found["raw overlapped"], key, found["raw serial"])
         ratios["overlapped / serial, pause"] = _ratio(found["broadcast"], "sync/pause_s", found["serial"])
         ratios["overlapped / serial, whole"] = _ratio(found["broadcast"], "total_s", found["serial"])
     if "tensor-by-tensor" in found:
@@ -223,7 +230,9 @@ def measure_engine(bench: Bench, bucket: int, turns: int, config: dict[str, Any]
         engine = EngineActor(spec)
         try:
             url = engine.start()
-            target = EngineTarget(0, Threaded(AttachedEngine(0, url, 1)), "", (0,))
+            target = EngineTarget(
+                0, Threaded(AttachedEngine(0, url, 1)), "", (0,), takes_segments=takes_segments(bench.device)
+            )
             measured = {
                 name: (lambda name=name: bench.second_push(name, bucket, targets=[target]))
                 for name in ("broadcast", "ipc")
