@@ -136,6 +136,15 @@ def test_generates_with_the_model_s_log_probs(stack: Stack) -> None:
     assert stack.generate().cached_tokens == 0
 
 
+def test_flushing_waits_for_requests_that_run(stack: Stack) -> None:
+    with ThreadPoolExecutor() as pool:
+        request = pool.submit(stack.generate, 300)
+        _wait_for_running_request(stack.engine)
+        stack.engine.flush_cache()
+        assert len(request.result().tokens) == 300
+    assert stack.generate().cached_tokens == 0
+
+
 def test_on_a_cpu_the_server_s_processes_share_what_they_import(stack: Stack) -> None:
     server = psutil.Process(stack.engine.info()["pid"])
     children = {p.pid: " ".join(p.cmdline()) for p in server.children(recursive=True)}
