@@ -241,8 +241,7 @@ class Bench:
         ray.get([trainer.read.remote(str(self.paths[which])) for trainer in self.trainers])
         node = ray.get_runtime_context().get_node_id()
         self.targets = [
-            EngineTarget(index, self.engines[index], node, tuple(range(TP_SIZES[index])), takes_segments=True)
-            for index in engines
+            EngineTarget(index, self.engines[index], node, tuple(range(TP_SIZES[index]))) for index in engines
         ]
         self.version += 1
         common: dict[str, Any] = {"version": self.version, "pause_mode": pause_mode, "timeout_s": 600.0}

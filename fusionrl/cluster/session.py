@@ -32,7 +32,6 @@ from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
-from fusionrl.engines.spec import takes_segments
 from fusionrl.plan.auxiliary import Role, auxiliary_config
 from fusionrl.plan.plan import Plan
 from fusionrl.weights.disk_push import drop_files, push_by_disk
@@ -303,15 +302,7 @@ class Session:
     def _plan_pushes(self) -> None:
         restarts = self._recovery.num_restarts if self._recovery else {}
         self._targets = [
-            EngineTarget(
-                i,
-                engine,
-                self._bundles[places[0]].node_id,
-                places,
-                restarts.get(i, 0),
-                self._engine_ep_size,
-                takes_segments(self.plan.device),
-            )
+            EngineTarget(i, engine, self._bundles[places[0]].node_id, places, restarts.get(i, 0), self._engine_ep_size)
             for i, (engine, places) in enumerate(zip(self.engines, self.plan.engine_bundles, strict=True))
         ]
         if self.plan.transport == "ipc" and self.plan.device == "cuda":

@@ -196,7 +196,7 @@ class EngineActor:
         try:
             self._post("/flush_cache")
         except EndpointError as error:
-            if error.status != 400:
+            if error.status != 400 or self._is_paused_in_place:
                 raise
             # A request whose last token was answered leaves the scheduler a little later. Not asked for at first: with
             # a wait SGLang does not flush while it is paused and requests queue. 0.5.17 knows no wait.

@@ -46,7 +46,8 @@ class SharedBuffer:
     """
 
     def __init__(self, num_bytes: int, slot: str = "") -> None:
-        """`slot`: its name among all segments that an engine gets in a run, of which it keeps one mapped each."""
+        """`slot`: one that no other segment of the run's senders has. By `indexed` an engine keeps the last segment of
+        each slot mapped, and alive when the sender lets it go."""
         self.slot = slot
         self.flat = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
         with _file_system_sharing():

@@ -3,6 +3,9 @@
 SGLang maps a segment when it unpickles a payload and drops it after the load, so that every bucket costs the page
 faults of a fresh mapping, and it unpickles a view for every tensor. Here a mapping stays until its sender has another
 segment in the same slot, and the views are made from an index in JSON.
+
+A segment is gone when nobody has it mapped any more, and an engine that is killed gives nothing back until the senders
+end: so senders keep their segments for the whole run.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ _held: dict[str, Tensor] = {}  # slot → what keeps its segment mapped: torch m
 
 
 def index_of(slot: str, named: Sequence[tuple[str, Tensor]], flat: Tensor) -> str:
-    """What `take` needs to find `named`, views of `flat`  # uint8, in the segment of `slot`."""
+    """What `take` needs to find `named`, contiguous views of `flat`  # uint8, in the segment of `slot`."""
+    assert all(view.is_contiguous() for _, view in named)
     start = flat.data_ptr()
     tensors = [
         [name, str(view.dtype).removeprefix("torch."), list(view.shape), view.data_ptr() - start]

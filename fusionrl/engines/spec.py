@@ -23,7 +23,7 @@ OWNED_FIELDS = frozenset(
 """Fields of SGLang's ServerArgs that the specification sets; `server_args` may not hold them."""
 
 LOADER = "fusionrl.engines.segments.load"
-"""Load format of a payload that `fusionrl.engines.segments` takes apart."""
+"""Load format of a payload that `fusionrl.engines.segments` takes apart; engines on a CPU are started with it."""
 
 # torch_native and pytorch are the back ends that need no GPU kernel; without sleep_on_idle an idle scheduler
 # burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a
@@ -108,19 +108,13 @@ def server_command(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         "nccl_port": nccl_port,
         "random_seed": spec.seed,
     }
-    if takes_segments(spec.device):
+    if spec.device == "cpu" and spec.role == "engine":
         arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or ()), LOADER]
     if spec.device == "cuda":
         first, *rest = spec.gpu_ids
         arguments["base_gpu_id"] = first
         arguments["gpu_id_step"] = rest[0] - first if rest else 1
     return [sys.executable, "-m", "fusionrl.engines.launch_server", *to_flags(arguments)]
-
-
-def takes_segments(device: str) -> bool:
-    """Whether engines on `device` are started with the loader of `fusionrl.engines.segments`: on a CPU, as GPUs map
-    each other's memory."""
-    return device == "cpu"
 
 
 def to_flags(arguments: dict[str, Any]) -> list[str]:

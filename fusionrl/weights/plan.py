@@ -41,7 +41,6 @@ class EngineTarget:
     bundles: tuple[int, ...]  # devices of its tensor parallel ranks
     num_restarts: int = 0  # by which the sender knows that this is another process
     ep_size: int = 1  # parts into which its ranks divide the experts (SGLang's --ep-size)
-    takes_segments: bool = False  # started with the loader of `fusionrl.engines.segments`
 
     @property
     def tp_size(self) -> int:

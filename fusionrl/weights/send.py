@@ -79,6 +79,7 @@ class WeightSender:
         self.object_group, self.overlapped = object_group, overlapped
         self._broadcast = Broadcast(backend, host, timeout_s)
         self._order: _Order | None = None
+        self._buffers: list[Any] = []  # of this rank as a source; see `_make_buffers`
         self._store: dist.Store | None = None
         self._nodes: list[str] = []
         self._num_pushes = 0
@@ -101,7 +102,6 @@ class WeightSender:
         everyone = self._tell_all((fits, self._num_pushes))
         self._num_pushes = 1 + max(number for _, number in everyone)
         if order is None or not all(fits for fits, _ in everyone):
-            order = None  # its buffers go before the new ones come
             order = self._make_order(tuple(targets), transport)
         order.turns.forget()  # of the last push, which is over on all ranks
         store = self._store if len(order.plan.sources) > 1 or not self.overlapped else None
@@ -165,15 +165,35 @@ class WeightSender:
         return _Order(targets, transport, plan, gatherer, buffers, Turns(None, "", 0.0))
 
     def _make_buffers(self, plan: PushPlan, transport: str) -> list[Any]:
-        """A source's, in shared memory where engines or other ranks of this host read or write them."""
+        """A source's, in shared memory where engines or other ranks of this host read or write them.
+
+        Those of the push before where they fit: engines keep segments mapped, and one that was killed keeps them in
+        memory (`fusionrl.engines.segments`).
+        """
         num_bytes, _ = plan.buffer_bytes(self.rank)
         count = min(BUFFERS, len(plan.of_source(self.rank)))
-        if transport == "ipc" or (
-            self._members_near(plan, self.rank) and count * num_bytes < _free_shared_memory() // 2
-        ):
-            return [SharedBuffer(num_bytes, f"{self.rank}.{i}") for i in range(count)]
-        # Written once here: the first touch of fresh memory costs more than what is copied into it.
-        return [torch.zeros(num_bytes, dtype=torch.uint8, device=self.exporter.device) for _ in range(count)]
+        is_near = self._members_near(plan, self.rank)
+        held, self._buffers = self._buffers, []
+        fits = len(held) == count > 0 and _flat(held[0]).numel() == num_bytes
+        if fits and isinstance(held[0], SharedBuffer) == (transport == "ipc" or is_near):
+            self._buffers = held
+            return held
+        del held  # these go before the new ones come
+        needed, free = count * num_bytes, _free_shared_memory()
+        if transport == "ipc" or (is_near and needed < free // 2):
+            if needed > free:
+                raise RuntimeError(
+                    f"weight push: {needed / 1e6:.0f} MB of shared memory are needed and /dev/shm has {free / 1e6:.0f};"
+                    " make it larger (docker --shm-size), lower --update-weight-buffer-size, or choose"
+                    " --update-weight-transport broadcast"
+                )
+            self._buffers = [SharedBuffer(num_bytes, f"{self.rank}.{i}") for i in range(count)]
+        else:
+            # Written once here: the first touch of fresh memory costs more than what is copied into it.
+            self._buffers = [
+                torch.zeros(num_bytes, dtype=torch.uint8, device=self.exporter.device) for _ in range(count)
+            ]
+        return self._buffers
 
     def _members_near(self, plan: PushPlan, source: int) -> bool:
         """Whether `source` gathers from others, and all of them on its host's memory."""

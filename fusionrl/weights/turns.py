@@ -8,7 +8,7 @@ from threading import Event
 
 import torch.distributed as dist
 
-_POLL_S = 0.002
+_POLL_S = 0.002  # a bucket takes a hundred times as long; asking is work for the rank with the store
 _CHECK_S = 0.05  # how often a wait looks whether another rank has failed
 
 

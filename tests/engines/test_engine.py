@@ -140,6 +140,7 @@ def test_flushing_waits_for_requests_that_run(stack: Stack) -> None:
     with ThreadPoolExecutor() as pool:
         request = pool.submit(stack.generate, 300)
         _wait_for_running_request(stack.engine)
+        assert not request.done()
         stack.engine.flush_cache()
         assert len(request.result().tokens) == 300
     assert stack.generate().cached_tokens == 0

@@ -31,7 +31,7 @@ from fusionrl.config.model_shape import ModelShape
 from fusionrl.config.quantization import BlockFp8
 from fusionrl.engines import segments
 from fusionrl.engines.attached import AttachedEngine
-from fusionrl.engines.spec import LOADER, takes_segments
+from fusionrl.engines.spec import LOADER
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.weights import convert
 from fusionrl.weights.calls import Threaded
@@ -539,14 +539,7 @@ class Receivers:
             for i, processes in enumerate(self.processes)
         ]
         self.targets = [
-            EngineTarget(
-                i,
-                Threaded(engine),
-                "",
-                tuple(range(size)),
-                ep_size=ep_size if size > 1 else 1,
-                takes_segments=takes_segments(device),
-            )
+            EngineTarget(i, Threaded(engine), "", tuple(range(size)), ep_size=ep_size if size > 1 else 1)
             for i, (engine, size) in enumerate(zip(self.engines, sizes, strict=True))
         ]
 

@@ -41,7 +41,6 @@ import torch
 from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
 from fusionrl.engines.attached import AttachedEngine
 from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.engines.spec import takes_segments
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.weights.calls import Threaded
 from fusionrl.weights.families import hf_shapes
@@ -230,9 +229,7 @@ def measure_engine(bench: Bench, bucket: int, turns: int, config: dict[str, Any]
         engine = EngineActor(spec)
         try:
             url = engine.start()
-            target = EngineTarget(
-                0, Threaded(AttachedEngine(0, url, 1)), "", (0,), takes_segments=takes_segments(bench.device)
-            )
+            target = EngineTarget(0, Threaded(AttachedEngine(0, url, 1)), "", (0,))
             measured = {
                 name: (lambda name=name: bench.second_push(name, bucket, targets=[target]))
                 for name in ("broadcast", "ipc")
