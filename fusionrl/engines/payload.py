@@ -1,34 +1,26 @@
 """Payloads of `/update_weights_from_tensor`, made without importing SGLang.
 
-SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. The forms here stay within it:
+SGLang unpickles a list of `(name, tensor)` with an allow-list of globals. Both forms here stay within it:
 
 * `by_value`: a plain pickle with the bytes in it. Works across hosts; the bytes travel base64-encoded by
   HTTP.
-* `SharedBuffer`: the tensors as views of one shared-memory segment; the payload has its name and the offsets, and the
-  receiver maps the segment once. The sharing strategy is "file_system": with torch's default "file_descriptor" the
-  receiver has to ask the sender for the descriptor over a connection that needs multiprocessing's key of the
-  sender, which an unrelated process lacks; that error ends the scheduler. For an engine that was started with the
-  loader of `fusionrl.engines.segments` it is one tensor, the segment, and an index of what lies where.
+* `SharedBuffer.payload`: an index of what lies where in shared memory, for engines of this host that were started with
+  the loader of `fusionrl.engines.segments`.
 """
 
 from __future__ import annotations
 
-import io
+import json
+import mmap
+import os
 import pickle
-import threading
+import weakref
 from collections.abc import Sequence
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import pybase64
 import torch
-from torch.multiprocessing.reductions import rebuild_tensor
-
-from fusionrl.engines.segments import index_of
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-
-_strategy_lock = threading.Lock()
 
 
 def by_value(named: NamedTensors) -> str:
@@ -39,64 +31,35 @@ def by_value(named: NamedTensors) -> str:
 
 
 class SharedBuffer:
-    """One shared-memory segment of `num_bytes`; reused from update to update.
+    """One segment of `num_bytes` of shared memory; reused from update to update.
 
-    SGLang's ranks copy out of the segment and meet at a barrier before the request is answered: the segment
-    may be written again after the answer, not before. Both ends must be on one host.
+    It has no name in a file system, so that it is gone with the last process that maps it, however that one ends; and
+    the size of /dev/shm is no limit. Others of the host open it through this process (`where`).
+
+    An engine's ranks copy out of the segment and meet at a barrier before the request is answered: the segment
+    may be written again after the answer, not before.
     """
 
     def __init__(self, num_bytes: int, slot: str = "") -> None:
-        """`slot`: one that no other segment of the run's senders has. By `indexed` an engine keeps the last segment of
-        each slot mapped, and alive when the sender lets it go."""
+        """`slot`: one that no other segment of the run's senders has. An engine keeps the last segment of each slot
+        mapped, and alive when the sender lets it go."""
         self.slot = slot
-        self.flat = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
-        with _file_system_sharing():
-            self.flat.share_memory_()
+        descriptor = os.memfd_create("fusionrl-weights")
+        weakref.finalize(self, os.close, descriptor)
+        size = max(num_bytes, 1)
+        os.ftruncate(descriptor, size)
+        self.where = (f"/proc/{os.getpid()}/fd/{descriptor}", os.fstat(descriptor).st_ino, size)
+        self.flat = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         self.flat.zero_()  # the pages are made now, not when the first bucket is written
 
     def payload(self, named: NamedTensors) -> str:
-        """Base64 pickle that names the segment and where in it each of `named`, views of `flat`, lies.
-
-        Make one for each receiving rank: each pickle carries its own reference to the segment, and its receiver gives
-        that back.
-        """
-        buffer = io.BytesIO()
-        with _file_system_sharing():
-            _ViewPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(list(named))
-        return pybase64.b64encode(buffer.getvalue()).decode()
-
-    def indexed(self, named: NamedTensors) -> str:
-        """As `payload`, for the load format `spec.LOADER`."""
-        return self.payload([(index_of(self.slot, named, self.flat), self.flat)])
-
-
-def load_payload(payload: str) -> list[tuple[str, torch.Tensor]]:
-    """What a payload holds or points to; of one's own run only, as a pickle can do anything."""
-    return pickle.loads(pybase64.b64decode(payload))
-
-
-class _ViewPickler(ForkingPickler):
-    """Pickles a storage once for all its views of one dtype; torch's own reduction does so for each."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._storages: dict[torch.dtype, Any] = {}
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        storage = self._storages.setdefault(value.dtype, value._typed_storage())
-        return rebuild_tensor, (torch.Tensor, storage, (value.storage_offset(), value.size(), value.stride(), False))
-
-
-class _file_system_sharing:
-    """Sets torch's process-wide sharing strategy for a moment, as others may rely on the default one."""
-
-    def __enter__(self) -> None:
-        _strategy_lock.acquire()
-        self._before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy("file_system")
-
-    def __exit__(self, *_: object) -> None:
-        torch.multiprocessing.set_sharing_strategy(self._before)
-        _strategy_lock.release()
+        """Base64 pickle, for the load format `spec.LOADER`, that says where each of `named`, contiguous views of
+        `flat`, lies."""
+        assert all(view.is_contiguous() for _, view in named)
+        start = self.flat.data_ptr()
+        tensors = [
+            [name, str(view.dtype).removeprefix("torch."), list(view.shape), view.data_ptr() - start]
+            for name, view in named
+        ]
+        index = json.dumps({"slot": self.slot, "where": self.where, "tensors": tensors})
+        return by_value([(index, torch.zeros(1, dtype=torch.uint8))])  # SGLang wants a tensor beside a name

@@ -1,41 +1,49 @@
-"""The engine's end of shared segments: a weight loader that SGLang calls (`--custom-weight-loader`).
+"""The other end of shared segments: how they are mapped, and the weight loader of engines on a CPU.
 
-SGLang maps a segment when it unpickles a payload and drops it after the load, so that every bucket costs the page
-faults of a fresh mapping, and it unpickles a view for every tensor. Here a mapping stays until its sender has another
-segment in the same slot, and the views are made from an index in JSON.
-
-A segment is gone when nobody has it mapped any more, and an engine that is killed gives nothing back until the senders
-end: so senders keep their segments for the whole run.
+SGLang calls the loader (`--custom-weight-loader`). Its own way is to map a segment when it unpickles a payload and to
+drop it after the load, so that every bucket costs the page faults of a fresh mapping, and to unpickle a view for every
+tensor. Here a mapping stays until its sender has another segment in the same slot, and the views are made from an
+index.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_held: dict[str, Tensor] = {}  # slot → what keeps its segment mapped: torch maps no segment twice while one lives
+_held: dict[str, tuple[int, Tensor]] = {}  # slot → inode and bytes of the segment that was in it last
 
 
-def index_of(slot: str, named: Sequence[tuple[str, Tensor]], flat: Tensor) -> str:
-    """What `take` needs to find `named`, contiguous views of `flat`  # uint8, in the segment of `slot`."""
-    assert all(view.is_contiguous() for _, view in named)
-    start = flat.data_ptr()
-    tensors = [
-        [name, str(view.dtype).removeprefix("torch."), list(view.shape), view.data_ptr() - start]
-        for name, view in named
-    ]
-    return json.dumps({"slot": slot, "tensors": tensors})
+def map_segment(where: Sequence[Any]) -> Tensor:
+    """The bytes of `SharedBuffer.where`  # uint8.
+
+    Raises:
+        RuntimeError: its process is gone.
+    """
+    path, inode, size = where
+    try:
+        with open(path, "r+b") as file:
+            if os.fstat(file.fileno()).st_ino != inode:  # a number that was given out again
+                raise FileNotFoundError(path)
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        raise RuntimeError(f"shared weights: {path} of their sender cannot be opened ({error})") from error
 
 
 def take(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """(name, view) of all tensors; `named` is one pair, of an index and the whole segment."""
-    ((text, flat),) = named
-    index = json.loads(text)
-    _held[index["slot"]] = flat
+    """(name, view) of all tensors that the index of `SharedBuffer.payload` lists."""
+    index = json.loads(named[0][0])
+    slot, where = index["slot"], index["where"]
+    if slot not in _held or _held[slot][0] != where[1]:
+        _held.pop(slot, None)  # gone before the next one comes
+        _held[slot] = where[1], map_segment(where)
+    flat = _held[slot][1]
     found = []
     for name, dtype_name, sizes, offset in index["tensors"]:
         dtype = getattr(torch, dtype_name)

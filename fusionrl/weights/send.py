@@ -14,7 +14,6 @@ protocol's business (`fusionrl.weights.push`), which runs in the driver.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionrl.engines.payload import SharedBuffer, load_payload
+from fusionrl.engines.payload import SharedBuffer
+from fusionrl.engines.segments import map_segment
 from fusionrl.weights.broadcast import Broadcast
 from fusionrl.weights.cuda_ipc import CudaIpc
 from fusionrl.weights.export import Exporter
@@ -167,26 +167,19 @@ class WeightSender:
     def _make_buffers(self, plan: PushPlan, transport: str) -> list[Any]:
         """A source's, in shared memory where engines or other ranks of this host read or write them.
 
-        Those of the push before where they fit: engines keep segments mapped, and one that was killed keeps them in
-        memory (`fusionrl.engines.segments`).
+        Those of the push before where they fit: engines keep a segment mapped until its slot has another one, and both
+        would be in memory meanwhile.
         """
         num_bytes, _ = plan.buffer_bytes(self.rank)
         count = min(BUFFERS, len(plan.of_source(self.rank)))
-        is_near = self._members_near(plan, self.rank)
+        is_shared = transport == "ipc" or self._members_near(plan, self.rank)
         held, self._buffers = self._buffers, []
         fits = len(held) == count > 0 and _flat(held[0]).numel() == num_bytes
-        if fits and isinstance(held[0], SharedBuffer) == (transport == "ipc" or is_near):
+        if fits and isinstance(held[0], SharedBuffer) == is_shared:
             self._buffers = held
             return held
         del held  # these go before the new ones come
-        needed, free = count * num_bytes, _free_shared_memory()
-        if transport == "ipc" or (is_near and needed < free // 2):
-            if needed > free:
-                raise RuntimeError(
-                    f"weight push: {needed / 1e6:.0f} MB of shared memory are needed and /dev/shm has {free / 1e6:.0f};"
-                    " make it larger (docker --shm-size), lower --update-weight-buffer-size, or choose"
-                    " --update-weight-transport broadcast"
-                )
+        if is_shared:
             self._buffers = [SharedBuffer(num_bytes, f"{self.rank}.{i}") for i in range(count)]
         else:
             # Written once here: the first touch of fresh memory costs more than what is copied into it.
@@ -208,10 +201,10 @@ class WeightSender:
         offered: dict[int, list[str]] = {}
         if self.rank in near and isinstance(buffers[0], SharedBuffer):
             members = {member for bucket in plan.of_source(self.rank) for member in bucket.members}
-            offered = {m: [buffer.payload([("", buffer.flat)]) for buffer in buffers] for m in members - {self.rank}}
+            offered = {m: [buffer.where for buffer in buffers] for m in members - {self.rank}}
         all_offered = self._tell_all(offered)
         mapped = {
-            source: [load_payload(payload)[0][1] for payload in all_offered[source][self.rank]]
+            source: [map_segment(where) for where in all_offered[source][self.rank]]
             for source in near
             if self.rank in all_offered[source]
         }
@@ -374,12 +367,6 @@ class _Sending:
 def _process(target: EngineTarget) -> tuple[int, int, str]:
     """Which process an engine is, and where."""
     return target.index, target.num_restarts, target.node_id
-
-
-def _free_shared_memory() -> int:
-    """Bytes that shared memory has room for; a write beyond them would end the process."""
-    found = os.statvfs("/dev/shm")
-    return found.f_bavail * found.f_frsize
 
 
 def _flat(buffer: Any) -> Tensor:

@@ -33,7 +33,7 @@ def send_shared(
     """
     calls = []
     for target in targets:
-        payload_of, load_format = (buffer.indexed, LOADER) if target.node_id == node_id else (by_value, None)
+        payload_of, load_format = (buffer.payload, LOADER) if target.node_id == node_id else (by_value, None)
         payloads = []
         for rank in range(target.tp_size):
             kept = [(name, view) for tensor, name, view in parts if own_experts(tensor, target, rank, num_experts)]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from fusionrl.engines.generation import join
 from fusionrl.engines.http import call
 from fusionrl.engines.payload import SharedBuffer, by_value
 from fusionrl.engines.router import Router
+from fusionrl.engines.segments import map_segment
 from fusionrl.engines.spec import LOADER
 from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params, stream_generate
 from fusionrl.weights.group import create_group_store, init_external_group
@@ -271,55 +272,48 @@ def _update(stack: Stack, payload: str, load_format: str | None, which: int, ver
     stack.assert_serves(which, version)
 
 
-def test_weights_by_shared_memory_in_one_segment(stack: Stack) -> None:
-    before = _segments()
-    shared = SharedBuffer(sum(tensor.numel() * 4 for _, tensor in stack.named(0)))
-    assert len(_segments() - before) == 1
-    for which, version in ((0, 2), (1, 3), (0, 4)):  # the segment is written again and again
-        payload = shared.payload(_written(shared, stack.named(which)))
-        assert len(payload) < 16_000 < shared.flat.numel()
-        assert len(_segments() - before) == 1
-        _update(stack, payload, None, which, version)
-    del shared  # all that maps it here
-    assert _segments() <= before
-    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
-
-
-def test_an_engine_keeps_the_last_segment_of_a_slot_mapped(stack: Stack) -> None:
-    """By its loader: with the values of each update, until another segment has the slot."""
+def test_weights_by_shared_memory(stack: Stack) -> None:
+    """An engine keeps the last segment of a slot mapped, with the values of each update, until the slot has another."""
     server = psutil.Process(stack.engine.info()["pid"])
 
-    def mapped() -> set[str]:
+    def mapped(segments: Sequence[SharedBuffer]) -> list[list[str]]:
         maps = [Path(f"/proc/{p.pid}/maps").read_text() for p in server.children(recursive=True)]
-        lines = [line for one in maps for line in one.splitlines() if f"/torch_{os.getpid()}_" in line]
-        return {line.split()[0] for line in lines}  # from where to where
+        lines = [line.split() for one in maps for line in one.splitlines() if "/memfd:fusionrl-weights" in line]
+        # where the server's processes have each of them: address, rights, offset, device, inode, name
+        return [[words[0] for words in lines if words[4] == str(segment.where[1])] for segment in segments]
 
     def update(shared: SharedBuffer, which: int, version: int) -> None:
-        payload = shared.indexed(_written(shared, stack.named(which)))
+        payload = shared.payload(_written(shared, stack.named(which)))
+        assert len(payload) < 16_000 < shared.flat.numel()
         _update(stack, payload, LOADER, which, version)
 
     num_bytes = sum(tensor.numel() * 4 for _, tensor in stack.named(0))
-    before = _segments()
-    first, second = SharedBuffer(num_bytes, "0.0"), SharedBuffer(num_bytes, "0.1")
+    files = set(os.listdir("/dev/shm"))
+    first, second, third = (SharedBuffer(num_bytes, slot) for slot in ("0.0", "0.1", "0.0"))
     update(first, 0, 20)
     update(second, 1, 21)
-    places = mapped()
-    assert len(places) == 2
+    places = mapped([first, second, third])
+    assert [len(one) for one in places] == [1, 1, 0]
     update(first, 0, 22)
     update(second, 1, 23)
-    assert mapped() == places
-    old = _segments() - before
-    del first, second
-    assert _segments() - before == old, "the engine still has them"
-    other = SharedBuffer(num_bytes, "0.0")
-    update(other, 0, 24)
-    assert len(mapped()) == 2
-    assert len(_segments() & old) == 1, "what was in the slot is gone"
+    assert mapped([first, second, third]) == places
+    update(third, 0, 24)
+    assert [len(one) for one in mapped([first, second, third])] == [0, 1, 1]
+    assert not {name for name in set(os.listdir("/dev/shm")) - files if name.startswith("torch_")}
 
 
-def _segments() -> set[str]:
-    own = f"torch_{os.getpid()}_"
-    return {name for name in os.listdir("/dev/shm") if name.startswith(own)}
+def test_a_segment_of_a_sender_that_is_gone_is_refused() -> None:
+    shared = SharedBuffer(64, "0.0")
+    where = shared.where
+    mapped = map_segment(where)
+    shared.flat.fill_(7)
+    assert mapped.tolist() == [7] * 64
+    del shared
+    assert mapped.tolist() == [7] * 64, "it is there while somebody maps it"
+    again = SharedBuffer(64, "0.0")  # perhaps under the same number
+    assert again.where[1] != where[1]
+    with pytest.raises(RuntimeError, match="shared weights: /proc/.* of their sender cannot be opened"):
+        map_segment(where)
 
 
 @pytest.mark.parametrize("load_format", ["flattened_bucket", None])

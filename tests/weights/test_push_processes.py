@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +15,11 @@ import torch
 from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
 from fusionrl.config.quantization import BlockFp8
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.weights import convert, send
+from fusionrl.weights import convert
 from fusionrl.weights.calls import Threaded
 from fusionrl.weights.families import hf_shapes, model_rules
 from fusionrl.weights.fp8 import quantized
-from fusionrl.weights.plan import BUFFERS, EngineTarget, plan_push, push_tensors
+from fusionrl.weights.plan import EngineTarget, push_tensors
 from fusionrl.weights.push import push_weights
 from tests.trainer import hf_models
 from tests.weights.faults import Refusing, Striking
@@ -157,27 +155,6 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
                 assert facts["version"] == str(version), phase
                 assert facts["is_released"], phase
                 assert facts["hashes"] == hashes(shape, version), phase
-                # Those that a dead engine had mapped stay, so the next push has to use them again.
-                assert len(segments(ranks)) == 2 * BUFFERS, phase
-
-
-def test_too_little_shared_memory_is_said_before_a_write_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = push_tensors(shape_of("qwen3"), lambda _: 0, "bfloat16")
-    plan = plan_push(tensors, TrainerLayout(1), [EngineTarget(0, None, "", (0,))], [""], 3_000, by_node=True)
-    exporter: Any = SimpleNamespace(layout=TrainerLayout(1), device=torch.device("cpu"))
-    sender = send.WeightSender(
-        rank=0, device="cpu", backend="gloo", host="", exporter=exporter, buffer_size=3_000, timeout_s=1.0
-    )
-    monkeypatch.setattr(send, "_free_shared_memory", lambda: 1_000)
-    with pytest.raises(RuntimeError, match="MB of shared memory are needed and /dev/shm has 0;.*--shm-size"):
-        sender._make_buffers(plan, "ipc")
-    assert len(sender._make_buffers(plan, "broadcast")) == BUFFERS  # none of it is shared
-
-
-def segments(ranks: Ranks) -> list[str]:
-    """Shared memory that the ranks have made."""
-    own = tuple(f"torch_{process.pid}_" for process in ranks.processes)
-    return [name for name in os.listdir("/dev/shm") if name.startswith(own)]
 
 
 @pytest.mark.slow
