@@ -34,7 +34,8 @@ class SharedBuffer:
     """One segment of `num_bytes` of shared memory; reused from update to update.
 
     It has no name in a file system, so that it is gone with the last process that maps it, however that one ends; and
-    the size of /dev/shm is no limit. Others of the host open it through this process (`where`).
+    the size of /dev/shm is no limit. Others of the host and user open it through this process, by `where`: path, inode
+    and bytes. `flat`  # uint8, [num_bytes]
 
     An engine's ranks copy out of the segment and meet at a barrier before the request is answered: the segment
     may be written again after the answer, not before.
@@ -44,6 +45,7 @@ class SharedBuffer:
         """`slot`: one that no other segment of the run's senders has. An engine keeps the last segment of each slot
         mapped, and alive when the sender lets it go."""
         self.slot = slot
+        # Open as long as this is: by its number others find the segment.
         descriptor = os.memfd_create("fusionrl-weights")
         weakref.finalize(self, os.close, descriptor)
         size = max(num_bytes, 1)

@@ -24,7 +24,7 @@ def map_segment(where: Sequence[Any]) -> Tensor:
     """The bytes of `SharedBuffer.where`  # uint8.
 
     Raises:
-        RuntimeError: its process is gone.
+        RuntimeError: it cannot be opened, as its process is gone or another user's.
     """
     path, inode, size = where
     try:
@@ -37,7 +37,10 @@ def map_segment(where: Sequence[Any]) -> Tensor:
 
 
 def take(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """(name, view) of all tensors that the index of `SharedBuffer.payload` lists."""
+    """(name, view of the segment) of all tensors that the index of `SharedBuffer.payload` lists.
+
+    `named` is what such a payload holds: the index as a name, and a tensor that means nothing.
+    """
     index = json.loads(named[0][0])
     slot, where = index["slot"], index["where"]
     if slot not in _held or _held[slot][0] != where[1]:

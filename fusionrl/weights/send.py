@@ -102,6 +102,7 @@ class WeightSender:
         everyone = self._tell_all((fits, self._num_pushes))
         self._num_pushes = 1 + max(number for _, number in everyone)
         if order is None or not all(fits for fits, _ in everyone):
+            order = None  # what it alone has goes before the new one comes
             order = self._make_order(tuple(targets), transport)
         order.turns.forget()  # of the last push, which is over on all ranks
         store = self._store if len(order.plan.sources) > 1 or not self.overlapped else None
@@ -123,7 +124,7 @@ class WeightSender:
                 self._gather(order, bucket)
             if failure is not None:
                 raise failure
-        except BaseException as error:
+        except BaseException as error:  # raised again, when the others know
             self._give_up(error)
             raise
 
@@ -198,8 +199,8 @@ class WeightSender:
         near = [source for source in plan.sources if self._members_near(plan, source)]
         if not near:
             return {}
-        offered: dict[int, list[str]] = {}
-        if self.rank in near and isinstance(buffers[0], SharedBuffer):
+        offered: dict[int, list[tuple[str, int, int]]] = {}
+        if self.rank in near:
             members = {member for bucket in plan.of_source(self.rank) for member in bucket.members}
             offered = {m: [buffer.where for buffer in buffers] for m in members - {self.rank}}
         all_offered = self._tell_all(offered)
@@ -273,7 +274,7 @@ class WeightSender:
                 self._gather_in_turn(order)
             if sending is not None:
                 sending.finish()
-        except BaseException as error:
+        except BaseException as error:  # raised again, when the others know
             if sending is not None:
                 sending.abandon(error)
             self._give_up(error)

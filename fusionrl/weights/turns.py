@@ -32,7 +32,7 @@ class Turns:
         return max(0.0, self._deadline - time.monotonic())
 
     def wait(self, steps: Iterable[int | str]) -> None:
-        """Return when all `steps` are done.
+        """Return when all `steps` are done. Another rank's failure is noticed within `_CHECK_S`.
 
         Raises:
             PushStopped: a rank has failed.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from fusionrl.weights import convert
 from fusionrl.weights.calls import Threaded
 from fusionrl.weights.families import hf_shapes, model_rules
 from fusionrl.weights.fp8 import quantized
-from fusionrl.weights.plan import EngineTarget, push_tensors
+from fusionrl.weights.plan import BUFFERS, EngineTarget, push_tensors
 from fusionrl.weights.push import push_weights
 from tests.trainer import hf_models
 from tests.weights.faults import Refusing, Striking
@@ -135,7 +137,7 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
     shape = shape_of("qwen3")
     layout = TrainerLayout(4, tp=2, pp=2) if transport == "broadcast" else TrainerLayout(2, pp=2)
     with Ranks(RankOptions(shape, layout, buffer_size=3_000, timeout_s=LIMIT_S)) as ranks:
-        version = 0
+        version, made = 0, set[int]()
         for phase in PHASES:
             if transport == "ipc" and phase == "joining":
                 continue
@@ -155,6 +157,15 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
                 assert facts["version"] == str(version), phase
                 assert facts["is_released"], phase
                 assert facts["hashes"] == hashes(shape, version), phase
+                made = made or segments(ranks)
+                assert len(made) == 2 * BUFFERS, phase
+                assert segments(ranks) == made, phase  # the same, as living engines have them mapped
+
+
+def segments(ranks: Ranks) -> set[int]:
+    """Inodes of the shared memory that the ranks have."""
+    paths = [path for process in ranks.processes for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return {path.stat().st_ino for path in paths if os.readlink(path).startswith("/memfd:fusionrl-weights")}
 
 
 @pytest.mark.slow
