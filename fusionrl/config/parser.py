@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import re
 import typing
@@ -19,6 +20,7 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import with_preset
+from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {
@@ -49,6 +51,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
             return self._metavar_formatter(action, default_metavar)(1)[0]
         return super()._format_args(action, default_metavar)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return action.shown() if isinstance(action, Switch) else super()._format_action_invocation(action)
+
 
 def inner_type(info: FieldInfo) -> Any:
     """The field's type without Optional."""
@@ -57,6 +62,7 @@ def inner_type(info: FieldInfo) -> Any:
     return options[0] if is_optional else info.annotation
 
 
+@functools.cache
 def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
     """argparse with one option a field. Values stay text: pydantic converts and checks them, all at once."""
     parser = _Parser(prog=prog, allow_abbrev=False, formatter_class=_Help)
@@ -67,7 +73,7 @@ def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
             text = (info.description or "").replace("%", "%%")
             common: dict[str, Any] = {"dest": field, "default": argparse.SUPPRESS, "help": text}
             if kind is bool:
-                group.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, **common)
+                group.add_argument(*switch_spellings(field), action=Switch, **common)
             elif typing.get_origin(kind) is list:
                 group.add_argument(flag_of(field), nargs="*", metavar="VALUE", **common)
             else:
@@ -94,7 +100,7 @@ def parse_args(argv: Sequence[str], prog: str = "fusionrl train") -> Config:
 def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config, list[str]]:
     """The Config of all that fits, and a message for each thing that does not; those flags keep their defaults."""
     errors: list[str] = []
-    parsed, extras = build_parser(prog).parse_known_args(_bool_values(argv, errors))
+    parsed, extras = build_parser(prog).parse_known_args(normalise_switches(argv, _switches(), errors))
     passthrough = _parse_extras(extras, errors)
     values = vars(parsed)
     if values.get("custom_config_path"):
@@ -140,24 +146,10 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, Any]:
     return {str(name): value for name, value in found.items() if name not in flags}
 
 
-def _bool_values(argv: Sequence[str], errors: list[str]) -> list[str]:
-    """`--flag=true` and `--flag=false` of on/off flags as `--flag` and `--no-flag`, which argparse takes."""
-    switches = {
-        flag_of(field)
-        for model in GROUPS.values()
-        for field, info in model.model_fields.items()
-        if inner_type(info) is bool
-    }
-    kept: list[str] = []
-    for token in argv:
-        flag, separator, value = token.partition("=")
-        if not separator or flag not in switches:
-            kept.append(token)
-        elif value.lower() in ("true", "false"):
-            kept.append(flag if value.lower() == "true" else "--no-" + flag[2:])
-        else:
-            errors.append(f"{token}: {flag} is switched on by {flag} and off by --no-{flag[2:]}; it takes no value")
-    return kept
+def _switches() -> list[str]:
+    return [
+        field for model in GROUPS.values() for field, info in model.model_fields.items() if inner_type(info) is bool
+    ]
 
 
 def _bad_fields(error: ValidationError) -> set[str]:

@@ -62,6 +62,7 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     for step, model in ((0, task / "model"), (40, tmp_path / "model")):
         assert validation[step] == pytest.approx(_loss_by_transformers(model, tmp_path / "val.jsonl"), rel=1e-4)
     assert not list((tmp_path / "sft" / "logs").glob("engine-*.log")), "sft starts no engine"
+    assert not list((tmp_path / "sft").glob("checkpoints/*")), "--no-save writes no checkpoint"
 
     common = ["--device", "cpu", "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"]
     common += ["--rollout-max-response-len", "6"]
@@ -73,6 +74,8 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
         + ["--num-rollout", "2", "--reject-sampling-output", str(accepted), "--run-dir", str(tmp_path / "reject")],
         tmp_path,
     )
+    logs = {path.name for path in (tmp_path / "reject" / "logs").iterdir()}
+    assert "engine-0.log" in logs and not any("trainer" in name for name in logs), "--no-trainer starts no trainer"
     rows = [json.loads(line) for line in accepted.read_text().splitlines()]
     assert rows and all(row["reward"] >= 0.3 for row in rows)
     assert len({json.dumps(row["messages"][:-1]) for row in rows}) == len(rows), "one accepted sample a prompt"
