@@ -17,6 +17,7 @@ from typing import Literal
 from fusionrl import __version__
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
+from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
 from fusionrl.config.validate import prompt_columns, validate
 from fusionrl.config.validate_algorithm import algorithm_warnings
@@ -127,7 +128,8 @@ def check_data(argv: Sequence[str]) -> int:
         from fusionrl.rollout.sglang_rollout import load_tokenizer
 
         try:
-            tokenizer = load_tokenizer(folder)
+            with quiet():
+                tokenizer = load_tokenizer(folder)
         except (OSError, ValueError) as error:
             errors.append(f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})")
     if errors:
@@ -153,7 +155,8 @@ def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
     if wanted == "cpu":
         return "cpu"
     try:
-        import pynvml
+        with quiet():
+            import pynvml
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()

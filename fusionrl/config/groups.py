@@ -609,7 +609,18 @@ class TrainGroup(Group):
     lr_decay_iters: int | None = Field(
         None, description="Optimizer steps over which the rate decays. Default: the whole run.", ge=1
     )
-    lr_warmup_iters: int = Field(0, description="Optimizer steps of linear warm-up.", ge=0)
+    lr_warmup_iters: int = Field(
+        0,
+        description="Optimizer steps of linear warm-up, from --lr-warmup-init on. The first of them has that rate, the"
+        " one after them --lr.",
+        ge=0,
+    )
+    lr_warmup_init: float = Field(
+        0.0,
+        description="Learning rate of the first optimizer step of a warm-up. At 0, Megatron's and slime's default, that"
+        " step changes no weights.",
+        ge=0,
+    )
     weight_decay: float = Field(0.0, description="Weight decay (decoupled).", ge=0)
     adam_beta1: float = Field(0.9, description="Adam's beta 1.", ge=0, lt=1)
     adam_beta2: float = Field(0.98, description="Adam's beta 2.", ge=0, lt=1)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fusionrl.config import upstream
+from fusionrl.config.aliases import cure_for, setting_of, value_hint
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
@@ -162,8 +163,10 @@ def _field_info(field: str) -> FieldInfo:
 
 def _describe(item: Any) -> str:
     field = str(item["loc"][1]) if len(item["loc"]) > 1 else str(item["loc"][0])
-    value = item.get("input")
-    return f"{flag_of(field)} {value}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+    value, kind = item.get("input"), inner_type(_field_info(field))
+    is_choice = typing.get_origin(kind) is typing.Literal
+    hint = value_hint(field, str(value), typing.get_args(kind)) if is_choice else ""
+    return f"{flag_of(field)} {value}: {item['msg'][:1].lower()}{item['msg'][1:]}{hint}"
 
 
 def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -172,6 +175,8 @@ def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
         if token.startswith("--") and len(token) > 2:
             flag, separator, value = token.partition("=")
             grouped.append((flag, [value] if separator else []))
+        elif setting_of(token) is not None:
+            grouped.append((token, []))
         elif grouped:
             grouped[-1][1].append(token)
         else:
@@ -184,8 +189,11 @@ def _parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
     for flag, values in _group_extras(extras):
         field = flag[2:].replace("-", "_")
         shown = " ".join([flag, *values])
+        cure = _cure(flag)
         try:
-            if not flag.startswith("--"):
+            if cure is not None:
+                errors.append(f"{shown}: {cure}")
+            elif not flag.startswith("--"):
                 errors.append(f"{flag}: unexpected argument (flags begin with --)")
             elif field in COMING:
                 errors.append(f"{shown}: not available yet ({COMING[field]} is still to come); leave it out")
@@ -207,6 +215,15 @@ def _parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
         except KeyError:
             errors.append(f"{flag}: unknown flag{_did_you_mean(flag)}")
     return PassThrough(**found)
+
+
+def _cure(flag: str) -> str | None:
+    """What to write for a flag with underscores, or for another trainer's; None for any other flag."""
+    plain = flag.removeprefix("--").replace("-", "_")
+    fields = {field for model in GROUPS.values() for field in model.model_fields}
+    if flag.startswith("--") and (plain in fields or plain.removeprefix("no_") in fields):
+        return f"flags are written with dashes: --{plain.replace('_', '-')}"
+    return cure_for(setting_of(flag) or flag)
 
 
 def _did_you_mean(flag: str) -> str:

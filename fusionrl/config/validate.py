@@ -11,12 +11,14 @@ from typing import TypeVar
 
 from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import ACCURACY, NONZERO_STD
 from fusionrl.config.quantization import BlockFp8, read_quantization
+from fusionrl.config.quiet import quiet
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
 from fusionrl.config.validate_scorers import scorer_errors
@@ -175,7 +177,7 @@ def _check_parallel(config: Config, shape: ModelShape | None, errors: list[str])
     if shape and shape.num_attention_heads % size:
         errors.append(
             f"--rollout-num-gpus-per-engine {size} does not divide the model's"
-            f" {shape.num_attention_heads} attention heads"
+            f" {shape.num_attention_heads} attention heads; {dividing(shape.num_attention_heads, size)}"
         )
     if size > config.cluster.num_gpus_per_node:
         errors.append(f"--rollout-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
@@ -371,8 +373,9 @@ def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, err
     from fusionrl.rollout.sglang_rollout import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
-        return sum(len(load_prompts(spec, tokenizer, columns).samples) for spec in specs)
+        with quiet():
+            tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
+            return sum(len(load_prompts(spec, tokenizer, columns).samples) for spec in specs)
     except (ValueError, OSError) as error:
         errors.append(str(error))
         return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import described
 from fusionrl.config.quantization import BlockFp8
@@ -289,8 +290,14 @@ def _virtual_size(config: Config, shape: ModelShape | None) -> int:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
             f"{model.pipeline_model_parallel_size} = {chunk} does not divide the model's {shape.num_layers} layers"
+            + _chunks_that_do(shape.num_layers, model.pipeline_model_parallel_size, layers)
         )
     return shape.num_layers // chunk
+
+
+def _chunks_that_do(num_layers: int, stages: int, wanted: int) -> str:
+    """`; sizes that divide 4: …`, the layers of a stage; nothing where the stages do not divide the layers."""
+    return "" if num_layers % stages else f"; {dividing(num_layers // stages, wanted)}"
 
 
 def _rollout_gpus(config: Config) -> int:
@@ -303,7 +310,10 @@ def _rollout_gpus(config: Config) -> int:
         count = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     size = cluster.rollout_num_gpus_per_engine
     if count % size:
-        raise ValueError(f"--rollout-num-gpus {count} is no multiple of --rollout-num-gpus-per-engine {size}")
+        raise ValueError(
+            f"--rollout-num-gpus {count} is no multiple of --rollout-num-gpus-per-engine {size};"
+            f" {dividing(count, size)}"
+        )
     return count
 
 
@@ -326,7 +336,10 @@ def _scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
     scorers = []
     for role, prefix, path, count, size in wanted:
         if count % size:
-            raise ValueError(f"{prefix}-num-gpus {count} is no multiple of {prefix}-num-gpus-per-engine {size}")
+            raise ValueError(
+                f"{prefix}-num-gpus {count} is no multiple of {prefix}-num-gpus-per-engine {size};"
+                f" {dividing(count, size)}"
+            )
         bundles = []
         for _ in range(count // size):
             left = per_node - first % per_node
