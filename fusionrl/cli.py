@@ -16,6 +16,7 @@ from typing import Literal
 
 from fusionrl import __version__
 from fusionrl.config.config import Config
+from fusionrl.config.effects import effect_warnings
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
@@ -197,7 +198,7 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
-            for text in algorithm_warnings(config):
+            for text in [*algorithm_warnings(config), *effect_warnings(config)]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
                 from fusionrl.train import run_training

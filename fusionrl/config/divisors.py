@@ -20,5 +20,5 @@ def dividing(count: int, wanted: int, *, at_least: int = 1, at_most: int | None 
     """
     fitting = [size for size in divisors(count) if at_least <= size <= (at_most or count)]
     nearest = sorted(sorted(fitting, key=lambda size: abs(size - wanted))[:SHOWN])
-    *first, last = map(str, nearest or ["none"])
+    *first, last = [str(size) for size in nearest] or ["none"]
     return f"sizes that divide {count}: " + (f"{', '.join(first)} and {last}" if first else last)

@@ -116,13 +116,13 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
             except json.JSONDecodeError as error:
                 errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
                 del values[field]
-    values = with_preset(values)
+    given, values = set(values), with_preset(values)
     try:
-        return Config.from_flat(values, passthrough), errors
+        return Config.from_flat(values, passthrough, values.keys() - given), errors
     except ValidationError as error:
         errors.extend(_describe(item) for item in error.errors())
         fitting = {field: value for field, value in values.items() if field not in _bad_fields(error)}
-        return Config.from_flat(fitting, passthrough), errors
+        return Config.from_flat(fitting, passthrough, fitting.keys() - given), errors
 
 
 def _read_custom(path: str, errors: list[str]) -> dict[str, Any]:

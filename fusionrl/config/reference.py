@@ -18,6 +18,9 @@ is set in all of them. What fusionrl sets itself is refused with the flag to use
 
 An on/off flag `--x` is turned on by `--x` or `--x=true`, and off by `--no-x` or `--x=false`. `--no-save` and
 `--no-trainer` are flags of that name: `--no-save=false` turns one off again.
+
+Flags that were given and do nothing in a run, and functions that it does not call, are named with the reason by
+`fusionrl plan` and at the start of the run.
 """
 
 

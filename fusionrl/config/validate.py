@@ -71,6 +71,10 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     for name in ("use_dynamic_batch_size", "balance_data"):
         if not getattr(config.train, name):
             errors.append(f"--no-{name.replace('_', '-')}: it is always so here; leave the flag out")
+    if config.train.lr_warmup_init > config.train.lr:
+        errors.append(
+            f"--lr-warmup-init {config.train.lr_warmup_init:g} is over --lr {config.train.lr:g}; a warm-up rises to it"
+        )
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
     return Checked(shape, num_prompts, quantization), errors
@@ -157,6 +161,9 @@ def _check_modes(config: Config, errors: list[str]) -> None:
         errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
     if run.debug_train_only and run.debug_rollout_only:
         errors.append("--debug-train-only and --debug-rollout-only exclude each other")
+    elif mode == "eval" and (run.debug_train_only or run.debug_rollout_only):
+        flag = "--debug-train-only" if run.debug_train_only else "--debug-rollout-only"
+        errors.append(f"{flag}: --mode eval runs the engines alone, on its sets; leave it out")
     if run.debug_train_only and mode == "rl" and run.load_debug_rollout_data is None:
         errors.append("--debug-train-only in --mode rl needs --load-debug-rollout-data")
     if run.load_debug_rollout_data is not None and not run.debug_train_only:

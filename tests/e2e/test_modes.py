@@ -80,11 +80,15 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     assert rows and all(row["reward"] >= 0.3 for row in rows)
     assert len({json.dumps(row["messages"][:-1]) for row in rows}) == len(rows), "one accepted sample a prompt"
 
-    run(
+    again = run(
         [*sft, "--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(accepted), "--num-rollout", "1"]
-        + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--save-hf", str(tmp_path / "refined")],
+        + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--save-hf", str(tmp_path / "refined")]
+        # A function that would fail the run if it were called: nothing has given it a place to write to.
+        + ["--rollout-data-postprocess-path", "tests/e2e/all_hooks.py:postprocess"],
         tmp_path,
     )
+    said = "not called in --mode sft, where it has no policy loss: --rollout-data-postprocess-path"
+    assert said in again.output()
     assert metrics_of(tmp_path / "again")[0]["train/num_samples"] == 4
 
     common += ["--hf-checkpoint", str(tmp_path / "refined"), "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
