@@ -17,6 +17,7 @@ from typing import Literal
 from fusionrl import __version__
 from fusionrl.config.config import Config
 from fusionrl.config.effects import effect_warnings
+from fusionrl.config.hub import resolve_names
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
@@ -87,6 +88,8 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
     """
     config, errors = read_args(argv)
     # A flag that is named in a message already is not complained about again by the checks that build on it.
+    config, not_had = resolve_names(config)
+    errors += not_had
     told = {flag for error in errors for flag in _FLAG.findall(error)}
     checked, found = validate(config)
     found += plan_errors(config, checked.num_prompts, checked.shape)
@@ -118,6 +121,8 @@ def check_data(argv: Sequence[str]) -> int:
 
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
     config, errors = read_args(argv[len(files) :], "fusionrl data check")
+    config, not_had = resolve_names(config, with_weights=False)
+    errors += not_had
     files = files or config.data.prompt_data or []
     data, folder, is_sft = config.data, config.model.hf_checkpoint, config.run.mode == "sft"
     if not files:
