@@ -30,6 +30,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.data.build import build_shards, response_mask, take_shards
+from fusionrl.data.checked import read_samples
 from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
@@ -217,6 +218,7 @@ class BufferActor:
             rollout_global_dataset=True,
             vocab_size=self.plan.shape.vocab_size,
             routed_experts_size=self._routed_experts_size(),
+            num_experts=self._limits()[1],
             save=str(self.run_dir / "checkpoints"),
             load=None,
             run_dir=str(self.run_dir),
@@ -287,7 +289,9 @@ class BufferActor:
             if path is not None and mode == "rl":
                 field = "custom_convert_samples_to_train_data_path"
                 data = call_hook(field, path, self._args(), samples)
-                samples, rewards, raw, extra = samples_of(data, samples, f"{flag_of(field)} {path}")
+                where = f"{flag_of(field)} {path}"
+                samples, rewards, raw, extra = samples_of(data, samples, where)
+                check_samples(field, path, samples, self._args())
             named: dict[str, Any] = {"rollout_id": rollout_id}
             if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
                 samples, rewards, raw, extra = self._pairs(samples, rewards, raw, extra)
@@ -368,7 +372,7 @@ class BufferActor:
             call_hook("rollout_sample_filter_path", options.rollout_sample_filter_path, args, groups)
         for position, group in enumerate(groups):
             _number_group(group, position)
-            check_samples("rollout_function_path", options.rollout_function_path, group)
+            check_samples("rollout_function_path", options.rollout_function_path, group, args)
         return flatten(groups), {**metrics, **dropped}
 
     def _call_rollout(self, args: Any, rollout_id: int, evaluation: bool = False) -> Any:
@@ -467,8 +471,15 @@ class BufferActor:
         path = Path(str(self.config.run.load_debug_rollout_data).format(rollout_id=rollout_id))
         if not path.is_file():
             raise ValueError(f"--load-debug-rollout-data: there is no {path}")
-        with path.open(encoding="utf-8") as lines:  # not splitlines: a response may hold other ends of lines
-            return [Sample.from_dict(json.loads(line)) for line in lines]
+        try:
+            return read_samples(path, *self._limits())
+        except ValueError as error:
+            raise ValueError(f"--load-debug-rollout-data: {error}") from error
+
+    def _limits(self) -> tuple[int, int | None]:
+        """(tokens of the vocabulary, experts of a layer or None): what numbers in samples are checked against."""
+        shape = self.plan.shape
+        return shape.vocab_size, shape.moe.num_experts if shape.moe is not None else None
 
     # -------------------------------------------------------------------------------- evaluation
     async def evaluate(self, rollout_id: int) -> dict[str, float]:

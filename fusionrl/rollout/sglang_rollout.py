@@ -11,19 +11,18 @@ import copy
 import functools
 import inspect
 import json
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-import pybase64
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.hooks import awaited_hook, call_hook, load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, as_version, reward_value
+from fusionrl.engines.asked import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation, abort_all
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.length import length_reward
@@ -186,20 +185,18 @@ def _add_routed_experts(args: Any, sample: Sample, answer: Generation) -> None:
     of the request's tokens and the answer's.
 
     Raises:
-        RuntimeError: the engine did not say, or spoke of another number of tokens.
+        AnswerError: the engine did not say, or spoke of another number of tokens or of other experts.
     """
     if not getattr(args, "routed_experts_size", None) or answer.finish_reason == "abort":
         return  # what is aborted is gone on with, and then the engine tells of all tokens
-    data = answer.meta_info.get("routed_experts")
     size = (len(sample.tokens) - 1, *args.routed_experts_size)
-    found = None if data is None else np.frombuffer(pybase64.b64decode(data), np.int32)
-    if found is None or found.size != math.prod(size):
-        said = "no routed_experts" if found is None else f"{found.size} values of routed_experts"
-        raise RuntimeError(
-            f"--use-rollout-routing-replay: sample {sample.index}: the engine returned {said}, and not {size} (tokens,"
-            " layers, experts of a token); does its SGLang know --enable-return-routed-experts?"
-        )
-    sample.rollout_routed_experts = found.reshape(size).astype(np.int16)
+    try:
+        sample.rollout_routed_experts = routed_experts(answer.meta_info, size, getattr(args, "num_experts", None))
+    except AnswerError as error:
+        raise AnswerError(
+            f"--use-rollout-routing-replay: sample {sample.index}: {error}; does the engine's SGLang know"
+            " --enable-return-routed-experts?"
+        ) from error
 
 
 def _routing(sample: Sample) -> dict[str, str]:
@@ -284,7 +281,7 @@ async def _custom_generate(path: str, args: Any, sample: Sample, params: dict[st
     keywords = {"evaluation": evaluation} if takes_evaluation else {}
     field = "custom_generate_function_path"
     result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
-    check_samples(field, path, result if isinstance(result, list) else [result])
+    check_samples(field, path, result if isinstance(result, list) else [result], args)
     return result
 
 
@@ -295,7 +292,7 @@ async def _hooked(args: Any, sample: Sample, evaluation: bool) -> Sample:
         rollout_id = getattr(args, "rollout_id", None)
         found = await awaited_hook(field, path, args, sample, rollout_id=rollout_id, evaluation=evaluation)
         sample = sample if found is None else found
-        check_samples(field, path, [sample])
+        check_samples(field, path, [sample], args)
     return sample
 
 
@@ -472,6 +469,7 @@ class _client:
             stream_responses=self.args.stream_responses,
             # The router drops the request for experts.
             worker_urls=self.args.engine_urls if getattr(self.args, "routed_experts_size", None) else (),
+            engine_urls=self.args.engine_urls,
         )
 
     async def __aexit__(self, *exc: object) -> None:
@@ -493,11 +491,14 @@ async def _evaluate(args: Any) -> RolloutFnEvalOutput:
 
 
 def _retries(args: Any, prefix: str) -> dict[str, float]:
-    """With --use-fault-tolerance: what the client sent again, and what it kept of engines that died."""
-    if not args.use_fault_tolerance:
-        return {}
+    """The answers that were refused, where there were any; with --use-fault-tolerance also what was sent again, and
+    what was kept of engines that died."""
     client = args.generate_client
-    return {f"{prefix}/requests_retried": client.num_retries, f"{prefix}/tokens_kept": client.num_tokens_kept}
+    refused = {f"{prefix}/answers_refused": client.num_answers_refused} if client.num_answers_refused else {}
+    if not args.use_fault_tolerance:
+        return refused
+    kept = {f"{prefix}/requests_retried": client.num_retries, f"{prefix}/tokens_kept": client.num_tokens_kept}
+    return kept | refused
 
 
 async def _evaluate_set(args: Any, one: EvalSet) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.config.hooks import HookError
+from fusionrl.data.checked import check_values
 from fusionrl.data.sample import Sample
 
 
@@ -43,7 +44,7 @@ class RolloutAborted(RuntimeError):
     """The rollout was told to stop before it had enough groups."""
 
 
-def check_samples(field: str, path: str, samples: Sequence[Any]) -> None:
+def check_samples(field: str, path: str, samples: Sequence[Any], args: Any = None) -> None:
     """Check what a user's function returned: samples whose fields fit together.
 
     Raises:
@@ -54,7 +55,7 @@ def check_samples(field: str, path: str, samples: Sequence[Any]) -> None:
         if not isinstance(sample, Sample):
             raise HookError(f"{where}: it returned a {type(sample).__name__} where a Sample is wanted")
         try:
-            sample.validate()
+            check_values(sample, getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
         except (TypeError, ValueError) as error:
             raise HookError(f"{where}: {error}") from error
 
