@@ -97,7 +97,8 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
     for rollout_id, row in enumerate(rows):
         samples = _samples(folder, rollout_id)
         assert len(samples) == 8 * 4 * 2
-        assert row["train/num_samples"] == sum(any(s["loss_mask"]) for s in samples)
+        assert row["train/num_samples"] == len(samples)
+        assert row["train/masked_samples"] == sum(not any(s["loss_mask"]) for s in samples)
         assert all(s["my_note"] == {"number": i % 2, "setting": "mine"} for i, s in enumerate(samples))
         assert all(s["loss_mask"][0] == s["my_note"]["number"] == s["reward"]["number"] for s in samples)
     trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in _samples(folder, rollout_id))
