@@ -496,11 +496,11 @@ class TrainerActor:
             what = "the loss is not finite"
         else:
             what = f"the loss is finite, the gradient is not (norm {report.numbers['grad_norm']})"
-        message = f"rollout {rollout_id}, optimizer step {step}: skipped, {what}"
+        message = f"step {rollout_id + 1}, optimizer step {step + 1} of this rollout: skipped, {what}"
         if self._skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise FloatingPointError(
                 f"{message}; that makes {self._skipped_in_a_row} in a row (--max-skipped-steps), so the run ends; "
-                "lower --lr, or look at the samples in the run's rollouts folder"
+                f"lower --lr, or look at the samples in rollouts/step_{rollout_id + 1:06d}.train.a….jsonl of the run"
             )
         if self.rank == 0:
             logger.warning("%s", message)

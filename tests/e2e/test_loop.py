@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fusionrl.observe.rollouts import find_rollout
 from tests.e2e.launch import metrics_of, run
 
 pytestmark = pytest.mark.e2e
@@ -65,7 +66,8 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
 
 
 def _samples(folder: Path, rollout_id: int) -> list[dict]:
-    path = folder / "rollouts" / f"train_{rollout_id:06d}.a1.jsonl"
+    path = find_rollout(folder, rollout_id + 1).path
+    assert path.name == f"step_{rollout_id + 1:06d}.train.a1.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

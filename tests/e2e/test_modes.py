@@ -108,5 +108,6 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
         assert step["perf/update_weights_density"] < 1.0 and step["sync/full_hosts"] == 0.0
         assert 0 < step["sync/pause_s"] < step["perf/time_sync_s"]
     assert not any((tmp_path / name).exists() and list((tmp_path / name).iterdir()) for name in ("local", "rl/weights"))
-    assert [step["train/num_samples"] for step in steps] == [63.0, 63.0], "one sample of each rollout is removed"
+    assert [step["train/masked_samples"] for step in steps] == [1.0, 1.0], "one sample of each rollout is removed"
+    assert [step["train/num_samples"] for step in steps] == [64.0, 64.0], "and counts all the same"
     assert all(step["train/difference_of_mine"] < 1e-5 for step in steps)
