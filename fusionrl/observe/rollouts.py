@@ -20,44 +20,44 @@ from typing import Any
 
 from fusionrl.observe.values import json_line
 
-TRAIN = "train"
-
 _NAME = re.compile(r"step_(?P<step>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
 _EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<rollout_id>\d{6,})\.a(?P<attempt>\d+)\.jsonl")
 _KIND = re.compile(r"[A-Za-z0-9][\w-]*")
+EVAL_KIND = "eval-"  # kind of an evaluation's samples: this, and the set's name
 
 
-def step_of(rollout_id: int, kind: str = TRAIN) -> int:
-    """The step of a rollout: hooks count rollouts from 0, steps count finished ones.
+def step_of(number: int, kind: str) -> int:
+    """The step of a rollout that hooks know by `number`: they count rollouts from 0, steps count finished ones.
 
-    An evaluation is given the step that it follows as its rollout_id.
+    An evaluation is numbered by the step that it follows.
     """
-    return rollout_id + 1 if kind == TRAIN else rollout_id
+    return number if kind.startswith(EVAL_KIND) else number + 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class RolloutFile:
     """One finished rollout file, and what its name says of it."""
 
-    step: int
+    rollout_id: int  # as hooks know it
     kind: str
     attempt: int
     path: Path
 
     @property
-    def rollout_id(self) -> int:
-        """What hooks were given as rollout_id."""
-        return self.step - step_of(0, self.kind)
+    def step(self) -> int:
+        """The step of metrics.jsonl that the file belongs to."""
+        return step_of(self.rollout_id, self.kind)
 
     @classmethod
     def named(cls, path: Path) -> RolloutFile | None:
         """The file at `path`, by its name; None for a file of another kind."""
         if match := _NAME.fullmatch(path.name):
-            return cls(int(match["step"]), match["kind"], int(match["attempt"]), path)
-        if match := _EARLIER_NAME.fullmatch(path.name):
-            step = step_of(int(match["rollout_id"]), match["kind"])
-            return cls(step, match["kind"], int(match["attempt"]), path)
-        return None
+            number = int(match["step"]) - step_of(0, match["kind"])
+        elif match := _EARLIER_NAME.fullmatch(path.name):
+            number = int(match["rollout_id"])
+        else:
+            return None
+        return cls(number, match["kind"], int(match["attempt"]), path)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The samples, one dictionary each, as they were written."""
@@ -107,25 +107,11 @@ def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
         file = RolloutFile.named(path)
         if file is not None and kind in (None, file.kind):
             found.append(file)
-    found.sort(key=lambda file: (file.step, file.kind != TRAIN, file.kind, file.attempt))
+    found.sort(key=lambda file: (file.step, file.kind.startswith(EVAL_KIND), file.kind, file.attempt))
     if all_attempts:
         return found
     # Sorted by attempt last, so that the highest is the one that stays.
-    return list({(file.step, file.kind): file for file in found}.values())
-
-
-def find_rollout(run_dir: Path, step: int, kind: str = TRAIN) -> RolloutFile:
-    """The file of a step, of its highest attempt.
-
-    Raises:
-        ValueError: there is none; names the steps that have one.
-    """
-    files = list_rollouts(run_dir, kind)
-    for file in files:
-        if file.step == step:
-            return file
-    steps = f"steps {files[0].step} to {files[-1].step}" if files else "no step"
-    raise ValueError(f"{run_dir}: no {kind} rollout of step {step}; there are files of {steps} in its folder rollouts")
+    return list({(file.rollout_id, file.kind): file for file in found}.values())
 
 
 def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, Any]]:
@@ -134,3 +120,29 @@ def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
         for row in file.rows():
             found = {"step": file.step, "rollout_id": file.rollout_id, "kind": file.kind, "attempt": file.attempt}
             yield {**found, **row}
+
+
+def rollout_of_step(run_dir: Path, step: int | None = None, kind: str = "train") -> RolloutFile:
+    """The file with the samples of a step (None: the last one that has any), of its highest attempt.
+
+    Raises:
+        ValueError: there is none; says which steps have samples.
+    """
+    files = {file.step: file for file in list_rollouts(run_dir, kind)}
+    if not files:
+        raise ValueError(f"{run_dir} has no samples of kind {kind!r}")
+    wanted = max(files) if step is None else step
+    if wanted not in files:
+        raise ValueError(f"--step {step}: {run_dir} has samples of step{'s' * (len(files) > 1)} {as_ranges(files)}")
+    return files[wanted]
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers, shortened: 1, 2, 3, 7 → "1-3, 7"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)

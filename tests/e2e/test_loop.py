@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionrl.observe.rollouts import find_rollout
+from fusionrl.observe.rollouts import rollout_of_step
 from tests.e2e.launch import metrics_of, run
 
 pytestmark = pytest.mark.e2e
@@ -66,7 +66,7 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
 
 
 def _samples(folder: Path, rollout_id: int) -> list[dict]:
-    path = find_rollout(folder, rollout_id + 1).path
+    path = rollout_of_step(folder, rollout_id + 1).path
     assert path.name == f"step_{rollout_id + 1:06d}.train.a1.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusionrl.observe.metrics import next_attempt
-from fusionrl.observe.rollouts import RolloutWriter, find_rollout, list_rollouts, read_rollouts
+from fusionrl.observe.rollouts import RolloutWriter, list_rollouts, read_rollouts, rollout_of_step
 
 
 class Status(enum.Enum):
@@ -88,14 +88,14 @@ def test_reading_takes_the_last_attempt_in_order_and_by_kind(tmp_path: Path) -> 
     writer = RolloutWriter(tmp_path)
     for rollout_id, attempt, kind in [(1, 1, "train"), (0, 1, "train"), (1, 10, "train"), (1, 2, "train")]:
         writer.write(rollout_id, attempt, [{"reward": attempt}], kind)
-    writer.write(1, 1, [{"reward": 0.5}], "eval_gsm8k")
+    writer.write(1, 1, [{"reward": 0.5}], "eval-gsm8k")
     (tmp_path / "rollouts" / ".step_000002.train.a1.jsonl.7.tmp").write_text("{")
     assert [(row["rollout_id"], row["reward"]) for row in read_rollouts(tmp_path, "train")] == [
         (0, 1),
         (1, 10),
     ]
     assert len(list_rollouts(tmp_path, all_attempts=True)) == 5
-    assert [(f.step, f.kind) for f in list_rollouts(tmp_path)] == [(1, "train"), (1, "eval_gsm8k"), (2, "train")]
+    assert [(f.step, f.kind) for f in list_rollouts(tmp_path)] == [(1, "train"), (1, "eval-gsm8k"), (2, "train")]
 
 
 def test_a_folder_of_an_earlier_version_is_read_and_continued(tmp_path: Path) -> None:
@@ -114,10 +114,11 @@ def test_a_folder_of_an_earlier_version_is_read_and_continued(tmp_path: Path) ->
         (2, 1, "train", 3),
         (3, 2, "train", 4),
     ]
-    assert find_rollout(tmp_path, 1).path.name == "train_000000.a1.jsonl"
-    assert find_rollout(tmp_path, 2).attempt == 2
-    with pytest.raises(ValueError, match="no train rollout of step 7; there are files of steps 1 to 3"):
-        find_rollout(tmp_path, 7)
+    assert rollout_of_step(tmp_path, 1).path.name == "train_000000.a1.jsonl"
+    assert rollout_of_step(tmp_path, 2).attempt == 2
+    assert rollout_of_step(tmp_path).step == 3
+    with pytest.raises(ValueError, match="--step 7: .* has samples of steps 1-3"):
+        rollout_of_step(tmp_path, 7)
 
 
 def test_a_kind_that_would_leave_the_folder_is_refused(tmp_path: Path) -> None:
