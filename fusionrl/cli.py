@@ -1,4 +1,4 @@
-"""The command `fusionrl`: train, plan, data check, flags."""
+"""The command `fusionrl`: train, plan, data check, flags, metrics."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl plan  …                                      check the same flags, print the plan, start nothing
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
+  fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
 
 `fusionrl train --help` lists the flags."""
 
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "flags":
         print(render_reference(), end="")
         return 0
+    if command == "metrics":
+        return explain_metrics(rest)
     if command == "data" and rest[:1] == ["check"] and not {"-h", "--help"} & set(rest):
         return check_data(rest[1:])
     if command == "data":
@@ -108,6 +111,18 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
     return config, plan
+
+
+def explain_metrics(names: Sequence[str]) -> int:
+    """`fusionrl metrics [NAME…]`: the page of all metrics as Markdown, or the entries that fit the names."""
+    from fusionrl.observe.glossary import describe, render_glossary
+
+    try:
+        print("\n".join(map(describe, names)) if names else render_glossary(), end="")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    return 0
 
 
 def check_data(argv: Sequence[str]) -> int:

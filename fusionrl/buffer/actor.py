@@ -240,7 +240,7 @@ class BufferActor:
             RewardError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
         """
         self._abort.clear()
-        self._set_phase(f"rollout {rollout_id}")
+        self._set_phase(f"rollout of step {rollout_id + 1}")
         start = time.perf_counter()
         try:
             rollout = await asyncio.to_thread(self._generate, rollout_id)
@@ -484,7 +484,7 @@ class BufferActor:
     # -------------------------------------------------------------------------------- evaluation
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json."""
-        self._set_phase(f"evaluation {rollout_id}")
+        self._set_phase(f"evaluation after step {rollout_id}")
         start = time.perf_counter()
         try:
             output = await asyncio.to_thread(self._call_rollout, self._args(), rollout_id, evaluation=True)

@@ -77,7 +77,7 @@ class Checkpoints:
         A kill on the way leaves every earlier checkpoint as it was.
         """
         final = self.folder / f"step_{rollout_id + 1:06d}"
-        manifest = {"rollout_id": rollout_id, "time": time.time(), **facts}
+        manifest = {"step": rollout_id + 1, "rollout_id": rollout_id, "time": time.time(), **facts}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         if final.exists():  # the same step, saved again by a later attempt
             shutil.rmtree(final)

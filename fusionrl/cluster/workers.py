@@ -16,7 +16,7 @@ from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.http import EndpointError
-from fusionrl.observe.log import setup_logging
+from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.plan import Plan
 
@@ -29,7 +29,8 @@ def _log_to(path: str, role: str, level: str = "info") -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    setup_logging(level, Path(path), role=role)
+    write_whole_lines()
+    setup_logging(level, Path(path), role=role, terminal=False)
 
 
 class EngineWorker(EngineActor):

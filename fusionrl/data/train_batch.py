@@ -60,7 +60,7 @@ class TrainStep:
 
     micro_batches: list[list[int]]  # indices into the shard's samples
     num_tokens: int  # response tokens with loss_mask, over all ranks
-    num_samples: int  # samples with at least one such token, over all ranks
+    num_samples: int  # samples of the step over all ranks, those without such a token included: removed, masked, failed
 
 
 @dataclass

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import logging
 import mmap
 import os
 import pickle
@@ -31,6 +32,7 @@ from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.frames import LENGTH, frame
+from fusionrl.observe.log import LEVELS
 
 # What a process is at, in memory that both see: beats of its event loop, number of the job whose code runs.
 STATE = struct.Struct("QQ")
@@ -98,9 +100,11 @@ class _Process:
         self._selector = selector
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
+        level = logging.getLevelName(logging.getLogger().level)
+        level = level if level in LEVELS else "WARNING"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fusionrl.rewards.worker", str(theirs.fileno()), str(self._memory), kind],
+                [sys.executable, "-m", "fusionrl.rewards.worker", str(theirs.fileno()), str(self._memory), kind, level],
                 pass_fds=[theirs.fileno(), self._memory],
                 stdin=subprocess.DEVNULL,
             )

@@ -1,11 +1,13 @@
 """A process that scores samples for the `RewardPool`: one after the other, or many at once on an event loop.
 
-    python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async
+    python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
 Messages are pickles behind their length. In: ("args", key, args), ("job", number, key, call, kwargs, pickled samples).
 Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, []), and first of all
 (0, "ready", None, []). It ends when the pool's end of the connection is closed.
 
+What a reward function prints, or logs from LEVEL on, goes where the output of the pool's process goes: to the Buffer's
+log.
 The memory of the descriptor MEMFD says what the process is at, even while it answers nothing (see `pool.STATE`).
 """
 
@@ -28,6 +30,7 @@ from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.frames import frame, receive
+from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.rewards.calls import call_reward
 from fusionrl.rewards.pool import STATE
 
@@ -192,6 +195,8 @@ async def _marked(coroutine: Coroutine[Any, Any, Any], state: mmap.mmap, number:
 def main(arguments: Sequence[str]) -> None:
     """See the module."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_whole_lines()
+    setup_logging(arguments[3], None, role="reward")
     # One that hangs would not notice that the pool is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor, memory, kind = int(arguments[0]), int(arguments[1]), arguments[2]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.model import Trained
     from fusionrl.trainer.offload import Offload
+    from fusionrl.trainer.step_report import StepReport
     from fusionrl.trainer.weight_sets import WeightSet
 
 logger = logging.getLogger(__name__)
@@ -313,8 +314,8 @@ class TrainerActor:
                 prm's `process_rewards` returned.
 
         Returns:
-            `train/…` metrics (of the others `critic/…`, `prm/…`) over all ranks, the mean over the optimizer steps; the
-            same on every rank.
+            `train/…` metrics (of the others `critic/…`, `prm/…`) over all ranks, pooled over the optimizer steps (see
+            `step_report.py`); the same on every rank.
 
         Raises:
             ValueError: a shard that no loss can be computed from.
@@ -323,6 +324,7 @@ class TrainerActor:
         from fusionrl.trainer.loss import LossOptions
         from fusionrl.trainer.loss_hooks import LossHooks
         from fusionrl.trainer.step import train_step
+        from fusionrl.trainer.step_report import pooled_metrics
 
         self.reload()
         pulled = pull(shard)
@@ -341,7 +343,7 @@ class TrainerActor:
         options = self._batch_options()
         per_token = aggregation_of(self.config) == "token_mean"
         hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir), per_token)
-        history: list[dict[str, float]] = []
+        history: list[StepReport] = []
         for index, step in enumerate(shard.steps):
             looked = self._look_ahead(shard, index, loss) if loss.mode == "rl" else {}
             batches = build_micro_batches(shard, step, options, self.layout)
@@ -350,20 +352,22 @@ class TrainerActor:
             # After the first step the weights are no longer those that the rollout was made with.
             compare = index == 0 or "log_probs" in shard.fields
             custom = self._custom_loss(shard, step) if loss.is_custom else None
-            metrics, bad = train_step(self.trained, batches, loss, compare, self.device, custom, hooks)
-            self._watch_skipped(rollout_id, index, metrics, [int(shard.fields["sample_index"][i]) for i in bad])
-            metrics |= {
-                "train/num_tokens": float(step.num_tokens),
-                "train/num_samples": float(step.num_samples),
+            report, bad = train_step(self.trained, batches, loss, compare, self.device, custom, hooks)
+            self._watch_skipped(rollout_id, index, report, [int(shard.fields["sample_index"][i]) for i in bad])
+            report.numbers.update(
+                num_tokens=float(step.num_tokens),
+                num_samples=float(step.num_samples),
+                masked_samples=float(step.num_samples - round(report.sequence_sums["sequences"])),
                 **looked,
-            }
-            history.append(metrics)
-            self._counters["skipped"] += int(metrics["train/skipped"])
-            self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
+            )
+            history.append(report)
+            self._counters["skipped"] += int(report.numbers["skipped"])
+            self._counters["optimizer_steps"] += int(not report.numbers["skipped"])
         self._counters["rollout_id"] = rollout_id
         self._recorded = {}
-        metrics = mean_metrics(history) | prepared
-        return {name.replace("train/", f"{self.role or 'train'}/", 1): value for name, value in metrics.items()}
+        # With the engine's log-probs as the old ones, the first step's ratios are not 1.
+        metrics = pooled_metrics(history, first_is_old=not loss.use_rollout_log_probs) | prepared
+        return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}
 
     def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> dict[str, float]:
         """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages.
@@ -422,18 +426,17 @@ class TrainerActor:
         return {}
 
     def _counted(self, shard: TrainShard) -> list[TrainStep]:
-        """The shard's steps with the counts of the masks that it has now, over all data-parallel ranks."""
+        """The shard's steps with the number of tokens of the masks that it has now, over all data-parallel ranks."""
         from megatron.core import parallel_state
 
         masks = shard.split("loss_mask")
         sums = [float(mask.sum()) for mask in masks]
         local = [[sums[i] for bins in step.micro_batches for i in bins] for step in shard.steps]
-        counts = torch.tensor([[sum(tokens), sum(n > 0 for n in tokens)] for tokens in local], dtype=torch.float64)
-        counts = counts.to(self.device)
+        counts = torch.tensor([sum(tokens) for tokens in local], dtype=torch.float64).to(self.device)
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        # The number of samples stays: also one without trained tokens counts.
         return [
-            replace(step, num_tokens=round(tokens), num_samples=round(samples))
-            for step, (tokens, samples) in zip(shard.steps, counts.tolist(), strict=True)
+            replace(step, num_tokens=round(tokens)) for step, tokens in zip(shard.steps, counts.tolist(), strict=True)
         ]
 
     def _custom_loss(self, shard: TrainShard, step: TrainStep) -> CustomLoss:
@@ -477,9 +480,9 @@ class TrainerActor:
         """Model chunks, optimizer and schedule, as Megatron has them."""
         return self.trained.chunks, self.trained.optimizer, self.trained.scheduler
 
-    def _watch_skipped(self, rollout_id: int, step: int, metrics: dict[str, float], bad: list[int]) -> None:
+    def _watch_skipped(self, rollout_id: int, step: int, report: StepReport, bad: list[int]) -> None:
         """Say which samples made a step that was skipped; end the run after --max-skipped-steps in a row."""
-        if not metrics["train/skipped"]:
+        if not report.numbers["skipped"]:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
@@ -489,15 +492,15 @@ class TrainerActor:
         if named:
             shown = ", ".join(map(str, named[:10])) + (f" and {len(named) - 10} more" if len(named) > 10 else "")
             what = f"the loss of sample{'s' * (len(named) > 1)} {shown} is not finite"
-        elif not math.isfinite(metrics["train/loss"]):
+        elif not math.isfinite(report.sums["loss"]):
             what = "the loss is not finite"
         else:
-            what = f"the loss is finite, the gradient is not (norm {metrics['train/grad_norm']})"
-        message = f"rollout {rollout_id}, optimizer step {step}: skipped, {what}"
+            what = f"the loss is finite, the gradient is not (norm {report.numbers['grad_norm']})"
+        message = f"step {rollout_id + 1}, optimizer step {step + 1} of this rollout: skipped, {what}"
         if self._skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise FloatingPointError(
                 f"{message}; that makes {self._skipped_in_a_row} in a row (--max-skipped-steps), so the run ends; "
-                "lower --lr, or look at the samples in the run's rollouts folder"
+                f"lower --lr, or look at the samples in rollouts/step_{rollout_id + 1:06d}.train.a….jsonl of the run"
             )
         if self.rank == 0:
             logger.warning("%s", message)
@@ -722,17 +725,3 @@ class TrainerActor:
             parallel_state.destroy_model_parallel()
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # which it forgets
             dist.destroy_process_group()
-
-
-def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the steps that report it; the sum of what is counted, the maximum of a max."""
-    result = {}
-    for name in dict.fromkeys(name for metrics in history for name in metrics):
-        values = [metrics[name] for metrics in history if name in metrics]
-        if name in ("train/num_tokens", "train/num_samples", "train/skipped", "train/excluded", "train/pairs_excluded"):
-            result[name] = sum(values)
-        elif name.endswith("_max"):
-            result[name] = max(values)
-        else:
-            result[name] = sum(values) / len(values)
-    return result

@@ -128,7 +128,7 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
     seconds, error, status = run(scene())
     assert max(seconds) < 0.1, seconds
     assert isinstance(error, RolloutAborted)
-    assert status["phase"] == "rollout 0"
+    assert status["phase"] == "rollout of step 1"
     assert 0 < status["seconds"] < 5
     assert status["offset"] == 4
     assert run(made.status())["phase"] == "idle"
@@ -431,8 +431,18 @@ def test_no_accepted_sample_stands_there_twice(buffer: MakeBuffer, tmp_path: Pat
     resumed = reject_sampling(buffer, attempt=2)
     run(resumed.load(str(tmp_path / "s.json")))
     assert [row["rollout_id"] for row in rows_of(path)] == [0] * 4 + [1] * 4
+    assert [row["step"] for row in rows_of(path)] == [1] * 4 + [2] * 4
     run(resumed.generate(2))
     assert rows_of(path) == whole
+    summary = json.loads((made.run_dir / "accepted.jsonl.summary.json").read_text())
+    assert list(summary["steps"]) == ["1", "2", "3"]
+    # A folder of an earlier version counted by rollout_id.
+    (made.run_dir / "accepted.jsonl.summary.json").write_text(
+        json.dumps(summary | {"rollouts": {str(int(step) - 1): c for step, c in summary.pop("steps").items()}})
+    )
+    again = reject_sampling(buffer, attempt=3)
+    run(again.load(str(tmp_path / "s.json")))
+    assert list(json.loads((made.run_dir / "accepted.jsonl.summary.json").read_text())["steps"]) == ["1", "2"]
     # A resume without any checkpoint makes all rollouts again.
     restarted = reject_sampling(buffer, attempt=3)
     for rollout_id in range(3):

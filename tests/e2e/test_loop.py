@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.launch import metrics_of, run
+from fusionrl.observe.rollouts import rollout_of_step
+from tests.e2e.launch import metrics_of, run, undocumented_files
 
 pytestmark = pytest.mark.e2e
 
@@ -48,6 +49,7 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     best = max(accuracies, key=lambda step: (accuracies[step], step))
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == sorted({f"step_{step:06d}" for step in (best, 3)})
+    assert not undocumented_files(folder), "docs/run-folder.md has no row for them"
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert {"engine-0.log", "engine-1.log", "router.log", "driver.log"} <= logs
     for rollout_id in range(3):
@@ -65,7 +67,8 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
 
 
 def _samples(folder: Path, rollout_id: int) -> list[dict]:
-    path = folder / "rollouts" / f"train_{rollout_id:06d}.a1.jsonl"
+    path = rollout_of_step(folder, rollout_id + 1).path
+    assert path.name == f"step_{rollout_id + 1:06d}.train.a1.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -97,7 +100,8 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
     for rollout_id, row in enumerate(rows):
         samples = _samples(folder, rollout_id)
         assert len(samples) == 8 * 4 * 2
-        assert row["train/num_samples"] == sum(any(s["loss_mask"]) for s in samples)
+        assert row["train/num_samples"] == len(samples)
+        assert row["train/masked_samples"] == sum(not any(s["loss_mask"]) for s in samples)
         assert all(s["my_note"] == {"number": i % 2, "setting": "mine"} for i, s in enumerate(samples))
         assert all(s["loss_mask"][0] == s["my_note"]["number"] == s["reward"]["number"] for s in samples)
     trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in _samples(folder, rollout_id))

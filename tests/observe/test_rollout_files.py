@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.observe.rollouts import RolloutWriter, list_rollouts, read_rollouts
+from fusionrl.observe.metrics import next_attempt
+from fusionrl.observe.rollouts import RolloutWriter, list_rollouts, read_rollouts, rollout_of_step
 
 
 class Status(enum.Enum):
@@ -28,10 +29,11 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
         "metadata": {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan")},
     }
     path = RolloutWriter(tmp_path).write(12, 1, [row])
-    assert path == tmp_path / "rollouts" / "train_000012.a1.jsonl"
+    assert path == tmp_path / "rollouts" / "step_000013.train.a1.jsonl", "after it, 13 rollouts are finished"
     (back,) = read_rollouts(tmp_path)
     assert back.pop("rollout_log_probs") == [float(np.float32(-0.1)), -2.5], "exactly the float32 values"
     assert back == {
+        "step": 13,
         "rollout_id": 12,
         "kind": "train",
         "attempt": 1,
@@ -86,14 +88,37 @@ def test_reading_takes_the_last_attempt_in_order_and_by_kind(tmp_path: Path) -> 
     writer = RolloutWriter(tmp_path)
     for rollout_id, attempt, kind in [(1, 1, "train"), (0, 1, "train"), (1, 10, "train"), (1, 2, "train")]:
         writer.write(rollout_id, attempt, [{"reward": attempt}], kind)
-    writer.write(1, 1, [{"reward": 0.5}], "eval_gsm8k")
-    (tmp_path / "rollouts" / ".train_000002.a1.jsonl.7.tmp").write_text("{")
+    writer.write(1, 1, [{"reward": 0.5}], "eval-gsm8k")
+    (tmp_path / "rollouts" / ".step_000002.train.a1.jsonl.7.tmp").write_text("{")
     assert [(row["rollout_id"], row["reward"]) for row in read_rollouts(tmp_path, "train")] == [
         (0, 1),
         (1, 10),
     ]
     assert len(list_rollouts(tmp_path, all_attempts=True)) == 5
-    assert [file.kind for file in list_rollouts(tmp_path)] == ["train", "eval_gsm8k", "train"]
+    assert [(f.step, f.kind) for f in list_rollouts(tmp_path)] == [(1, "train"), (1, "eval-gsm8k"), (2, "train")]
+
+
+def test_a_folder_of_an_earlier_version_is_read_and_continued(tmp_path: Path) -> None:
+    """Its training files were numbered by rollout_id; a resume adds files that are numbered by step."""
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for name, reward in (("train_000000.a1", 0), ("train_000001.a1", 1), ("eval-set_000001.a1", 2)):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"reward": reward}) + "\n")
+    assert next_attempt(tmp_path) == 2
+    RolloutWriter(tmp_path).write(1, 2, [{"reward": 3}])
+    RolloutWriter(tmp_path).write(2, 2, [{"reward": 4}])
+    rows = [(row["step"], row["rollout_id"], row["kind"], row["reward"]) for row in read_rollouts(tmp_path)]
+    assert rows == [
+        (1, 0, "train", 0),
+        (1, 1, "eval-set", 2),
+        (2, 1, "train", 3),
+        (3, 2, "train", 4),
+    ]
+    assert rollout_of_step(tmp_path, 1).path.name == "train_000000.a1.jsonl"
+    assert rollout_of_step(tmp_path, 2).attempt == 2
+    assert rollout_of_step(tmp_path).step == 3
+    with pytest.raises(ValueError, match="--step 7: .* has samples of steps 1-3"):
+        rollout_of_step(tmp_path, 7)
 
 
 def test_a_kind_that_would_leave_the_folder_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ def test_a_custom_loss_has_the_gradients_of_the_same_built_in_one(workers, hf, s
     samples = Samples(5, seed=41, vocab=121, share=2)
     built_in = history(workers, folder, samples, TrainerLayout(1), steps=2)
     custom = history(workers, folder, samples, TrainerLayout(2, **sizes), micro=2, steps=2, **CUSTOM)
-    shown = ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy", "train/grad_norm")
+    # A custom loss's own metrics are means over steps; the built-in kl_loss and entropy are pooled over tokens.
+    shown = ("train/loss", "train/pg_loss", "train/grad_norm")
     for metrics, others in zip(custom[0], built_in[0], strict=True):
         wanted = {name: others[name] for name in shown}
         assert {name: metrics[name] for name in shown} == pytest.approx(wanted, rel=1e-5, abs=3e-6)
@@ -39,7 +40,8 @@ def test_a_custom_loss_without_starts_finds_its_samples(workers, hf, sizes, sequ
     passthrough = {} if sequence_parallel else {"transformer": {"sequence_parallel": False}}
     custom = history(workers, folder, samples, layout, passthrough=passthrough, **as_in_slime)
     for metrics, others in zip(custom[0], built_in[0], strict=True):
-        assert metrics["train/grad_norm"] == pytest.approx(others["train/grad_norm"], rel=1e-5)
+        for name in ("train/grad_norm", "train/kl_loss", "train/entropy"):
+            assert metrics[name] == pytest.approx(others[name], rel=1e-5)
     assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
 
 
@@ -74,6 +76,20 @@ def test_advantages_and_masks_of_a_user(workers, hf):
     for mask in samples.mask:
         mask[(mask.size + 1) // 2 :] = 0
     assert_same(by_hook, history(workers, folder, samples, TrainerLayout(1), steps=2, **values), 1e-6)
+
+
+def test_a_sample_that_a_users_function_masks_still_counts(workers, hf):
+    """With the mean over samples, the gradient of the others does not grow."""
+    folder, _ = hf("llama", True)
+    samples, values = (
+        Samples(6, seed=45),
+        {"use_kl_loss": False, "entropy_coef": 0.0, "loss_aggregation": "sequence_mean"},
+    )
+    path = {"rollout_data_postprocess_path": f"{HOOKS}:masks_the_third"}
+    by_hook = history(workers, folder, samples, TrainerLayout(2), **values, **path)
+    samples.rewards[2] = 0.0  # its advantage, and so its part of the loss
+    assert_same(([], by_hook[1]), ([], history(workers, folder, samples, TrainerLayout(1), **values)[1]), 1e-6)
+    assert (by_hook[0][0]["train/num_samples"], by_hook[0][0]["train/masked_samples"]) == (6, 1)
 
 
 @pytest.mark.parametrize(

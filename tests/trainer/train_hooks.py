@@ -80,6 +80,11 @@ def only_first_halves(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
         mask[(mask.numel() + 1) // 2 :] = 0
 
 
+def masks_the_third(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    for index, mask in zip(rollout_data["sample_indices"], rollout_data["loss_masks"], strict=True):
+        mask *= int(index != 2)
+
+
 def plain_gradient(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, sequences: Any, options: Any) -> Any:
     return -advantages * log_probs, {"mine": advantages}
 

@@ -144,8 +144,8 @@ class Samples:
         )
 
     def count(self, ids: Sequence[int]) -> tuple[int, int]:
-        """(tokens, samples) that are trained on."""
-        return int(sum(self.mask[i].sum() for i in ids)), sum(bool(self.mask[i].any()) for i in ids)
+        """(tokens that are trained on, samples): what `data.build` counts of a step."""
+        return int(sum(self.mask[i].sum() for i in ids)), len(ids)
 
     def shards(self, dp: int = 1, steps: int = 1, micro: int = 3) -> list[TrainShard]:
         """All samples, dealt out in order over steps and then ranks, in micro-batches of `micro`."""
