@@ -21,7 +21,7 @@ import numpy as np
 import pybase64
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.hooks import awaited_hook, call_hook, load_function
+from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, as_version, reward_value
 from fusionrl.engines.client import GenerateClient, Generation, abort_all
@@ -346,8 +346,11 @@ def apply_filter(args: Any, group: list[Sample]) -> DynamicFilterOutput:
     if path is None:
         return DynamicFilterOutput(True)
     verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
-    if isinstance(verdict, bool):
-        return DynamicFilterOutput(verdict)
+    if isinstance(verdict, bool | np.bool_):
+        return DynamicFilterOutput(bool(verdict))
+    if not hasattr(verdict, "keep"):
+        said = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {said}", group)
     fallback = bool(getattr(verdict, "keep_when_insufficient", False))
     return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)
 

@@ -56,7 +56,7 @@ def check_samples(field: str, path: str, samples: Sequence[Any]) -> None:
         try:
             sample.validate()
         except (TypeError, ValueError) as error:
-            raise HookError(f"{where}: {error}") from error
+            raise HookError(f"{where}: {error}", [sample]) from error
 
 
 def as_train_output(output: Any) -> RolloutFnTrainOutput:
