@@ -47,6 +47,7 @@ from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.teacher import score_samples
 from fusionrl.rollout.types import RolloutAborted, as_eval_output, as_train_output, check_samples, flatten
+from fusionrl.rollout.versions import fill_versions, noting_answers, take_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
     auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
+    warnings: list[str] = field(default_factory=list)  # for the console
 
 
 class BufferActor:
@@ -259,6 +261,7 @@ class BufferActor:
             self._states[rollout_id] = self._source_state()
             for old in [key for key in self._states if key < rollout_id - 2]:
                 del self._states[old]
+        rollout.warnings += take_warnings()
         rollout.metrics["perf/time_generate_s"] = time.perf_counter() - start
         self._last_metrics = rollout.metrics
         return rollout
@@ -355,9 +358,14 @@ class BufferActor:
         groups: list[list[Sample]] = []
         metrics: dict[str, float] = {}
         dropped: Counter[str] = Counter()
+        options = self.config.rollout
         for _ in range(MAX_REFILLS):
             args = self._args()
-            output = as_train_output(self._call_rollout(args, rollout_id))
+            with noting_answers(args, keeps_tokens=False) as answers:
+                output = as_train_output(self._call_rollout(args, rollout_id))
+            if options.rollout_function_path != type(options)().rollout_function_path and self.endpoints.router_url:
+                where = f"--rollout-function-path {options.rollout_function_path}"
+                fill_versions(flatten(output.samples), answers, where)
             dropped.update({k: v for k, v in output.metrics.items() if k.startswith(DROPPED)})
             metrics.update(output.metrics)
             groups += self._finish(args, output.samples, dropped)
@@ -370,7 +378,7 @@ class BufferActor:
             )
         if len(groups) > wanted:
             dropped[f"{DROPPED}surplus"] += len(groups) - wanted
-        options, args = self.config.rollout, self._args()
+        args = self._args()
         if options.rollout_all_samples_process_path:
             path = options.rollout_all_samples_process_path
             call_hook("rollout_all_samples_process_path", path, args, groups, self._source.get_samples)
@@ -511,7 +519,7 @@ class BufferActor:
         self._set_phase(f"evaluation {rollout_id}")
         start = time.perf_counter()
         try:
-            with self._writing_blamed(rollout_id, "failed-eval"):
+            with self._writing_blamed(rollout_id, "eval-failed"):
                 output = await asyncio.to_thread(self._call_rollout, self._args(), rollout_id, evaluation=True)
         finally:
             self._set_phase("idle")
@@ -522,7 +530,7 @@ class BufferActor:
         self._write_summary(rollout_id, result.data)
         path = self.config.rollout.custom_eval_rollout_log_function_path
         field, args = "custom_eval_rollout_log_function_path", self._args()
-        with self._writing_blamed(rollout_id, "failed-eval"):
+        with self._writing_blamed(rollout_id, "eval-failed"):
             itself = path is not None and call_hook(field, path, rollout_id, args, result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),

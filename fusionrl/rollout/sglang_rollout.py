@@ -35,6 +35,7 @@ from fusionrl.rollout.types import (
     RolloutFnTrainOutput,
     check_samples,
 )
+from fusionrl.rollout.versions import Before, fill_versions, noting_answers
 
 ABORT_TIMEOUT_S = 30.0  # for engines to let go of what is aborted
 MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that keeps next to nothing ends the run
@@ -282,9 +283,13 @@ async def _custom_generate(path: str, args: Any, sample: Sample, params: dict[st
     """
     takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
     keywords = {"evaluation": evaluation} if takes_evaluation else {}
-    field = "custom_generate_function_path"
-    result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
-    check_samples(field, path, result if isinstance(result, list) else [result])
+    field, before = "custom_generate_function_path", Before.of(sample)
+    with noting_answers(args) as answers:
+        result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
+    samples = result if isinstance(result, list) else [result]
+    made = [one for one in samples if isinstance(one, Sample)]
+    fill_versions(made, answers, f"--custom-generate-function-path {path}", before)
+    check_samples(field, path, samples)
     return result
 
 
