@@ -522,9 +522,10 @@ def test_a_hook_that_raises_is_named(buffer: MakeBuffer, field: str) -> None:
     assert all("samples that it was at: " in line for line in rest), "no other frames"
 
 
-def failed_samples(made: BufferActor, kind: str = "failed") -> list[Sample]:
-    """Samples of the file that names those at which a hook raised."""
-    (file,) = [file for file in list_rollouts(made.run_dir) if file.kind == kind]
+def failed_samples(made: BufferActor, message: str, kind: str = "failed") -> list[Sample]:
+    """The samples at which a hook raised, of the file that the last line of its message names."""
+    (file,) = list_rollouts(made.run_dir, kind)
+    assert message.splitlines()[-1].endswith(f": {file.path}")
     return [Sample.from_dict(row) for row in file.rows()]
 
 
@@ -548,10 +549,9 @@ def test_the_samples_at_which_a_hook_raised_are_written(
     made = buffer(**{path: f"{HOOKS}:{name}", **dict(flags)})
     with pytest.raises(HookError) as caught:
         run(made.generate(0))
-    samples = failed_samples(made)
+    samples = failed_samples(made, str(caught.value))
     assert [sample.index for sample in samples] == indices
     assert all(sample.prompt == f"p{sample.index // 2}" and len(sample.tokens) == 4 for sample in samples)  # type: ignore[operator]
-    assert str(made.run_dir / "rollouts" / "failed_000000.a1.jsonl") in str(caught.value).splitlines()[-1]
     assert all(sample.error in str(caught.value) for sample in samples)  # type: ignore[attr-defined]
     if "ratio" in name:
         first, *lines = str(caught.value).splitlines()
@@ -577,9 +577,9 @@ def test_a_sample_that_cannot_be_written_does_not_hide_the_error(buffer: MakeBuf
 
 def test_samples_of_an_evaluation_have_a_file_of_their_own(buffer: MakeBuffer) -> None:
     made = buffer(custom_eval_rollout_log_function_path=f"{HOOKS}:looks_at_one")
-    with pytest.raises(HookError, match="failed-eval_000000"):
+    with pytest.raises(HookError, match=r":looks_at_one: KeyError: 'no such' at sample 1\n") as caught:
         run(made.evaluate(0))
-    assert [sample.index for sample in failed_samples(made, "failed-eval")] == [1]
+    assert [sample.index for sample in failed_samples(made, str(caught.value), "eval-failed")] == [1]
 
 
 @pytest.mark.parametrize("method", ["get_samples", "__len__", "state_dict", "save", "load"])
