@@ -25,14 +25,18 @@ from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.math_dapo_utils import compute_score
 from fusionrl.rewards.math_utils import grade_answer_verl
+from fusionrl.rollout.agent import append_text, append_tokens, begin, plain_text, run_agent
 from fusionrl.rollout.sglang_rollout import (
     generate,
     generate_and_rm,
     generate_rollout,
+    generate_turn,
     load_tokenizer,
+    room,
     sampling_params,
     stream_generate,
 )
+from fusionrl.rollout.tools import ToolError, function_schema
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 from fusionrl.rollout.versions import note_answer
 
@@ -45,20 +49,29 @@ __all__ = [
     "RolloutFnEvalOutput",
     "RolloutFnTrainOutput",
     "Sample",
+    "ToolError",
+    "append_text",
+    "append_tokens",
     "async_rm",
     "batched_async_rm",
+    "begin",
     "compute_score",
+    "function_schema",
     "generate",
     "generate_and_rm",
     "generate_rollout",
+    "generate_turn",
     "get_deepscaler_rule_based_reward",
     "get_log_probs_and_entropy",
     "grade_answer_verl",
     "load_function",
     "load_tokenizer",
     "math_dapo_utils",
+    "plain_text",
     "post",
+    "room",
     "run",
+    "run_agent",
     "stream_generate",
 ]
 

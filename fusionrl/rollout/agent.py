@@ -117,16 +117,14 @@ def append_text(args: Any, sample: Sample, sampling_params: dict[str, Any], text
 
 
 def append_tokens(args: Any, sample: Sample, sampling_params: dict[str, Any], tokens: list[int], text: str) -> bool:
-    """Append tokens that the model did not sample: mask 0, and the weight version of the turn before.
+    """Append tokens that the model did not sample: mask 0, log-prob 0, and the weight version of the token before.
 
     Where they would leave no room for another turn, nothing is appended, the sample is TRUNCATED, and False returned.
     """
     if len(tokens) >= room(args, sample, sampling_params):
         sample.status = Sample.Status.TRUNCATED
         return False
-    versions = sample.weight_versions
-    version = int(versions[-1]) if versions is not None and len(versions) else 0
-    sample.append_response_tokens(args, tokens=tokens, trainable=False, versions=version, text=text)
+    sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
     return True
 
 
