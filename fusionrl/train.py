@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ from fusionrl.buffer.rollout_metrics import eval_table
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.cluster.session import Session
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of, hook_paths
 from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
@@ -49,7 +51,7 @@ class Run:
     def record(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the display. `step` counts finished rollouts."""
         self.metrics.log(step, values)
-        if warning := self._mismatch.look(step, values):
+        if warning := self._mismatch.look(step, values, mask_functions(self.config)):
             self.progress.print(f"step {step}: {warning}")
         self.last_step, self.last_values = step, {name: float(value) for name, value in values.items()}
         shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
@@ -141,15 +143,24 @@ class _MismatchWatch:
         self._earlier: list[float] = []
         self._told_at: int | None = None
 
-    def look(self, step: int, values: dict[str, float]) -> str | None:
+    def look(self, step: int, values: dict[str, float], functions: Sequence[str] = ()) -> str | None:
         found = {name.removeprefix("train/"): value for name, value in values.items() if name.startswith("train/")}
         mean = sum(self._earlier) / len(self._earlier) if self._earlier else None
-        warning = mismatch_warning(found, earlier_mean=mean)
+        warning = mismatch_warning(found, earlier_mean=mean, functions=functions)
         self._earlier = [*self._earlier, *([found["logprob_diff_mean"]] if "logprob_diff_mean" in found else [])][-50:]
         if warning is None or (self._told_at is not None and step - self._told_at < self.QUIET_STEPS):
             return None
         self._told_at = step
         return warning
+
+
+def mask_functions(config: Config) -> list[str]:
+    """The user's functions that may write masks and log-probs of samples, each with its flag."""
+    defaults, given = vars(Config().to_args()), vars(config.to_args())
+    fields = ("custom_generate_function_path", "rollout_function_path", "rollout_sample_hook_path")
+    fields += ("custom_convert_samples_to_train_data_path",)
+    paths = [(field, path) for field, path in hook_paths(given) if field in fields and path != defaults[field]]
+    return [f"{flag_of(field)} {path}" for field, path in paths]
 
 
 _SHOWN = {

@@ -10,11 +10,13 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, rollout_metrics, set_metrics
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
+from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function, user_code
 from fusionrl.data.build import build_shards, response_mask, take_shards
 from fusionrl.data.checked import read_samples
 from fusionrl.data.convert import check_rewards, samples_of
@@ -40,12 +42,15 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import json_line, to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
-from fusionrl.rewards.dispatch import RewardError, batched_async_rm, take_lost
+from fusionrl.rewards.dispatch import batched_async_rm, take_lost
 from fusionrl.rewards.length import length_reward
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.teacher import score_samples
 from fusionrl.rollout.types import RolloutAborted, as_eval_output, as_train_output, check_samples, flatten
+from fusionrl.rollout.versions import fill_versions, noting_answers, take_warnings
+
+logger = logging.getLogger(__name__)
 
 SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
 DROPPED = "rollout/dropped_"  # metrics of this prefix count groups; they add up over calls
@@ -72,6 +77,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
     auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
+    warnings: list[str] = field(default_factory=list)  # for the console
 
 
 class BufferActor:
@@ -129,8 +135,10 @@ class BufferActor:
             else:
                 self._source = await asyncio.to_thread(call_hook, "data_source_path", path, self._args())
             self._states[-1] = self._source_state()
+        with self._source_code():
+            num_prompts = len(self._source) if self._source is not None else 0
         return {
-            "num_prompts": len(self._source) if self._source is not None else 0,
+            "num_prompts": num_prompts,
             "num_too_long": getattr(self._source, "num_too_long", 0),
         }
 
@@ -158,7 +166,8 @@ class BufferActor:
     async def save(self, path: str, rollout_id: int) -> None:
         """Write the data cursor as it was right after rollout `rollout_id` to `path` (JSON)."""
         if self._keeps_own_state():
-            self._source.save(rollout_id)
+            with self._source_code():
+                self._source.save(rollout_id)
         assert self._source is None or rollout_id in self._states, f"no state of rollout {rollout_id} is kept"
         source = self._states.get(rollout_id)
         state = {"rollout_id": rollout_id, "source": source}
@@ -172,10 +181,11 @@ class BufferActor:
         """
         state = json.loads(Path(path).read_text(encoding="utf-8"))
         if self._source is not None and state["source"] is not None:
-            if self._keeps_own_state():
-                self._source.load(state["rollout_id"])
-            if hasattr(self._source, "load_state_dict"):  # last: this is the state right after that rollout
-                self._source.load_state_dict(state["source"])
+            with self._source_code():
+                if self._keeps_own_state():
+                    self._source.load(state["rollout_id"])
+                if hasattr(self._source, "load_state_dict"):  # last: this is the state right after that rollout
+                    self._source.load_state_dict(state["source"])
             self._states[state["rollout_id"]] = state["source"]
         if self.config.run.mode == "reject-sampling":
             self._accepted.forget_after(state["rollout_id"])
@@ -197,7 +207,8 @@ class BufferActor:
 
     def _source_state(self) -> dict[str, Any]:
         if hasattr(self._source, "state_dict"):
-            return self._source.state_dict()
+            with self._source_code():
+                return self._source.state_dict()
         return {}
 
     def _set_phase(self, phase: str) -> None:
@@ -237,19 +248,22 @@ class BufferActor:
         """Make rollout `rollout_id`: groups → rewards → shards in the object store.
 
         Raises:
-            RewardError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
+            HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept. A HookError
+                names the file of the samples that the user's function was at.
         """
         self._abort.clear()
         self._set_phase(f"rollout of step {rollout_id + 1}")
         start = time.perf_counter()
         try:
-            rollout = await asyncio.to_thread(self._generate, rollout_id)
+            with self._writing_blamed(rollout_id, "failed"):
+                rollout = await asyncio.to_thread(self._generate, rollout_id)
         finally:
             self._set_phase("idle")
         if self._source is not None:
             self._states[rollout_id] = self._source_state()
             for old in [key for key in self._states if key < rollout_id - 2]:
                 del self._states[old]
+        rollout.warnings += take_warnings()
         rollout.metrics["perf/time_generate_s"] = time.perf_counter() - start
         self._last_metrics = rollout.metrics
         return rollout
@@ -348,9 +362,14 @@ class BufferActor:
         groups: list[list[Sample]] = []
         metrics: dict[str, float] = {}
         dropped: Counter[str] = Counter()
+        options = self.config.rollout
         for _ in range(MAX_REFILLS):
             args = self._args()
-            output = as_train_output(self._call_rollout(args, rollout_id))
+            with noting_answers(args, keeps_tokens=False) as answers:
+                output = as_train_output(self._call_rollout(args, rollout_id))
+            if options.rollout_function_path != type(options)().rollout_function_path and self.endpoints.router_url:
+                where = f"--rollout-function-path {options.rollout_function_path}"
+                fill_versions(flatten(output.samples), answers, where)
             dropped.update({k: v for k, v in output.metrics.items() if k.startswith(DROPPED)})
             metrics.update(output.metrics)
             groups += self._finish(args, output.samples, dropped)
@@ -363,7 +382,7 @@ class BufferActor:
             )
         if len(groups) > wanted:
             dropped[f"{DROPPED}surplus"] += len(groups) - wanted
-        options, args = self.config.rollout, self._args()
+        args = self._args()
         if options.rollout_all_samples_process_path:
             path = options.rollout_all_samples_process_path
             call_hook("rollout_all_samples_process_path", path, args, groups, self._source.get_samples)
@@ -383,13 +402,33 @@ class BufferActor:
         function = self._eval_function if evaluation else self._rollout_function
         keywords = {"evaluation": True} if evaluation else {}
         if path == type(rollout)().rollout_function_path:
+            with self._source_code():  # of the user's functions in it, only the data source does not name itself
+                return function(args, rollout_id, self._source, **keywords)
+        with user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,)):
             return function(args, rollout_id, self._source, **keywords)
+
+    def _source_code(self) -> AbstractContextManager[None]:
+        """A block in which what a user's data source raises names it."""
+        path = self.config.data.data_source_path
+        return user_code(f"--data-source-path {path}", path, only_theirs=True)
+
+    @contextmanager
+    def _writing_blamed(self, rollout_id: int, kind: str) -> Iterator[None]:
+        """Write the samples at which a user's function raised to a file of the run, and name it in the error."""
         try:
-            return function(args, rollout_id, self._source, **keywords)
-        except (RolloutAborted, RewardError, HookError):
-            raise  # these say themselves whose fault it was
-        except Exception as error:  # a user's function may raise anything
-            raise HookError(f"{flag_of(field)} {path}: {type(error).__name__}: {error}") from error
+            yield
+        except HookError as error:
+            samples = [sample for sample in error.samples if isinstance(sample, Sample)]
+            if samples:
+                try:
+                    rows = (sample.to_row() | {"error": str(error)} for sample in samples)
+                    path = self._writer.write(rollout_id, self.attempt, rows, kind=kind)
+                except Exception as failure:  # attributes of a user's may not be writable; the user's error goes first
+                    logger.warning("the samples at which a user's function raised cannot be written: %s", failure)
+                else:
+                    count = f"the {len(samples)} samples" if len(samples) > 1 else "the sample"
+                    error.add(f"{count} that it was at: {path}")
+            raise
 
     def _finish(self, args: Any, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
         """Rewards that are still missing are computed; groups that got them here are filtered here."""
@@ -413,10 +452,14 @@ class BufferActor:
         args = self._args()
         path = self.config.reward.custom_reward_post_process_path
         if path is not None:
-            raw, rewards = call_hook("custom_reward_post_process_path", path, args, samples)
+            found = call_hook("custom_reward_post_process_path", path, args, samples)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                said = f"it returned {type(found).__name__}; a tuple (raw rewards, rewards) is wanted"
+                raise HookError(f"--custom-reward-post-process-path {path}: {said}")
+            raw, rewards = found
             if len(raw) != len(samples) or len(rewards) != len(samples):
                 raise ValueError(
-                    f"--custom-reward-post-process-path {self.config.reward.custom_reward_post_process_path}:"
+                    f"--custom-reward-post-process-path {path}:"
                     f" it returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples"
                 )
             raw, rewards = [float(r) for r in raw], [float(r) for r in rewards]
@@ -487,7 +530,8 @@ class BufferActor:
         self._set_phase(f"evaluation after step {rollout_id}")
         start = time.perf_counter()
         try:
-            output = await asyncio.to_thread(self._call_rollout, self._args(), rollout_id, evaluation=True)
+            with self._writing_blamed(rollout_id, "eval-failed"):
+                output = await asyncio.to_thread(self._call_rollout, self._args(), rollout_id, evaluation=True)
         finally:
             self._set_phase("idle")
         result = as_eval_output(output)
@@ -497,7 +541,8 @@ class BufferActor:
         self._write_summary(rollout_id, result.data)
         path = self.config.rollout.custom_eval_rollout_log_function_path
         field, args = "custom_eval_rollout_log_function_path", self._args()
-        itself = path is not None and call_hook(field, path, rollout_id, args, result.data, result.metrics)
+        with self._writing_blamed(rollout_id, "eval-failed"):
+            itself = path is not None and call_hook(field, path, rollout_id, args, result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),
             **{f"eval/reward_{reason}": float(count) for reason, count in take_lost().items()},

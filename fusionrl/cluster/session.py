@@ -452,6 +452,8 @@ class Session:
         before = self._faults()
         rollout = self._watched(self.buffer.generate.remote(rollout_id))
         self._add_faults(rollout.metrics, "rollout", before)
+        for text in rollout.warnings:
+            logger.warning("%s", text)
         return rollout
 
     def evaluate(self, step: int) -> dict[str, float]:

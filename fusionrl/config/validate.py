@@ -13,7 +13,7 @@ from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
-from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
+from fusionrl.config.hooks import check_hook, flag_of, hook_paths
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import ACCURACY, NONZERO_STD
 from fusionrl.config.quantization import BlockFp8, read_quantization
@@ -307,12 +307,9 @@ def _check_rewards(config: Config, errors: list[str]) -> None:
 
 
 def _check_hooks(config: Config, errors: list[str]) -> None:
-    flat = vars(config.to_args())
-    for field in SIGNATURES:
-        paths = flat.get(field) or []
-        for path in [paths] if isinstance(paths, str) else paths:
-            if error := check_hook(field, path):
-                errors.append(error)
+    for field, path in hook_paths(vars(config.to_args())):
+        if error := check_hook(field, path):
+            errors.append(error)
 
 
 def prompt_columns(config: Config) -> PromptColumns:

@@ -55,7 +55,16 @@ class Lost:
 
 
 class RewardRaised(Exception):
-    """The reward function raised; the text is what it said."""
+    """The reward function raised; the text is what it said.
+
+    frames     the user's own lines of its traceback, as `user_frames` gives them
+    trace      all of the traceback
+    positions  which of the job's samples it was at; empty where that is not known
+    """
+
+    def __init__(self, text: str, frames: str = "", trace: str = "", positions: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.frames, self.trace, self.positions = frames, trace, tuple(positions)
 
 
 @dataclass
@@ -297,7 +306,7 @@ class RewardPool:
             if job is None or job.future.done():
                 continue
             if kind == "error":
-                job.settle(error=RewardRaised(value))
+                job.settle(error=RewardRaised(value, *changes))
                 continue
             for sample, changed in zip(job.samples, changes, strict=True):
                 for name, new in changed.items():

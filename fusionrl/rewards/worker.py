@@ -3,8 +3,8 @@
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
 Messages are pickles behind their length. In: ("args", key, args), ("job", number, key, call, kwargs, pickled samples).
-Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, []), and first of all
-(0, "ready", None, []). It ends when the pool's end of the connection is closed.
+Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, [what else `RewardRaised`
+takes]), and first of all (0, "ready", None, []). It ends when the pool's end of the connection is closed.
 
 What a reward function prints, or logs from LEVEL on, goes where the output of the pool's process goes: to the Buffer's
 log.
@@ -24,14 +24,17 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
+from fusionrl.config.hooks import register_hooks
+from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
 from fusionrl.frames import frame, receive
 from fusionrl.observe.log import setup_logging, write_whole_lines
-from fusionrl.rewards.calls import call_reward
+from fusionrl.rewards.calls import call_reward, reward_path
 from fusionrl.rewards.pool import STATE
 
 BEAT_S = 0.1
@@ -64,7 +67,16 @@ class _Job:
             return self.failure(error)
 
     def failure(self, error: BaseException) -> bytes:
-        return frame((self.number, "error", f"{type(error).__name__}: {error}", []))
+        path = reward_path(self.args, self.samples[0])
+        blamed = set(map(id, blamed_samples(error, path)))
+        positions = [position for position, sample in enumerate(self.samples) if id(sample) in blamed]
+        return _failure(self.number, error, path, positions)
+
+
+def _failure(number: int, error: BaseException, path: str | None, positions: Sequence[int]) -> bytes:
+    trace = "".join(traceback.format_exception(error))
+    text = f"{type(error).__name__}: {error}"
+    return frame((number, "error", text, [user_frames(error, path), trace, list(positions)]))
 
 
 def _attributes(sample: Sample) -> dict[str, bytes]:
@@ -76,6 +88,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._args: dict[bytes, Any] = {}
+        self._registered = b""  # the arguments whose hooks' folders this process knows
 
     def take(self, message: tuple[Any, ...]) -> _Job | bytes | None:
         """A job to do, the frame of its failure, or None: the message was no job."""
@@ -84,9 +97,13 @@ class _Inbox:
             return None
         _, number, key, call, kwargs, payload = message
         try:
-            return _Job(number, pickle.loads(self._args[key]), call, kwargs, payload)
+            args = pickle.loads(self._args[key])
+            if key != self._registered:  # samples may hold objects of classes in other hooks' files
+                register_hooks(vars(args))
+                self._registered = key
+            return _Job(number, args, call, kwargs, payload)
         except Exception as error:  # unpickling runs code of the user's classes
-            return frame((number, "error", f"{type(error).__name__}: {error}", []))
+            return _failure(number, error, None, ())
 
 
 def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:

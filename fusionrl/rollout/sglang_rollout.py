@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.hooks import awaited_hook, call_hook, load_function
+from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, as_version, reward_value
 from fusionrl.engines.asked import AnswerError, routed_experts
@@ -34,6 +34,7 @@ from fusionrl.rollout.types import (
     RolloutFnTrainOutput,
     check_samples,
 )
+from fusionrl.rollout.versions import Before, fill_versions, noting_answers
 
 ABORT_TIMEOUT_S = 30.0  # for engines to let go of what is aborted
 MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that keeps next to nothing ends the run
@@ -279,9 +280,13 @@ async def _custom_generate(path: str, args: Any, sample: Sample, params: dict[st
     """
     takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
     keywords = {"evaluation": evaluation} if takes_evaluation else {}
-    field = "custom_generate_function_path"
-    result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
-    check_samples(field, path, result if isinstance(result, list) else [result], args)
+    field, before = "custom_generate_function_path", Before.of(sample)
+    with noting_answers(args) as answers:
+        result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
+    samples = result if isinstance(result, list) else [result]
+    made = [one for one in samples if isinstance(one, Sample)]
+    fill_versions(made, answers, f"--custom-generate-function-path {path}", before)
+    check_samples(field, path, samples, args)
     return result
 
 
@@ -343,8 +348,11 @@ def apply_filter(args: Any, group: list[Sample]) -> DynamicFilterOutput:
     if path is None:
         return DynamicFilterOutput(True)
     verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
-    if isinstance(verdict, bool):
-        return DynamicFilterOutput(verdict)
+    if isinstance(verdict, bool | np.bool_):
+        return DynamicFilterOutput(bool(verdict))
+    if not hasattr(verdict, "keep"):
+        said = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {said}", group)
     fallback = bool(getattr(verdict, "keep_when_insufficient", False))
     return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)
 

@@ -57,7 +57,7 @@ def check_samples(field: str, path: str, samples: Sequence[Any], args: Any = Non
         try:
             check_values(sample, getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
         except (TypeError, ValueError) as error:
-            raise HookError(f"{where}: {error}") from error
+            raise HookError(f"{where}: {error}", [sample]) from error
 
 
 def as_train_output(output: Any) -> RolloutFnTrainOutput:

@@ -12,11 +12,12 @@ import math
 import os
 import random
 import socket
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +26,10 @@ import torch.distributed as dist
 
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import call_hook, flag_of
+from fusionrl.config.hooks import HookError, call_hook, flag_of, register_hooks, user_code
 from fusionrl.config.model_shape import read_model_shape
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from fusionrl.trainer.weight_sets import WeightSet
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMED = 16  # samples in a message
 
 
 class TrainerActor:
@@ -83,6 +87,7 @@ class TrainerActor:
         self._recorded: dict[tuple[int, ...], torch.Tensor] = {}  # experts of a micro-batch, by its samples
         self._skipped_in_a_row = 0
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
+        register_hooks(vars(config.to_args()))  # shards may hold objects of classes in hooks' files
 
     def node_address(self) -> tuple[str, int]:
         """This node's address, and a port that is free on it now: the rendezvous, if this is rank 0."""
@@ -300,7 +305,8 @@ class TrainerActor:
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
         take_columns(shard, columns)
-        metrics = self._prepare(rollout_id, shard, LossOptions.from_config(self.config))
+        with self._naming_samples(rollout_id, shard):
+            metrics = self._prepare(rollout_id, shard, LossOptions.from_config(self.config))
         self._prepared = (rollout_id, shard, metrics)
         return columns_of(shard, ("values", "returns"))
 
@@ -320,14 +326,18 @@ class TrainerActor:
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
+        self.reload()
+        pulled = pull(shard)
+        with self._naming_samples(rollout_id, pulled):
+            return self._train(rollout_id, pulled, columns)
+
+    def _train(self, rollout_id: int, pulled: TrainShard, columns: Sequence[Any]) -> dict[str, float]:
         from fusionrl.trainer.batch import build_micro_batches, check_shard
         from fusionrl.trainer.loss import LossOptions
         from fusionrl.trainer.loss_hooks import LossHooks
         from fusionrl.trainer.step import train_step
         from fusionrl.trainer.step_report import pooled_metrics
 
-        self.reload()
-        pulled = pull(shard)
         # What the trainers find out is added to the fields, and in one process these may be somebody else's.
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
@@ -401,7 +411,11 @@ class TrainerActor:
             if path is None:
                 continue
             data = as_rollout_data(shard)
-            self._call_hook(field, *first, data)
+            try:
+                self._call_hook(field, *first, data)
+            except HookError as error:
+                error.positions = list(range(shard.num_samples))
+                raise
             take_back(shard, data, told := f"{flag_of(field)} {path}")
             if "advantages" not in shard.fields:
                 raise ValueError(f"{told}: it left no 'advantages'; set a list of one tensor a sample")
@@ -475,6 +489,23 @@ class TrainerActor:
         path = getattr(self.config.train, field)
         if path is not None:
             call_hook(field, path, hook_args(self.config, self.rank, self.run_dir), *args)
+
+    @contextmanager
+    def _naming_samples(self, rollout_id: int, shard: TrainShard) -> Iterator[None]:
+        """Name the samples at which a user's function raised, and the file of the run that has them.
+
+        Also what the user's code raises where nobody calls it as a hook, in the forward pass of a model, say.
+        """
+        try:
+            with user_code("a user's code in a trainer", None, only_theirs=True):
+                yield
+        except HookError as error:
+            if error.positions is not None:
+                indices = [str(int(shard.fields["sample_index"][position])) for position in error.positions]
+                files = [one.path for one in list_rollouts(Path(self.run_dir), "train") if one.rollout_id == rollout_id]
+                shown = ", ".join(indices[:MAX_NAMED]) + (", …" if len(indices) > MAX_NAMED else "")
+                error.add(f"the samples that it was at: {shown}" + (f", in {files[-1]}" if files else ""))
+            raise
 
     def _megatron(self) -> tuple[Any, Any, Any]:
         """Model chunks, optimizer and schedule, as Megatron has them."""

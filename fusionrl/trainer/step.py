@@ -19,6 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from fusionrl.config.user_code import HookError
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
 from fusionrl.trainer.model import Trained
@@ -95,11 +96,15 @@ def _loss_function(
     options: LossOptions, compare: bool, custom: CustomLoss | None, hooks: LossHooks | None
 ) -> LossFunction:
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-        if custom is not None:
-            value, sums = custom(batch, output)
-        else:
-            # A critic gives values alone.
-            value, sums = micro_batch_loss(output[0], output[-1], batch, options, compare, hooks)
+        try:
+            if custom is not None:
+                value, sums = custom(batch, output)
+            else:
+                # A critic gives values alone.
+                value, sums = micro_batch_loss(output[0], output[-1], batch, options, compare, hooks)
+        except HookError as error:
+            error.positions = list(batch.samples)
+            raise
         # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
         return value, torch.zeros((), dtype=torch.int, device=output.device), sums
 

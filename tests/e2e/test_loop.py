@@ -75,7 +75,7 @@ def _samples(folder: Path, rollout_id: int) -> list[dict]:
 def test_a_rollout_function_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
     """A synchronous function with plain lists that leaves rewards to the caller trains all the same."""
     folder = tmp_path / "run"
-    run(
+    launched = run(
         [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:slime_style_rollout", "--num-rollout", "1"]
         + ["--run-dir", str(folder), "--no-save", "--use-kl-loss", "--kl-loss-coef", "0.1"],
         tmp_path,
@@ -86,6 +86,9 @@ def test_a_rollout_function_written_for_slime(rl_flags: list[str], tmp_path: Pat
     assert np.isfinite(row["train/kl_loss"])
     rewards = [sample["reward"] for sample in _samples(folder, 0)]
     assert len(set(rewards)) > 1
+    # It asks the engines by a client of its own.
+    assert all(sample["weight_versions"] is None for sample in _samples(folder, 0))
+    assert launched.output().count("the weight versions of its tokens are not known") == 1
 
 
 def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
@@ -104,6 +107,7 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
         assert row["train/masked_samples"] == sum(not any(s["loss_mask"]) for s in samples)
         assert all(s["my_note"] == {"number": i % 2, "setting": "mine"} for i, s in enumerate(samples))
         assert all(s["loss_mask"][0] == s["my_note"]["number"] == s["reward"]["number"] for s in samples)
+        assert all(s["weight_versions"] == [rollout_id] * s["response_length"] for s in samples), "post notes them"
     trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in _samples(folder, rollout_id))
     assert sum(row["train/num_tokens"] for row in rows) == trained
     assert "my_own_setting" not in (folder / "config.json").read_text()

@@ -155,8 +155,11 @@ def test_what_the_model_did_wrong_is_told_to_the_model(play: Any, said: str, tol
 
 
 def test_what_a_tool_did_wrong_is_raised(play: Any) -> None:
-    with pytest.raises(RuntimeError, match="the weather service is down"):
+    with pytest.raises(HookError) as caught:
         play([call("weather", town="Broken")])
+    first, where, code = str(caught.value).splitlines()
+    assert first == f"--tools-path {HOOKS}:tools: the tool 'weather': RuntimeError: the weather service is down"
+    assert f'File "{HOOKS}", line ' in where and "is down" in code
 
 
 def test_tools_that_cannot_be_made_are_named(play: Any) -> None:

@@ -436,6 +436,7 @@ def test_the_default_generation_goes_on_behind_what_is_there(start: Any) -> None
         ("rollout_sample_hook_path", "breaks", "KeyError: 'mine'"),
         ("rollout_sample_hook_path", "a_string", "unexpected keyword"),
         ("dynamic_sampling_filter_path", "breaks_at_once", "KeyError: 'mine'"),
+        ("dynamic_sampling_filter_path", "returns_nothing", "it returned NoneType; a DynamicFilterOutput or a bool"),
     ],
 )
 def test_what_a_hook_did_wrong_is_said_with_its_name(start: Any, field: str, name: str, message: str) -> None:
@@ -443,7 +444,12 @@ def test_what_a_hook_did_wrong_is_said_with_its_name(start: Any, field: str, nam
     args, source = start(**{field: [path] if field == "rollout_sample_hook_path" else path})
     with pytest.raises(HookError, match=message) as caught:
         generate_rollout(args, 0, source)
-    assert str(caught.value).startswith(f"--{field.replace('_', '-')} {path}: ")
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith(f"--{field.replace('_', '-')} {path}: ")
+    if "KeyError" in message:
+        assert lines[0].startswith(f'  File "{HOOKS}", line ') and lines[1:] == ['    raise KeyError("mine")']
+    num_samples = 0 if name == "a_string" and "generate" in field else 2 if "filter" in field else 1
+    assert len(caught.value.samples) == num_samples
 
 
 def test_hooks_see_each_sample_before_it_is_scored(start: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.test_parallel import assert_same, history
@@ -119,8 +120,51 @@ def test_mistakes_name_flag_and_function(workers, hf, values, message):
     if "custom_loss_function_path" in values:
         values["loss_type"] = "custom_loss"
     workers.start(config_of(folder, **values), TrainerLayout(1))
-    with pytest.raises(Failed, match=message):
+    with pytest.raises(Failed, match=message) as caught:
         workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 0)
+    if "mine" in message:
+        first, where, code, *samples = caught.value.message.splitlines()
+        assert where.endswith(", in raises") and f'/{HOOKS}", line ' in where
+        assert code == '    raise KeyError("mine")'
+        at = "0, 1, 2" if "custom_loss_function_path" in values else "0, 1, 2, 3, 4, 5"
+        assert samples == ([] if "megatron" in first else [f"the samples that it was at: {at}"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"custom_policy_loss_path": "raises"}, "--custom-policy-loss-path .*raises: KeyError: 'mine'"),
+        ({"custom_tis_function_path": "raises_by_name"}, "--custom-tis-function-path .*: KeyError: 'mine'"),
+        ({"custom_pg_loss_reducer_function_path": "makes_what_raises"}, "--custom-pg-loss-reducer.*: KeyError: 'mine'"),
+        ({"custom_loss_function_path": "raises_in_backward"}, "a user's code in a trainer: KeyError: 'mine'"),
+        ({"custom_model_provider_path": "raises_in_forward"}, "a user's code in a trainer: KeyError: 'mine'"),
+    ],
+    ids=str,
+)
+def test_the_users_lines_are_shown_wherever_they_run(workers, hf, values, message):
+    """In a function that a hook returned, in a backward pass, in a model's forward pass."""
+    folder, _ = hf("llama", True)
+    values = {name: f"{HOOKS}:{value}" for name, value in values.items()}
+    if "custom_loss_function_path" in values:
+        values["loss_type"] = "custom_loss"
+    workers.start(config_of(folder, **values), TrainerLayout(1))
+    with pytest.raises(Failed, match=message) as caught:
+        workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 0)
+    _, where, code, *_ = caught.value.message.splitlines()
+    assert f'/{HOOKS}", line ' in where and code == '    raise KeyError("mine")'
+
+
+def test_the_file_of_the_rollout_is_named(workers, hf, tmp_path):
+    """Its samples have prompt, answer and reward: a shard has tokens alone."""
+    folder, _ = hf("llama", True)
+    values = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:raises"}
+    workers.start(config_of(folder, **values), TrainerLayout(1))
+    workers.run(trainer_worker.move_run, str(tmp_path))
+    writer = RolloutWriter(tmp_path)
+    paths = {(number, attempt): writer.write(number, attempt, []) for number, attempt in ((3, 1), (3, 2), (4, 1))}
+    with pytest.raises(Failed) as caught:
+        workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 3)
+    assert caught.value.message.splitlines()[-1] == f"the samples that it was at: 0, 1, 2, in {paths[3, 2]}"
 
 
 def test_megatrons_objects_are_handed_out(workers, hf, tmp_path):

@@ -179,3 +179,31 @@ def say(args: Any, *rest: Any) -> None:
     with open(args.seen, "a") as out:
         names = [type(part).__name__ if not isinstance(part, int | str) else repr(part) for part in (args, *rest)]
         out.write(" ".join(names) + "\n")
+
+
+def makes_what_raises(*args: Any) -> Any:
+    return raises
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise KeyError("mine")
+
+
+def raises_in_backward(args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    return _Raises.apply(logits), {}
+
+
+def raises_in_forward(pre_process: bool, post_process: bool, vp_stage: Any = None, *, usual: Any) -> Any:
+    model = usual()
+
+    def fail(*args: Any) -> None:
+        raise KeyError("mine")
+
+    model.register_forward_pre_hook(fail)
+    return model

@@ -58,6 +58,11 @@ def num_packed_tokens(actor: Any, shard: TrainShard) -> list[int]:
     return [batch.tokens.numel() for batch in batches]
 
 
+def move_run(actor: Any, folder: str) -> None:
+    """Let the rank look for the run's files in `folder`."""
+    actor.run_dir = folder
+
+
 def poison_gradient(actor: Any) -> None:
     """Make the next backward pass give a NaN gradient in one parameter, with a loss that is finite."""
     param = next(iter(actor.trained.chunks[0].parameters()))
