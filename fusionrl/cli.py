@@ -16,7 +16,10 @@ from typing import Literal
 
 from fusionrl import __version__
 from fusionrl.config.config import Config
+from fusionrl.config.effects import effect_warnings
+from fusionrl.config.hub import resolve_names
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
+from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
 from fusionrl.config.validate import prompt_columns, validate
 from fusionrl.config.validate_algorithm import algorithm_warnings
@@ -88,6 +91,8 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
     """
     config, errors = read_args(argv)
     # A flag that is named in a message already is not complained about again by the checks that build on it.
+    config, not_had = resolve_names(config)
+    errors += not_had
     told = {flag for error in errors for flag in _FLAG.findall(error)}
     checked, found = validate(config)
     found += plan_errors(config, checked.num_prompts, checked.shape)
@@ -131,6 +136,8 @@ def check_data(argv: Sequence[str]) -> int:
 
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
     config, errors = read_args(argv[len(files) :], "fusionrl data check")
+    config, not_had = resolve_names(config, with_weights=False)
+    errors += not_had
     files = files or config.data.prompt_data or []
     data, folder, is_sft = config.data, config.model.hf_checkpoint, config.run.mode == "sft"
     if not files:
@@ -142,7 +149,8 @@ def check_data(argv: Sequence[str]) -> int:
         from fusionrl.rollout.sglang_rollout import load_tokenizer
 
         try:
-            tokenizer = load_tokenizer(folder)
+            with quiet():
+                tokenizer = load_tokenizer(folder)
         except (OSError, ValueError) as error:
             errors.append(f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})")
     if errors:
@@ -168,7 +176,8 @@ def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
     if wanted == "cpu":
         return "cpu"
     try:
-        import pynvml
+        with quiet():
+            import pynvml
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
@@ -209,7 +218,7 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
-            for text in algorithm_warnings(config):
+            for text in [*algorithm_warnings(config), *effect_warnings(config)]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
                 from fusionrl.train import run_training

@@ -91,9 +91,12 @@ def test_what_is_told_once_is_not_told_again(good: list[str], capsys: pytest.Cap
     [
         (
             ["--global-batch-size", "3"],
-            ["4 x --n-samples-per-prompt 2 = 8 samples", "--global-batch-size 3", "nearest that does is 2"],
+            ["4 x --n-samples-per-prompt 2 = 8 samples", "--global-batch-size 3", "sizes that divide 8: 1, 2, 4 and 8"],
         ),
-        (["--num-steps-per-rollout", "3"], ["= 8 samples", "--num-steps-per-rollout 3"]),
+        (
+            ["--num-steps-per-rollout", "3"],
+            ["= 8 samples", "--num-steps-per-rollout 3", "sizes that divide 8: 1, 2, 4 and 8"],
+        ),
         (
             ["--num-steps-per-rollout", "2", "--global-batch-size", "8"],
             ["= 8 samples", "8 x --num-steps-per-rollout 2 = 16"],

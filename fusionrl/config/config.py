@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import Field
@@ -73,8 +74,12 @@ class Config(Group):
     passthrough: PassThrough = Field(default_factory=PassThrough)
 
     @classmethod
-    def from_flat(cls, values: dict[str, Any], passthrough: PassThrough | None = None) -> Config:
+    def from_flat(
+        cls, values: dict[str, Any], passthrough: PassThrough | None = None, preset: Collection[str] = ()
+    ) -> Config:
         """Build a Config from flat field names, as a test or a notebook has them.
+
+        preset  names of `values` that a preset chose, not the user: `given` leaves them out.
 
         Raises:
             ValueError: a name that is no field, or a value that a field does not take.
@@ -86,7 +91,15 @@ class Config(Group):
         nested: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
         for name, value in values.items():
             nested[known[name]][name] = value
-        return cls(**nested, passthrough=passthrough or PassThrough())
+        config = cls(**nested, passthrough=passthrough or PassThrough())
+        for name in preset:
+            getattr(config, known[name]).model_fields_set.discard(name)
+        return config
+
+    def given(self) -> list[str]:
+        """The fields that the user set, in the order of the groups."""
+        groups = [getattr(self, name) for name in GROUPS]
+        return [field for group in groups for field in type(group).model_fields if field in group.model_fields_set]
 
     def to_args(self, **extra: Any) -> argparse.Namespace:
         """A fresh flat namespace for hooks: slime's names, a copy that a hook may write on."""

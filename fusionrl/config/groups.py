@@ -102,7 +102,8 @@ class ModelGroup(Group):
 
     hf_checkpoint: str | None = Field(
         None,
-        description="Hugging Face folder: the model's shape, its tokenizer and the weights the run starts with.",
+        description="Hugging Face folder, or a name of the Hub (Qwen/Qwen3-0.6B, as in the other flags of such folders):"
+        " the model's shape, its tokenizer and the weights the run starts with.",
     )
     debug_random_weights: bool = Field(
         False,
@@ -151,8 +152,8 @@ class DataGroup(Group):
     prompt_data: list[str] | None = Field(
         None,
         description="Prompts (rl, reject-sampling) or conversations (sft): one or several sets"
-        " [NAME=]PATH[:SPLIT][@[START:STOP]], each a .jsonl, .json or .parquet file or a folder of"
-        " datasets.save_to_disk. See docs/data.md.",
+        " [NAME=]PATH[:SPLIT][@[START:STOP]], each a .jsonl, .json or .parquet file, a folder of such files or of"
+        " datasets.save_to_disk, or a data set of the Hub (openai/gsm8k/main:train). See docs/data.md.",
     )
     prompt_data_weights: list[float] = Field(
         default_factory=list,
@@ -609,7 +610,18 @@ class TrainGroup(Group):
     lr_decay_iters: int | None = Field(
         None, description="Optimizer steps over which the rate decays. Default: the whole run.", ge=1
     )
-    lr_warmup_iters: int = Field(0, description="Optimizer steps of linear warm-up.", ge=0)
+    lr_warmup_iters: int = Field(
+        0,
+        description="Optimizer steps of linear warm-up, from --lr-warmup-init on. The first of them has that rate, the"
+        " one after them --lr.",
+        ge=0,
+    )
+    lr_warmup_init: float = Field(
+        0.0,
+        description="Learning rate of the first optimizer step of a warm-up. At 0, Megatron's and slime's default, that"
+        " step changes no weights.",
+        ge=0,
+    )
     weight_decay: float = Field(0.0, description="Weight decay (decoupled).", ge=0)
     adam_beta1: float = Field(0.9, description="Adam's beta 1.", ge=0, lt=1)
     adam_beta2: float = Field(0.98, description="Adam's beta 2.", ge=0, lt=1)
@@ -647,7 +659,8 @@ class EvalGroup(Group):
 
     eval_interval: int | None = Field(None, description="Rollout steps between evaluations.", ge=1)
     eval_prompt_data: list[str] = Field(
-        default_factory=list, description="Pairs of name and file: `--eval-prompt-data aime aime.jsonl`."
+        default_factory=list,
+        description="Pairs of name and file: `--eval-prompt-data aime aime.jsonl`; what --prompt-data takes.",
     )
     eval_config: str | None = Field(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import re
 import typing
@@ -15,10 +16,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fusionrl.config import upstream
+from fusionrl.config.aliases import cure_for, setting_of, value_hint
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import with_preset
+from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {
@@ -49,6 +52,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
             return self._metavar_formatter(action, default_metavar)(1)[0]
         return super()._format_args(action, default_metavar)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return action.shown() if isinstance(action, Switch) else super()._format_action_invocation(action)
+
 
 def inner_type(info: FieldInfo) -> Any:
     """The field's type without Optional."""
@@ -57,6 +63,7 @@ def inner_type(info: FieldInfo) -> Any:
     return options[0] if is_optional else info.annotation
 
 
+@functools.cache
 def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
     """argparse with one option a field. Values stay text: pydantic converts and checks them, all at once."""
     parser = _Parser(prog=prog, allow_abbrev=False, formatter_class=_Help)
@@ -67,7 +74,7 @@ def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
             text = (info.description or "").replace("%", "%%")
             common: dict[str, Any] = {"dest": field, "default": argparse.SUPPRESS, "help": text}
             if kind is bool:
-                group.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, **common)
+                group.add_argument(*switch_spellings(field), action=Switch, **common)
             elif typing.get_origin(kind) is list:
                 group.add_argument(flag_of(field), nargs="*", metavar="VALUE", **common)
             else:
@@ -94,7 +101,7 @@ def parse_args(argv: Sequence[str], prog: str = "fusionrl train") -> Config:
 def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config, list[str]]:
     """The Config of all that fits, and a message for each thing that does not; those flags keep their defaults."""
     errors: list[str] = []
-    parsed, extras = build_parser(prog).parse_known_args(_bool_values(argv, errors))
+    parsed, extras = build_parser(prog).parse_known_args(normalise_switches(argv, _switches(), errors))
     passthrough = _parse_extras(extras, errors)
     values = vars(parsed)
     if values.get("custom_config_path"):
@@ -109,13 +116,13 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
             except json.JSONDecodeError as error:
                 errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
                 del values[field]
-    values = with_preset(values)
+    given, values = set(values), with_preset(values)
     try:
-        return Config.from_flat(values, passthrough), errors
+        return Config.from_flat(values, passthrough, values.keys() - given), errors
     except ValidationError as error:
         errors.extend(_describe(item) for item in error.errors())
         fitting = {field: value for field, value in values.items() if field not in _bad_fields(error)}
-        return Config.from_flat(fitting, passthrough), errors
+        return Config.from_flat(fitting, passthrough, fitting.keys() - given), errors
 
 
 def _read_custom(path: str, errors: list[str]) -> dict[str, Any]:
@@ -140,24 +147,10 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, Any]:
     return {str(name): value for name, value in found.items() if name not in flags}
 
 
-def _bool_values(argv: Sequence[str], errors: list[str]) -> list[str]:
-    """`--flag=true` and `--flag=false` of on/off flags as `--flag` and `--no-flag`, which argparse takes."""
-    switches = {
-        flag_of(field)
-        for model in GROUPS.values()
-        for field, info in model.model_fields.items()
-        if inner_type(info) is bool
-    }
-    kept: list[str] = []
-    for token in argv:
-        flag, separator, value = token.partition("=")
-        if not separator or flag not in switches:
-            kept.append(token)
-        elif value.lower() in ("true", "false"):
-            kept.append(flag if value.lower() == "true" else "--no-" + flag[2:])
-        else:
-            errors.append(f"{token}: {flag} is switched on by {flag} and off by --no-{flag[2:]}; it takes no value")
-    return kept
+def _switches() -> list[str]:
+    return [
+        field for model in GROUPS.values() for field, info in model.model_fields.items() if inner_type(info) is bool
+    ]
 
 
 def _bad_fields(error: ValidationError) -> set[str]:
@@ -170,8 +163,10 @@ def _field_info(field: str) -> FieldInfo:
 
 def _describe(item: Any) -> str:
     field = str(item["loc"][1]) if len(item["loc"]) > 1 else str(item["loc"][0])
-    value = item.get("input")
-    return f"{flag_of(field)} {value}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+    value, kind = item.get("input"), inner_type(_field_info(field))
+    is_choice = typing.get_origin(kind) is typing.Literal
+    hint = value_hint(field, str(value), typing.get_args(kind)) if is_choice else ""
+    return f"{flag_of(field)} {value}: {item['msg'][:1].lower()}{item['msg'][1:]}{hint}"
 
 
 def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -180,6 +175,8 @@ def _group_extras(extras: Sequence[str]) -> list[tuple[str, list[str]]]:
         if token.startswith("--") and len(token) > 2:
             flag, separator, value = token.partition("=")
             grouped.append((flag, [value] if separator else []))
+        elif setting_of(token) is not None:
+            grouped.append((token, []))
         elif grouped:
             grouped[-1][1].append(token)
         else:
@@ -192,8 +189,11 @@ def _parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
     for flag, values in _group_extras(extras):
         field = flag[2:].replace("-", "_")
         shown = " ".join([flag, *values])
+        cure = _cure(flag)
         try:
-            if not flag.startswith("--"):
+            if cure is not None:
+                errors.append(f"{shown}: {cure}")
+            elif not flag.startswith("--"):
                 errors.append(f"{flag}: unexpected argument (flags begin with --)")
             elif field in COMING:
                 errors.append(f"{shown}: not available yet ({COMING[field]} is still to come); leave it out")
@@ -215,6 +215,15 @@ def _parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
         except KeyError:
             errors.append(f"{flag}: unknown flag{_did_you_mean(flag)}")
     return PassThrough(**found)
+
+
+def _cure(flag: str) -> str | None:
+    """What to write for a flag with underscores, or for another trainer's; None for any other flag."""
+    plain = flag.removeprefix("--").replace("-", "_")
+    fields = {field for model in GROUPS.values() for field in model.model_fields}
+    if flag.startswith("--") and (plain in fields or plain.removeprefix("no_") in fields):
+        return f"flags are written with dashes: --{plain.replace('_', '-')}"
+    return cure_for(setting_of(flag) or flag)
 
 
 def _did_you_mean(flag: str) -> str:

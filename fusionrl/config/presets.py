@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.switches import spell_switch
+
 NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
 ACCURACY = "fusionrl.rollout.filters.check_accuracy_in_range"
 
@@ -78,7 +81,4 @@ def described(values: dict[str, Any]) -> list[str]:
 
 
 def _typed(field: str, value: Any) -> str:
-    flag = "--" + field.replace("_", "-")
-    if isinstance(value, bool):
-        return flag if value else "--no-" + flag[2:]
-    return f"{flag} {value}"
+    return spell_switch(field, value) if isinstance(value, bool) else f"{flag_of(field)} {value}"

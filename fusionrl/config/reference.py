@@ -15,6 +15,12 @@ Made by `fusionrl flags`; a test holds it against the code. Beside these, flags 
 own names: `--sglang-*` (SGLang's ServerArgs), `--router-*` (sglang_router), and the fields of Megatron-core's
 TransformerConfig, OptimizerConfig and DistributedDataParallelConfig. A field that several of Megatron's classes share
 is set in all of them. What fusionrl sets itself is refused with the flag to use instead.
+
+An on/off flag `--x` is turned on by `--x` or `--x=true`, and off by `--no-x` or `--x=false`. `--no-save` and
+`--no-trainer` are flags of that name: `--no-save=false` turns one off again.
+
+Flags that were given and do nothing in a run, and functions that it does not call, are named with the reason by
+`fusionrl plan` and at the start of the run.
 """
 
 

@@ -14,6 +14,8 @@ import types
 import typing
 from typing import Any
 
+from fusionrl.config.quiet import quiet
+
 # Fields of ServerArgs that fusionrl sets itself, with what to use in their place.
 SGLANG_OWNED: dict[str, str] = {
     "model_path": "--hf-checkpoint",
@@ -98,20 +100,22 @@ def sglang_parser() -> argparse.ArgumentParser:
     from fusionrl.engines import cpu_boot
 
     cpu_boot.install()
-    from sglang.srt.server_args import ServerArgs
-
     parser = _QuietParser(add_help=False, allow_abbrev=False)
-    ServerArgs.add_cli_args(parser)
+    with quiet():
+        from sglang.srt.server_args import ServerArgs
+
+        ServerArgs.add_cli_args(parser)
     return parser
 
 
 @functools.cache
 def router_parser() -> argparse.ArgumentParser:
     """The router's own command line, as its installed version declares it."""
-    from sglang_router.router_args import RouterArgs
-
     parser = _QuietParser(add_help=False, allow_abbrev=False)
-    RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=False)
+    with quiet():
+        from sglang_router.router_args import RouterArgs
+
+        RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=False)
     return parser
 
 
@@ -145,12 +149,13 @@ def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:
 @functools.cache
 def megatron_fields() -> dict[str, dict[str, Any]]:
     """Field name → type, for each of Megatron's classes: transformer, optimizer, ddp."""
-    from fusionrl.trainer import cpu_megatron
+    with quiet():
+        from fusionrl.trainer import cpu_megatron
 
-    cpu_megatron.install()
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
+        cpu_megatron.install()
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
 
     classes = {
         "transformer": TransformerConfig,

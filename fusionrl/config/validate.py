@@ -11,12 +11,14 @@ from typing import TypeVar
 
 from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import check_hook, flag_of, hook_paths
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import ACCURACY, NONZERO_STD
 from fusionrl.config.quantization import BlockFp8, read_quantization
+from fusionrl.config.quiet import quiet
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
 from fusionrl.config.validate_scorers import scorer_errors
@@ -69,6 +71,10 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     for name in ("use_dynamic_batch_size", "balance_data"):
         if not getattr(config.train, name):
             errors.append(f"--no-{name.replace('_', '-')}: it is always so here; leave the flag out")
+    if config.train.lr_warmup_init > config.train.lr:
+        errors.append(
+            f"--lr-warmup-init {config.train.lr_warmup_init:g} is over --lr {config.train.lr:g}; a warm-up rises to it"
+        )
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
     return Checked(shape, num_prompts, quantization), errors
@@ -155,6 +161,9 @@ def _check_modes(config: Config, errors: list[str]) -> None:
         errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
     if run.debug_train_only and run.debug_rollout_only:
         errors.append("--debug-train-only and --debug-rollout-only exclude each other")
+    elif mode == "eval" and (run.debug_train_only or run.debug_rollout_only):
+        flag = "--debug-train-only" if run.debug_train_only else "--debug-rollout-only"
+        errors.append(f"{flag}: --mode eval runs the engines alone, on its sets; leave it out")
     if run.debug_train_only and mode == "rl" and run.load_debug_rollout_data is None:
         errors.append("--debug-train-only in --mode rl needs --load-debug-rollout-data")
     if run.load_debug_rollout_data is not None and not run.debug_train_only:
@@ -175,7 +184,7 @@ def _check_parallel(config: Config, shape: ModelShape | None, errors: list[str])
     if shape and shape.num_attention_heads % size:
         errors.append(
             f"--rollout-num-gpus-per-engine {size} does not divide the model's"
-            f" {shape.num_attention_heads} attention heads"
+            f" {shape.num_attention_heads} attention heads; {dividing(shape.num_attention_heads, size)}"
         )
     if size > config.cluster.num_gpus_per_node:
         errors.append(f"--rollout-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
@@ -368,8 +377,9 @@ def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, err
     from fusionrl.rollout.sglang_rollout import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
-        return sum(len(load_prompts(spec, tokenizer, columns).samples) for spec in specs)
+        with quiet():
+            tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
+            return sum(len(load_prompts(spec, tokenizer, columns).samples) for spec in specs)
     except (ValueError, OSError) as error:
         errors.append(str(error))
         return 0

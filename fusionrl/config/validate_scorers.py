@@ -7,6 +7,7 @@ from typing import Any
 from fusionrl.config import upstream
 from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
 from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
@@ -154,7 +155,10 @@ def _engine_errors(
     errors = []
     heads = model.num_attention_heads
     if heads % size:
-        errors.append(f"{prefix}-num-gpus-per-engine {size} does not divide the model's {heads} attention heads")
+        errors.append(
+            f"{prefix}-num-gpus-per-engine {size} does not divide the model's {heads} attention heads;"
+            f" {dividing(heads, size)}"
+        )
     if size > config.cluster.num_gpus_per_node:
         errors.append(f"{prefix}-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
     for name, value in server_args.items():

@@ -1,7 +1,8 @@
 """Where prompts stand: `[NAME=]PATH[:SPLIT][@[START:STOP]]`, and the rows of what it names.
 
-PATH is a .jsonl, .json or .parquet file, or a folder that `datasets.save_to_disk` wrote. Such a folder is read by
-pyarrow alone: its `state.json` lists Arrow stream files, its `dataset_dict.json` the splits.
+PATH is a .jsonl, .json or .parquet file, a folder of such files with its splits in their names (`data.shards`), or a
+folder that `datasets.save_to_disk` wrote. The last is read by pyarrow alone: its `state.json` lists Arrow stream files,
+its `dataset_dict.json` the splits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMATS = "a .jsonl, .json or .parquet file, or a folder of datasets.save_to_disk"
+from fusionrl.data.shards import choose_split, find_splits
+
+FORMATS = "a .jsonl, .json or .parquet file, a folder of such files (FOLDER:SPLIT), or one of datasets.save_to_disk"
 _SPEC = re.compile(r"(?:([\w-]+)=)?(.+?)(?:@\[(-?\d+)?:(-?\d+)?\])?")
 
 Row = dict[str, Any]
@@ -150,6 +153,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row | str]]:
 
 
 def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | str]]:
+    if find_splits(path) and not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        for file in choose_split(path, split, str(path)):
+            yield from ((f"{file.name}, {place}", row) for place, row in _read(PromptSet(file)))
+        return
     import pyarrow.ipc
 
     if (path / "dataset_dict.json").is_file():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusionrl.config.divisors import dividing
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -54,15 +56,12 @@ def plan_batches(
     if global_batch_size is None:
         steps = num_steps_per_rollout or 1
         if total % steps:
-            raise ValueError(f"{product} do not divide into --num-steps-per-rollout {steps}")
+            fitting = dividing(total, steps, at_most=total // dp_size)
+            raise ValueError(f"{product} do not divide into --num-steps-per-rollout {steps}; {fitting}")
         global_batch_size = total // steps
     if total % global_batch_size:
-        near = [d for d in range(1, total + 1) if total % d == 0]
-        best = min(near, key=lambda d: abs(d - (global_batch_size or 0)))
-        raise ValueError(
-            f"{product} do not divide into steps of --global-batch-size {global_batch_size};"
-            f" the nearest that does is {best}"
-        )
+        fitting = dividing(total, global_batch_size, at_least=dp_size)
+        raise ValueError(f"{product} do not divide into steps of --global-batch-size {global_batch_size}; {fitting}")
     if global_batch_size < dp_size:
         raise ValueError(
             f"--global-batch-size {global_batch_size} is smaller than the {dp_size} data-parallel ranks: some would"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from fusionrl.config.divisors import dividing
 
 if TYPE_CHECKING:
     from fusionrl.config.model_shape import ModelShape
@@ -61,12 +64,14 @@ class TrainerLayout:
         if self.world_size % (self.tp * self.pp * self.cp):
             raise ValueError(
                 f"{ranks} tp {self.tp} × pp {self.pp} × cp {self.cp} does not divide; "
-                f"change {flags['tp']}, {flags['pp']} or {flags['cp']}, or the number of ranks"
+                f"change {flags['tp']}, {flags['pp']} or {flags['cp']}, or the number of ranks;"
+                f" {dividing(self.world_size, self.tp * self.pp * self.cp)}"
             )
         if self.world_size % (self.etp * self.ep * self.pp):
             raise ValueError(
                 f"{ranks} etp {self.etp} × ep {self.ep} × pp {self.pp} does not divide; "
-                f"change {flags['ep']} or {flags['etp']}, or the number of ranks"
+                f"change {flags['ep']} or {flags['etp']}, or the number of ranks;"
+                f" {dividing(self.world_size, self.etp * self.ep * self.pp)}"
             )
 
     @property
@@ -116,24 +121,27 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
     """
     errors: list[str] = []
 
-    def divide(flag: str, size: int, count: int, what: str) -> None:
-        if size > 1 and count % size:
-            errors.append(
-                f"{flag} {size} does not divide the model's {count} {what}: {count} = {_remainder(count, size)}"
-            )
+    def divide(flag: str, size: int, counts: dict[str, int]) -> None:
+        for what, count in counts.items():
+            if size > 1 and count % size:
+                errors.append(
+                    f"{flag} {size} does not divide the model's {count} {what}: {count} = {_remainder(count, size)};"
+                    f" {dividing(math.gcd(*counts.values()), size)}"
+                )
 
     tensor, expert = "--tensor-model-parallel-size", "--expert-model-parallel-size"
-    divide(tensor, layout.tp, shape.num_attention_heads, "attention heads")
+    split = {"attention heads": shape.num_attention_heads}
     if shape.num_query_groups != shape.num_attention_heads:
-        divide(tensor, layout.tp, shape.num_query_groups, "key-value heads")
+        split["key-value heads"] = shape.num_query_groups
     if shape.moe is None or len(shape.moe.layers) < shape.num_layers:
-        divide(tensor, layout.tp, shape.ffn_hidden_size, "rows of the MLP (intermediate_size)")
+        split["rows of the MLP (intermediate_size)"] = shape.ffn_hidden_size
+    if shape.moe is not None and shape.moe.shared_ffn_hidden_size:
+        split["rows of the shared expert"] = shape.moe.shared_ffn_hidden_size
+    divide(tensor, layout.tp, split)
     if shape.moe is not None:
-        divide(expert, layout.ep, shape.moe.num_experts, "experts")
-        width = shape.moe.ffn_hidden_size
-        divide("--expert-tensor-parallel-size", layout.etp, width, "rows of an expert (moe_intermediate_size)")
-        if shape.moe.shared_ffn_hidden_size:
-            divide(tensor, layout.tp, shape.moe.shared_ffn_hidden_size, "rows of the shared expert")
+        divide(expert, layout.ep, {"experts": shape.moe.num_experts})
+        rows = {"rows of an expert (moe_intermediate_size)": shape.moe.ffn_hidden_size}
+        divide("--expert-tensor-parallel-size", layout.etp, rows)
     elif layout.ep > 1:
         errors.append(f"{expert} {layout.ep}: a {shape.model_type} model has no experts; leave it at 1")
     if layout.etp > 1 and shape.moe is None:
@@ -190,10 +198,11 @@ def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping
     pieces = max(middle, 1) * layout.vpp
     stages = f"{middle} further stages" if ends else f"--pipeline-model-parallel-size {layout.pp}"
     chunks = f" x {layout.vpp} virtual stages" if layout.vpp > 1 else ""
+    fitting = f" ({dividing(rest, pieces)})" if rest > 0 and middle else ""
     if rest < 0 or (middle == 0 and rest) or (middle and (rest % pieces or not rest)):
         return [
-            f"{stages}{chunks}: {arithmetic}, which {pieces if middle else 0} does not divide; change the sizes, or "
-            "give --num-layers-in-first-pipeline-stage or --num-layers-in-last-pipeline-stage"
+            f"{stages}{chunks}: {arithmetic}, which {pieces if middle else 0} does not divide{fitting}; change the"
+            " sizes, or give --num-layers-in-first-pipeline-stage or --num-layers-in-last-pipeline-stage"
         ]
     return [
         f"{_flag(name)} {value} does not divide into {layout.vpp} virtual stages"

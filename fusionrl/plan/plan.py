@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
+from fusionrl.config.effects import effect_warnings
 from fusionrl.config.model_shape import ModelShape, read_model_shape
+from fusionrl.config.parts import uses_engines, uses_trainers
 from fusionrl.config.presets import described
 from fusionrl.config.quantization import BlockFp8
 from fusionrl.config.validate_algorithm import algorithm_warnings, asks_for_routing
@@ -16,6 +19,7 @@ from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
+from fusionrl.plan.schedule import warm_up_notes
 from fusionrl.weights.plan import plan_for_layout, push_tensors
 
 
@@ -72,19 +76,6 @@ class Plan:
     def shares_with_auxiliary(self) -> bool:
         """Whether the actor shares a device with the critic, or with the process reward model."""
         return self.auxiliary is not None and bool(set(self.auxiliary.bundles) & set(self.trainer_bundles))
-
-
-def uses_trainers(config: Config) -> bool:
-    """Whether the mode has trainers (the table of modes)."""
-    run = config.run
-    if run.mode == "eval" or run.debug_rollout_only:
-        return False
-    return not (run.mode == "reject-sampling" and config.reject_sampling.no_trainer)
-
-
-def uses_engines(config: Config) -> bool:
-    """Whether the mode has engines (the table of modes)."""
-    return config.run.mode != "sft" and not config.run.debug_train_only
 
 
 def make_plan(
@@ -289,8 +280,14 @@ def _virtual_size(config: Config, shape: ModelShape | None) -> int:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage {layers} x --pipeline-model-parallel-size "
             f"{model.pipeline_model_parallel_size} = {chunk} does not divide the model's {shape.num_layers} layers"
+            + _chunks_that_do(shape.num_layers, model.pipeline_model_parallel_size, layers)
         )
     return shape.num_layers // chunk
+
+
+def _chunks_that_do(num_layers: int, stages: int, wanted: int) -> str:
+    """`; sizes that divide 4: …`, the layers of a stage; nothing where the stages do not divide the layers."""
+    return "" if num_layers % stages else f"; {dividing(num_layers // stages, wanted)}"
 
 
 def _rollout_gpus(config: Config) -> int:
@@ -303,7 +300,10 @@ def _rollout_gpus(config: Config) -> int:
         count = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     size = cluster.rollout_num_gpus_per_engine
     if count % size:
-        raise ValueError(f"--rollout-num-gpus {count} is no multiple of --rollout-num-gpus-per-engine {size}")
+        raise ValueError(
+            f"--rollout-num-gpus {count} is no multiple of --rollout-num-gpus-per-engine {size};"
+            f" {dividing(count, size)}"
+        )
     return count
 
 
@@ -326,7 +326,10 @@ def _scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
     scorers = []
     for role, prefix, path, count, size in wanted:
         if count % size:
-            raise ValueError(f"{prefix}-num-gpus {count} is no multiple of {prefix}-num-gpus-per-engine {size}")
+            raise ValueError(
+                f"{prefix}-num-gpus {count} is no multiple of {prefix}-num-gpus-per-engine {size};"
+                f" {dividing(count, size)}"
+            )
         bundles = []
         for _ in range(count // size):
             left = per_node - first % per_node
@@ -423,8 +426,13 @@ def render_plan(plan: Plan, config: Config) -> str:
         parts = ("weights", "gradients", "optimizer", "activations")
         told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
         lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
-    lines += [f"warning    {text}" for text in algorithm_warnings(config)]
+    lines += [f"schedule   {text}" for text in warm_up_notes(config, _num_optimizer_steps(plan))]
+    lines += [f"warning    {text}" for text in [*algorithm_warnings(config), *effect_warnings(config)]]
     return "\n".join(lines) + "\n"
+
+
+def _num_optimizer_steps(plan: Plan) -> int:
+    return plan.num_rollout * plan.batch.num_steps if plan.batch else 0
 
 
 def push_bytes(plan: Plan) -> int:

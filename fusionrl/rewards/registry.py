@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fusionrl.config.aliases import value_hint
 from fusionrl.rewards import math_utils, text
 from fusionrl.rewards.code import code, code_all
 from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
@@ -75,7 +76,7 @@ def parse_rm_type(rm_type: str) -> dict[str, Part]:
             known = ", ".join(sorted(RM_TYPES))
             raise ValueError(
                 f"{rm_type}: unknown reward {written!r}; known are {known}, each also with boxed_ before it,"
-                f" and {MODEL}"
+                f" and {MODEL}{value_hint('rm_type', written, [*RM_TYPES, MODEL])}"
             )
         if written == "boxed_deepscaler":
             raise ValueError(f"{rm_type}: deepscaler looks for </think> and then for a box itself; leave boxed_ out")

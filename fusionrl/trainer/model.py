@@ -296,7 +296,7 @@ def build_training(
     train, decay_steps = config.train, settings.lr_decay_steps(config)
     scheduler = OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=min(train.lr_warmup_init, train.lr),
         max_lr=train.lr,
         min_lr=min(train.min_lr, train.lr),
         lr_warmup_steps=train.lr_warmup_iters,

@@ -221,7 +221,7 @@ def test_a_thousand_bad_lines_do_not_fill_the_screen(errors: Errors, write_rows:
 def test_files_that_are_no_prompt_data(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
     one(errors(prompt_data=str(write_rows([], "empty.jsonl"))), "no rows")
     one(errors(prompt_data=str(write_rows(["a,b"], "table.csv"))), "'.csv'", ".json or .parquet")
-    one(errors(prompt_data=str(tmp_path)), "no folder that datasets.save_to_disk wrote")
+    one(errors(prompt_data=str(tmp_path)), "choose one of its splits", f"{tmp_path}:data")
     assert len(errors(prompt_data=str(write_rows(["no parquet"], "t.parquet")))) == 1
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes('{"input": "é", "label": "1"}\n'.encode("latin-1"))

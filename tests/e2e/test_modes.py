@@ -73,6 +73,7 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     for step, model in ((0, task / "model"), (40, tmp_path / "model")):
         assert validation[step] == pytest.approx(_loss_by_transformers(model, tmp_path / "val.jsonl"), rel=1e-4)
     assert not list((tmp_path / "sft" / "logs").glob("engine-*.log")), "sft starts no engine"
+    assert not list((tmp_path / "sft").glob("checkpoints/*")), "--no-save writes no checkpoint"
 
     common = ["--device", "cpu", "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"]
     common += ["--rollout-max-response-len", "6"]
@@ -84,16 +85,22 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
         + ["--num-rollout", "2", "--reject-sampling-output", str(accepted), "--run-dir", str(tmp_path / "reject")],
         tmp_path,
     )
+    logs = {path.name for path in (tmp_path / "reject" / "logs").iterdir()}
+    assert "engine-0.log" in logs and not any("trainer" in name for name in logs), "--no-trainer starts no trainer"
     rows = [json.loads(line) for line in accepted.read_text().splitlines()]
     assert rows and all(row["reward"] >= 0.3 for row in rows)
     assert sum(row["rollout/accepted"] for row in metrics_of(tmp_path / "reject")) == len(rows)
     assert len({json.dumps(row["messages"][:-1]) for row in rows}) == len(rows), "one accepted sample a prompt"
 
-    run(
+    again = run(
         [*sft, "--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(accepted), "--num-rollout", "1"]
-        + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--save-hf", str(tmp_path / "refined")],
+        + ["--rollout-batch-size", "4", "--run-dir", str(tmp_path / "again"), "--save-hf", str(tmp_path / "refined")]
+        # A function that would fail the run if it were called: nothing has given it a place to write to.
+        + ["--rollout-data-postprocess-path", "tests/e2e/all_hooks.py:postprocess"],
         tmp_path,
     )
+    said = "not called in --mode sft, where it has no policy loss: --rollout-data-postprocess-path"
+    assert said in again.output()
     assert metrics_of(tmp_path / "again")[0]["train/num_samples"] == 4
 
     common += ["--hf-checkpoint", str(tmp_path / "refined"), "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]

@@ -159,7 +159,7 @@ def test_modes_that_have_them(values: dict[str, Any], roles: list[str]) -> None:
 def test_devices_of_theirs_that_do_not_divide() -> None:
     values = {"rollout_batch_size": 8, "num_rollout": 3, **SCORERS, "rm_num_gpus": 3, "rm_num_gpus_per_engine": 2}
     assert plan_errors(Config.from_flat(values), num_prompts=4) == [
-        "--rm-num-gpus 3 is no multiple of --rm-num-gpus-per-engine 2"
+        "--rm-num-gpus 3 is no multiple of --rm-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
     ]
 
 

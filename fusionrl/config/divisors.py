@@ -1,0 +1,24 @@
+"""Sizes that divide a count, for messages about one that does not."""
+
+from __future__ import annotations
+
+import math
+
+SHOWN = 6  # of many the nearest
+
+
+def divisors(count: int) -> list[int]:
+    """Every divisor of `count` (at least 1), ascending."""
+    low = [size for size in range(1, math.isqrt(count) + 1) if count % size == 0]
+    return sorted({*low, *(count // size for size in low)})
+
+
+def dividing(count: int, wanted: int, *, at_least: int = 1, at_most: int | None = None) -> str:
+    """The sizes near `wanted` that divide `count`, in words: "sizes that divide 12: 1, 2, 3, 4, 6 and 12".
+
+    at_least, at_most  bounds of the sizes
+    """
+    fitting = [size for size in divisors(count) if at_least <= size <= (at_most or count)]
+    nearest = sorted(sorted(fitting, key=lambda size: abs(size - wanted))[:SHOWN])
+    *first, last = [str(size) for size in nearest] or ["none"]
+    return f"sizes that divide {count}: " + (f"{', '.join(first)} and {last}" if first else last)

@@ -1,0 +1,337 @@
+"""Flags that were given and do nothing in this run: in another mode they act, or beside other flags.
+
+`EFFECTS` says of each field in which runs it is read. It was made by reading what reads the field; a user's own
+function may read any flag, so where one takes the place of what reads it, nothing is claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fusionrl.config.config import Config
+from fusionrl.config.groups import CriticGroup, DataGroup, PrmGroup, RolloutGroup, WeightsGroup
+from fusionrl.config.hooks import SIGNATURES, flag_of
+from fusionrl.config.parts import (
+    changes_weights,
+    evaluates,
+    generates,
+    has_policy_loss,
+    saves,
+    uses_engines,
+    uses_trainers,
+    validates,
+)
+from fusionrl.config.presets import PRESETS
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a field acts.
+
+    holds    whether it does in a run
+    missing  what a run lacks where it does not: of the mode ("there are no trainers") or, with `of_flags`, of the
+             other flags ("without --use-kl-loss")
+    """
+
+    holds: Callable[[Config], bool]
+    missing: str
+    of_flags: bool = False
+
+
+def _beside(holds: Callable[[Config], bool], missing: str) -> Scope:
+    return Scope(holds, missing, of_flags=True)
+
+
+# ------------------------------------------------------------------------------------------------ by mode
+TRAINERS = Scope(uses_trainers, "it has no trainers")
+ENGINES = Scope(uses_engines, "it has no engines")
+PUSHES = Scope(lambda c: uses_trainers(c) and uses_engines(c), "no weights are pushed")
+TRAINS = Scope(changes_weights, "no weights are trained")
+POLICY = Scope(has_policy_loss, "it has no policy loss")
+GENERATES = Scope(generates, "nothing is generated to train on")
+EVALUATES = Scope(evaluates, "engines evaluate nothing")
+TESTS = Scope(lambda c: evaluates(c) or validates(c), "nothing is evaluated")
+TESTS_BETWEEN = Scope(
+    lambda c: c.run.mode != "eval" and (evaluates(c) or validates(c)), "nothing is evaluated between steps"
+)
+STEPS = Scope(lambda c: c.run.mode != "eval", "it has no steps")
+SAVES = Scope(saves, "nothing is saved")
+PROMPTS = Scope(lambda c: c.run.mode != "eval" and not c.run.load_debug_rollout_data, "no prompt data is read")
+ROLLOUT_FUNCTION = Scope(lambda c: not c.run.load_debug_rollout_data, "rollouts are read from files")
+SCORES = Scope(lambda c: c.run.mode in ("rl", "reject-sampling"), "nothing is scored to train on or to choose from")
+RL = Scope(lambda c: c.run.mode == "rl", "no policy is trained by rewards")
+SFT = Scope(lambda c: c.run.mode == "sft", "it has no conversations to train on")
+NOT_SFT = Scope(lambda c: c.run.mode != "sft", "nothing is sampled")
+REJECTS = Scope(lambda c: c.run.mode == "reject-sampling", "no samples are chosen and written")
+PRESET = Scope(
+    lambda c: c.run.mode == "rl" or (c.run.mode == "reject-sampling" and _filters(c)),
+    "no policy is trained by rewards",
+)
+
+
+# ------------------------------------------------------------------------------------------------ beside other flags
+def _filters(config: Config) -> bool:
+    return "dynamic_sampling_filter_path" in PRESETS.get(str(config.algorithm.algorithm), {})
+
+
+def policy_loss(config: Config) -> str | None:
+    """The name of the policy loss in use; None where a function of the user's takes its place, or may read flags."""
+    a = config.algorithm
+    if a.custom_policy_loss_path is not None or a.loss_type == "custom_loss":
+        return None
+    if a.policy_loss != "auto":
+        return a.policy_loss
+    return a.advantage_estimator if a.advantage_estimator in ("gspo", "cispo") else "ppo"
+
+
+def _of_losses(*names: str) -> Scope:
+    return _beside(lambda c: policy_loss(c) in (None, *names), f"without --policy-loss {' or '.join(names)}")
+
+
+def _moves(config: Config) -> bool:
+    """Whether the policy may have moved since the rollout when the loss is computed: after its first step."""
+    rollout, train = config.rollout, config.train
+    total = (rollout.rollout_batch_size or 0) * rollout.n_samples_per_prompt
+    is_one_step = train.num_steps_per_rollout in (None, 1) and train.global_batch_size in (None, total)
+    return policy_loss(config) is None or config.algorithm.use_rollout_logprobs or not is_one_step
+
+
+def _may_be_agent(config: Config) -> bool:
+    own = (config.rollout.rollout_function_path, config.data.data_source_path)
+    plain = (RolloutGroup().rollout_function_path, DataGroup().data_source_path)
+    return bool(config.rollout.custom_generate_function_path or config.eval.eval_config or own != plain)
+
+
+def _needs_reference(config: Config) -> bool:
+    a = config.algorithm
+    return a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"
+
+
+MOVES = _beside(_moves, "with one optimizer step a rollout (its ratio to the policy that sampled is 1)")
+CLIP = _of_losses("ppo", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov")
+DUAL_CLIP = _of_losses("ppo", "gspo", "gspo_token", "clip_cov")
+NOT_DPO = _beside(lambda c: c.algorithm.policy_loss != "dpo", "with --policy-loss dpo")
+KL_LOSS = _beside(lambda c: c.algorithm.use_kl_loss, "without --use-kl-loss")
+REFERENCE = _beside(_needs_reference, "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)")
+ESTIMATOR = _beside(
+    lambda c: c.reward.custom_reward_post_process_path is None, "with --custom-reward-post-process-path"
+)
+DEVIATION = _beside(
+    lambda c: c.algorithm.advantage_estimator in ("grpo", "gspo", "cispo"),
+    "without --advantage-estimator grpo, gspo or cispo",
+)
+OF_SAMPLES = _beside(
+    lambda c: c.algorithm.advantage_estimator not in ("ppo", "reinforce_plus_plus"),
+    "with --advantage-estimator ppo or reinforce_plus_plus",
+)
+WHITENS = _beside(
+    lambda c: (
+        c.algorithm.advantage_estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime")
+        or c.algorithm.normalize_advantages
+    ),
+    "with an --advantage-estimator that always whitens",
+)
+AGGREGATED = _beside(
+    lambda c: c.run.mode != "rl" or (c.algorithm.loss_aggregation == "auto" and c.algorithm.policy_loss != "dpo"),
+    "with --loss-aggregation or --policy-loss dpo",
+)
+AGENT = _beside(_may_be_agent, "without --custom-generate-function-path")
+PARTIAL = _beside(lambda c: c.rollout.partial_rollout, "without --partial-rollout")
+HAS_SETS = _beside(lambda c: c.eval.has_sets, "without --eval-prompt-data or --eval-config")
+IS_DUE = _beside(
+    lambda c: c.run.mode == "eval" or c.eval.eval_interval is not None or not c.eval.skip_eval_before_train,
+    "with --skip-eval-before-train and without --eval-interval",
+)
+SAVING = _beside(lambda c: not c.checkpoint.no_save, "with --no-save")
+CHECKS_SAVES = _beside(lambda c: not c.checkpoint.no_save or c.run.resume, "with --no-save")
+DECAY = _beside(lambda c: c.train.lr_decay_style != "constant", "with --lr-decay-style constant")
+WARM_UP = _beside(
+    lambda c: max(c.train.lr_warmup_iters, c.critic.critic_lr_warmup_iters or 0, c.prm.prm_lr_warmup_iters or 0) > 0,
+    "without --lr-warmup-iters",
+)
+EPOCHS = _beside(lambda c: c.run.num_rollout is None, "with --num-rollout")
+COLOCATED = _beside(lambda c: c.cluster.colocate, "without --colocate")
+OFFLOADS = _beside(lambda c: c.cluster.offload_train != "never", "with --offload-train never")
+LOCAL_RAY = _beside(lambda c: c.cluster.ray_address is None, "with --ray-address")
+VERIFIES = _beside(lambda c: c.weights.verify_weights != "never", "with --verify-weights never")
+
+# Read in every run, or what they promise holds in every run.
+EVERYWHERE: tuple[str, ...] = (
+    *("mode", "name", "run_dir", "resume", "use_tensorboard", "dry_run", "log_level", "custom_config_path"),
+    *("debug_rollout_only", "debug_train_only", "load_debug_rollout_data", "no_save", "no_trainer"),
+    *("device", "ray_address", "num_gpus_per_node", "placement_timeout_s", "hf_checkpoint", "precision"),
+    *("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template_kwargs", "rollout_seed"),
+    *("use_dynamic_batch_size", "balance_data"),
+)
+
+_ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
+    ((RL,), ("pipeline",)),
+    ((TRAINERS,), ("seed",)),
+    ((STEPS,), ("num_rollout", "save_debug_rollout_data", "rollout_batch_size")),
+    ((STEPS, EPOCHS), ("num_epoch",)),
+    ((LOCAL_RAY,), ("dashboard",)),
+    # ---- cluster and model
+    (
+        (TRAINERS,),
+        (
+            *("actor_num_nodes", "actor_num_gpus_per_node", "offload_train", "distributed_timeout_minutes"),
+            *("train_num_threads", "debug_random_weights", "megatron_checkpoint", "custom_model_provider_path"),
+            *("transformer_impl", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+            *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+            *("micro_batch_size", "max_tokens_per_gpu", "custom_megatron_init_path", "log_probs_chunk_size"),
+            "save_hf",
+        ),
+    ),
+    ((TRAINERS, OFFLOADS), ("offload_folder",)),
+    ((PUSHES,), ("colocate",)),
+    ((PUSHES, COLOCATED), ("offload_rollout",)),
+    ((POLICY, REFERENCE), ("ref_load",)),
+    # ---- data, rollout and rewards
+    ((PROMPTS,), ("prompt_data", "prompt_data_weights", "rollout_shuffle", "data_source_path", "buffer_filter_path")),
+    ((PROMPTS,), ("rollout_sample_filter_path", "rollout_all_samples_process_path")),
+    ((SFT,), ("loss_mask_type",)),
+    ((ROLLOUT_FUNCTION,), ("rollout_function_path",)),
+    (
+        (ENGINES,),
+        (
+            *("apply_chat_template", "rollout_max_prompt_len", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
+            *("rollout_dtype", "custom_generate_function_path", "rollout_sample_hook_path", "rollout_top_p"),
+            *("rollout_top_k", "rollout_min_response_len", "rollout_max_context_len", "rollout_stop"),
+            *("rollout_stop_token_ids", "rollout_ignore_eos", "rollout_skip_special_tokens"),
+            *("sglang_server_concurrency", "stream_responses", "engine_start_timeout_s", "engine_num_threads"),
+            *("use_fault_tolerance", "rollout_health_check_interval", "rollout_health_check_timeout"),
+            *("rollout_health_check_first_wait", "rm_type", "rm_format_regex", "rm_url", "rm_model", "rm_input"),
+            *("rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args", "custom_rm_path", "group_rm"),
+            *("reward_timeout_s", "reward_failure_value", "reward_num_processes", "pause_generation_mode"),
+        ),
+    ),
+    ((ENGINES, AGENT), ("tools_path", "tool_call_parser", "max_turns", "max_tool_response_len", "tool_timeout_s")),
+    ((NOT_SFT,), ("rollout_temperature", "rollout_max_response_len", "reward_key")),
+    (
+        (GENERATES,),
+        (
+            *("partial_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path"),
+            *("accuracy_lower_bound", "accuracy_upper_bound"),
+        ),
+    ),
+    ((GENERATES, PARTIAL), ("mask_offpolicy_in_partial_rollout",)),
+    ((SCORES,), ("n_samples_per_prompt", "custom_rollout_log_function_path", "custom_reward_post_process_path")),
+    ((RL,), ("overlong_buffer_len", "overlong_penalty_factor", "length_penalty_coef")),
+    ((TRAINS, RL), ("custom_convert_samples_to_train_data_path",)),
+    # ---- algorithm
+    ((PRESET,), ("algorithm",)),
+    ((RL,), ("advantage_estimator", "loss_type", "custom_loss_function_path")),
+    (
+        (POLICY,),
+        (
+            *("gamma", "lambd", "bootstrap_truncated", "kl_coef", "kl_coef_type", "custom_policy_loss_path"),
+            *("custom_pg_loss_reducer_function_path", "use_tis", "tis_clip", "tis_clip_low", "tis_level", "tis_mode"),
+            *("tis_veto", "rejection_level", "rejection_low", "rejection_high", "custom_tis_function_path"),
+            *("use_opsm", "opsm_delta", "use_kl_loss", "entropy_coef", "use_rollout_logprobs"),
+            *("dpo_beta", "dpo_label_smoothing", "custom_advantage_function_path", "rollout_data_postprocess_path"),
+            "custom_megatron_before_log_prob_hook_path",
+        ),
+    ),
+    (
+        (TRAINS, RL),
+        (
+            *("policy_loss", "loss_aggregation", "loss_length", "use_routing_replay", "use_rollout_routing_replay"),
+            *("use_opd", "opd_type", "opd_kl_coef", "opd_teacher_load", "opd_teacher_num_gpus"),
+            *("opd_teacher_num_gpus_per_engine", "opd_teacher_server_args"),
+            *(*CriticGroup.model_fields, *PrmGroup.model_fields),
+        ),
+    ),
+    ((POLICY, KL_LOSS), ("kl_loss_coef", "kl_loss_type", "use_unbiased_kl")),
+    ((POLICY, ESTIMATOR), ("pass_k",)),
+    ((POLICY, WHITENS), ("normalize_advantages",)),
+    ((POLICY, ESTIMATOR, NOT_DPO, DEVIATION), ("disable_grpo_std_normalization",)),
+    ((POLICY, ESTIMATOR, NOT_DPO, OF_SAMPLES), ("disable_rewards_normalization",)),
+    ((POLICY, CLIP, MOVES), ("eps_clip", "eps_clip_high")),
+    ((POLICY, DUAL_CLIP, MOVES), ("eps_clip_c",)),
+    ((POLICY, _of_losses("sapo"), MOVES), ("sapo_tau_pos", "sapo_tau_neg")),
+    ((POLICY, _of_losses("clip_cov")), ("clip_cov_fraction", "clip_cov_low", "clip_cov_high")),
+    ((POLICY, _of_losses("kl_cov"), MOVES), ("kl_cov_fraction", "kl_cov_coef")),
+    ((TRAINS, AGGREGATED), ("calculate_per_token_loss",)),
+    # ---- training
+    (
+        (TRAINS,),
+        (
+            *("global_batch_size", "num_steps_per_rollout", "lr", "lr_decay_style", "lr_warmup_iters"),
+            *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_skipped_steps"),
+            "custom_megatron_before_train_step_hook_path",
+        ),
+    ),
+    ((TRAINS, DECAY), ("min_lr", "lr_decay_iters")),
+    ((TRAINS, WARM_UP), ("lr_warmup_init",)),
+    # ---- evaluation
+    ((TESTS, IS_DUE), ("eval_prompt_data", "eval_config")),
+    ((TESTS, HAS_SETS), ("eval_input_key", "eval_label_key")),
+    ((TESTS_BETWEEN, HAS_SETS), ("eval_interval", "skip_eval_before_train")),
+    (
+        (EVALUATES, HAS_SETS),
+        (
+            *("eval_function_path", "custom_eval_rollout_log_function_path", "eval_reward_key"),
+            *("n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len"),
+        ),
+    ),
+    # ---- weight push and checkpoints
+    (
+        (PUSHES,),
+        tuple(name for name in WeightsGroup.model_fields if name not in ("pause_generation_mode", "verify_tolerance")),
+    ),
+    ((PUSHES, VERIFIES), ("verify_tolerance",)),
+    ((SAVES, SAVING), ("save_interval", "keep_checkpoints", "keep_best")),
+    ((SAVES, TRAINS, SAVING), ("async_save",)),
+    ((SAVES, CHECKS_SAVES), ("verify_checkpoints",)),
+    ((REJECTS,), ("reject_sampling_output", "reject_sampling_threshold", "reject_sampling_per_prompt")),
+)
+
+EFFECTS: dict[str, tuple[Scope, ...]] = {field: scopes for scopes, fields in _ROWS for field in fields}
+
+# A rollout function of the user's own may read these in any mode.
+READ_BY_ROLLOUTS = {*DataGroup.model_fields, *RolloutGroup.model_fields}
+
+# Fields passed through to SGLang, its router and Megatron-core: by the name of their part in `Config.passthrough`.
+PASSED: dict[str, tuple[str, Scope]] = {
+    "sglang": ("--sglang-", ENGINES),
+    "router": ("--router-", ENGINES),
+    "transformer": ("--", TRAINERS),
+    "optimizer": ("--", TRAINS),
+    "ddp": ("--", TRAINS),
+}
+
+
+def effect_warnings(config: Config) -> list[str]:
+    """A line for each reason why flags that were given (not those of a preset) do nothing, and hooks are not called."""
+    lines: dict[str, list[str]] = {}
+    has_own_rollout = config.rollout.rollout_function_path != RolloutGroup().rollout_function_path
+    for field in config.given():
+        if has_own_rollout and field in READ_BY_ROLLOUTS and field not in SIGNATURES:
+            continue
+        missing = next((scope for scope in EFFECTS.get(field, ()) if not scope.holds(config)), None)
+        if missing is not None:
+            lines.setdefault(_reason(missing, config, is_hook=field in SIGNATURES), []).append(flag_of(field))
+    for part, (prefix, scope) in PASSED.items():
+        passed = getattr(config.passthrough, part)
+        if passed and not scope.holds(config):
+            flags = lines.setdefault(_reason(scope, config, is_hook=False), [])
+            flags += [name for name in (prefix + name.replace("_", "-") for name in passed) if name not in flags]
+    return [f"{reason}: {', '.join(flags)}" for reason, flags in lines.items()]
+
+
+def _reason(scope: Scope, config: Config, *, is_hook: bool) -> str:
+    what = "not called" if is_hook else "no effect"
+    return f"{what} {scope.missing}" if scope.of_flags else f"{what} in {_run(config)}, where {scope.missing}"
+
+
+def _run(config: Config) -> str:
+    """The flags that decide which parts a run has: `--mode sft`, `--mode rl --debug-rollout-only`."""
+    switches = {
+        "--debug-rollout-only": config.run.debug_rollout_only,
+        "--debug-train-only": config.run.debug_train_only,
+        "--no-trainer": config.reject_sampling.no_trainer,
+        "--loss-type sft_loss": config.run.mode == "rl" and config.algorithm.loss_type == "sft_loss",
+    }
+    return " ".join([f"--mode {config.run.mode}", *(flag for flag, is_on in switches.items() if is_on)])

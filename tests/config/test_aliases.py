@@ -1,0 +1,105 @@
+"""Names of other trainers are answered with the flag that they stand for, at once and without the stack."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import typing
+
+import pytest
+
+from fusionrl.config import upstream
+from fusionrl.config.aliases import TABLES, VALUES, cure_for
+from fusionrl.config.groups import GROUPS
+from fusionrl.config.parser import COMING, flag_of, inner_type, read_args
+from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES
+
+FIELDS = {field: info for model in GROUPS.values() for field, info in model.model_fields.items()}
+ENTRIES = [(owner, name) for owner, table in TABLES.items() for name in table]
+
+
+def is_flag(flag: str) -> bool:
+    """Whether a command line takes it, the parts' own flags included."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if flag.startswith("--sglang-"):
+        return "--" + flag.removeprefix("--sglang-") in upstream.sglang_parser()._option_string_actions
+    megatron = {field for fields in upstream.megatron_fields().values() for field in fields}
+    return name in FIELDS or name in megatron or name.removeprefix("no_") in megatron
+
+
+@pytest.mark.parametrize(("owner", "name"), ENTRIES)
+def test_an_entry_is_no_flag_of_ours_and_leads_to_one(owner: str, name: str) -> None:
+    cure, plain = TABLES[owner][name], "--" + name.replace("_", "-")
+    assert not is_flag(plain) and name not in COMING, "the table would never be asked, or hide a flag"
+    named = [flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", cure) if flag != "--router-"]
+    assert all(map(is_flag, named)), named
+    assert named or cure.startswith("leave it out: ")
+    as_typed = f"{name}=1" if "." in name else plain
+    (error,) = read_args([as_typed])[1]
+    assert error.startswith(as_typed) and cure in error
+
+
+def choices_of(field: str) -> set[str]:
+    return {*RM_TYPES, MODEL, REMOTE} if field == "rm_type" else set(typing.get_args(inner_type(FIELDS[field])))
+
+
+@pytest.mark.parametrize(("field", "value"), VALUES)
+def test_a_value_by_another_name(field: str, value: str) -> None:
+    """The value is none that the flag takes, and what is named instead is taken."""
+    assert value not in choices_of(field)
+    for flag, named in re.findall(r"(--[a-z-]+) ([a-z0-9_-]+)", VALUES[field, value]):
+        name = flag.removeprefix("--").replace("-", "_")
+        assert name in FIELDS
+        if name == "rm_type" or typing.get_origin(inner_type(FIELDS[name])) is typing.Literal:
+            assert named in choices_of(name), (flag, named)
+    if field != "rm_type":
+        (error,) = read_args([flag_of(field), value.replace("_", "-")])[1]
+        assert VALUES[field, value] in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "messages"),
+    [
+        (["--learning-rate", "1e-5"], ["--learning-rate 1e-5: TRL's name; use --lr"]),
+        (["--num_train_epochs=3"], ["--num_train_epochs 3: TRL's name; use --num-epoch"]),
+        (["--rollout_batch_size", "8"], ["8: flags are written with dashes: --rollout-batch-size"]),
+        (["--no_colocate"], ["--no_colocate: flags are written with dashes: --no-colocate"]),
+        (
+            ["data.train_batch_size=8", "+actor_rollout_ref.actor.optim.lr=1e-6", "trainer.balance_batch=True"],
+            [
+                "data.train_batch_size=8: verl's name; use --rollout-batch-size",
+                "+actor_rollout_ref.actor.optim.lr=1e-6: verl's name; use --lr",
+                "trainer.balance_batch=True: verl's settings are not known here; `fusionrl flags` lists the flags",
+            ],
+        ),
+        (["--vocab-size", "512"], ["--vocab-size 512: slime's name; leave it out: it is read from"]),
+        (["--precision", "float16"], ["did you mean --precision bf16?"]),
+        (["--mode", "rejectsampling"], ["did you mean --mode reject-sampling?"]),
+        (["--advantage-estimator", "GRPO"], ["did you mean --advantage-estimator grpo?"]),
+        (["--log-level", "verbose"], ["'debug', 'info', 'warning' or 'error'"]),
+    ],
+)
+def test_messages(argv: list[str], messages: list[str]) -> None:
+    _, errors = read_args(argv)
+    assert len(errors) == len(messages), errors
+    for error, message in zip(errors, messages, strict=True):
+        assert message in error
+
+
+def test_what_no_table_has() -> None:
+    assert cure_for("--no-such-flag") is None
+    assert cure_for("sums.jsonl") is None
+
+
+def test_nothing_of_other_packages_is_printed_before_an_error() -> None:
+    """Megatron-core, SGLang and the router are imported to know their flags; their warnings are not a user's."""
+    wrong = ["--learning-rate", "--recompute-granularityy", "--sglang-no-such-flag", "--router-policyy", "--rm-type"]
+    argv = [part for flag in wrong for part in (flag, "gsm8k")]
+    done = subprocess.run(
+        [sys.executable, "-m", "fusionrl.cli", "plan", *argv], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("error: ") for line in lines), done.stderr
+    assert all(any(line.startswith(f"error: {flag}") for line in lines) for flag in wrong), done.stderr

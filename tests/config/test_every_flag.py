@@ -1,0 +1,115 @@
+"""Every flag of the parser in every spelling: the field gets the value that the help promises, and no other changes."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from annotated_types import Ge, Gt
+
+from fusionrl.config.config import Config
+from fusionrl.config.groups import GROUPS
+from fusionrl.config.parser import build_parser, flag_of, inner_type, read_args
+from fusionrl.config.presets import with_preset
+
+FIELDS = {field: info for model in GROUPS.values() for field, info in model.model_fields.items()}
+SWITCHES = [field for field, info in FIELDS.items() if inner_type(info) is bool]
+OTHERS = [field for field in FIELDS if field not in SWITCHES]
+
+
+def flat(config: Config) -> dict[str, Any]:
+    return {name: value for group in GROUPS for name, value in vars(getattr(config, group)).items()}
+
+
+def changed(*argv: str) -> dict[str, Any]:
+    """The fields that the command line changed, of which nothing was wrong; and which it says it gave."""
+    config, errors = read_args(argv)
+    assert errors == []
+    plain = flat(Config())
+    return {name: value for name, value in flat(config).items() if value != plain[name]}
+
+
+def given(*argv: str) -> set[str]:
+    config, _ = read_args(argv)
+    return {name for group in GROUPS for name in getattr(config, group).model_fields_set}
+
+
+@pytest.mark.parametrize("field", SWITCHES)
+def test_a_switch(field: str) -> None:
+    """`--x` and `--x=true` are on, `--no-x` and `--x=false` off; of several the last one counts."""
+    flag, default = flag_of(field), FIELDS[field].default
+    spellings = {flag: True, f"{flag}=true": True, f"{flag}=True": True, f"{flag}=false": False, f"{flag}=FALSE": False}
+    if not field.startswith("no_"):
+        spellings["--no-" + flag[2:]] = False
+    for spelling, value in spellings.items():
+        assert changed(spelling) == ({} if value == default else {field: value}), spelling
+        assert given(spelling) == {field}
+    on, off = flag, f"{flag}=false"
+    assert (changed(on, off), changed(off, on)) == (changed(off), changed(on))
+    for wrong in (f"{flag}=3", f"{flag}=", *([f"--no-{flag[2:]}=true"] if f"--no-{flag[2:]}" in spellings else [])):
+        _, errors = read_args([wrong, "--seed", "-1"])
+        assert len(errors) == 2 and errors[0].startswith(wrong.rstrip("=")), errors
+    _, errors = read_args([flag, "true"])
+    assert errors == [f"{flag} true: a value of a switch stands after =: {flag}=true"]
+
+
+def test_the_two_flags_that_are_named_by_what_they_turn_off() -> None:
+    assert [field for field in SWITCHES if field.startswith("no_")] == ["no_save", "no_trainer"]
+    assert read_args(["--no-save"])[0].checkpoint.no_save and read_args(["--no-save"])[0].to_args().no_save
+    assert read_args(["--no-trainer"])[0].reject_sampling.no_trainer
+    assert any(error.startswith("--no-no-save") for error in read_args(["--no-no-save"])[1])
+
+
+def _valid(field: str, folder: Path) -> list[tuple[list[str], Any]]:
+    """(values on the command line, value of the field), none of them the default."""
+    info = FIELDS[field]
+    kind = inner_type(info)
+    if field == "custom_config_path":
+        (folder / "own.yaml").write_text("mine: 1\n")
+        return [([str(folder / "own.yaml")], str(folder / "own.yaml"))]
+    if typing.get_origin(kind) is typing.Literal:
+        return [([choice], choice) for choice in typing.get_args(kind)]
+    if typing.get_origin(kind) is dict:
+        return [(['{"a": [1, "b"]}'], {"a": [1, "b"]})]
+    if typing.get_origin(kind) is list:
+        (item,) = typing.get_args(kind)
+        values = [item(3), item(4)] if item is not str else ["a", "b c"]
+        return [([str(value) for value in values], values)]
+    if kind is str:
+        return [(["word"], "word")]
+    low = max((m.ge if isinstance(m, Ge) else m.gt for m in info.metadata if isinstance(m, (Ge, Gt))), default=0)
+    number = low + 1 if kind is int else low + 0.375  # a float that every upper bound here leaves room for
+    return [([json.dumps(number)], number)]
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_flag_with_a_value(field: str, tmp_path: Path) -> None:
+    """`--x VALUE` and `--x=VALUE`; without a value it is a mistake."""
+    flag, plain = flag_of(field), flat(Config())
+    for texts, value in _valid(field, tmp_path):
+        preset = with_preset({field: value}) if field == "algorithm" else {field: value}
+        wanted = {name: set_to for name, set_to in preset.items() if set_to != plain[name]}
+        assert changed(flag, *texts) == wanted
+        assert field in given(flag, *texts)
+        if len(texts) == 1:
+            assert changed(f"{flag}={texts[0]}") == wanted
+    _, errors = read_args([flag])
+    assert errors == [f"{flag}: it needs a value"]
+
+
+def test_help_shows_every_flag_as_it_is_taken() -> None:
+    """Each line of options that help prints is a field's, with `--no-x` where the parser takes it."""
+    text = build_parser().format_help()
+    assert "--no-no-" not in text
+    shown = {name for line in re.findall(r"^  (--\S.*?)(?:  |$)", text, re.M) for name in re.findall(r"--[\w-]+", line)}
+    for field in FIELDS:
+        assert flag_of(field) in shown
+    for field in SWITCHES:
+        assert ("--no-" + flag_of(field)[2:] in shown) == (not field.startswith("no_"))
+    for name in shown - {"--help", *map(flag_of, OTHERS)}:
+        _, errors = read_args([name])
+        assert errors == [], name
