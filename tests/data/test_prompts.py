@@ -59,10 +59,10 @@ def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Calla
 
 def test_a_bad_row_stops_the_reading_with_its_line(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
     data = write_rows([{"q": "x"}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match="line 3: no column 'q'"):
+    with pytest.raises(ValueError, match="line 3: column 'q' is missing"):
         load_prompts(data, tokenizer, PromptColumns("q"))
     data = write_rows([{"q": [{"role": "assistant", "content": "x"}]}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match="line 3: no column 'q'"):
+    with pytest.raises(ValueError, match="line 3: column 'q' is missing"):
         load_conversations(data, PromptColumns("q"))
     with pytest.raises(ValueError, match="line 2: not valid JSON"):
         list(read_rows(write_rows([{"q": "x"}, "{'q': 1}"])))
@@ -72,9 +72,11 @@ def test_a_bad_row_stops_the_reading_with_its_line(tokenizer: Any, write_rows: C
 
 def test_conversations_stay_messages(write_rows: Callable[..., Path]) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    loaded = load_conversations(write_rows([{"q": messages, "tools": [1]}]), PromptColumns("q", tool_key="tools"))
+    loaded = load_conversations(
+        write_rows([{"q": messages, "tools": [{"n": 1}]}]), PromptColumns("q", tool_key="tools")
+    )
     assert loaded.samples[0].prompt == messages
-    assert loaded.samples[0].metadata == {"tools": [1]}
+    assert loaded.samples[0].metadata == {"tools": [{"n": 1}]}
 
 
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
