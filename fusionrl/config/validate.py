@@ -20,10 +20,9 @@ from fusionrl.config.quantization import BlockFp8, read_quantization
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
 from fusionrl.config.validate_scorers import scorer_errors
-from fusionrl.data.chat import MultiTurnLossMaskGenerator
-from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, render_prompt
+from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
-from fusionrl.data.template_probe import Messages, TemplateProbe
+from fusionrl.data.template_probe import TemplateProbe
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
 from fusionrl.weights.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
@@ -340,27 +339,16 @@ def _tokenizer_files(config: Config) -> TokenizerFiles | None:
 
 
 def _template_probe(config: Config, files: TokenizerFiles | None, columns: PromptColumns) -> TemplateProbe | None:
-    """Asks the chat template, where there is one and it is used."""
-    is_sft = config.run.mode == "sft"
-    if files is None or not files.templates or not (is_sft or columns.apply_chat_template):
+    if files is None:
         return None
 
-    def confirm(messages: Messages, tools: Any) -> str | None:
+    def load() -> Any:
         from fusionrl.rollout.sglang_rollout import load_tokenizer
 
-        try:
-            tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
-            if is_sft:
-                masks = MultiTurnLossMaskGenerator(tokenizer, config.data.loss_mask_type, columns.chat_template_kwargs)
-                masks.get_loss_mask(list(messages), tools)
-            else:
-                render_prompt(list(messages), tokenizer, columns, tools)
-        except (OSError, ValueError) as error:
-            return str(error)
-        return None
+        return load_tokenizer(str(config.model.hf_checkpoint))
 
-    kwargs = columns.chat_template_kwargs or {}
-    return TemplateProbe(files, kwargs, confirm, for_answer=not is_sft)
+    loss_mask_type = config.data.loss_mask_type if config.run.mode == "sft" else None
+    return template_probe(files, columns, load, loss_mask_type)
 
 
 def _check_prompt_data(config: Config, errors: list[str], warnings: list[str]) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 from fusionrl.data.findings import Finding, Findings
-from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, render_prompt
-from fusionrl.data.row_checks import PromptColumns, RowChecker
+from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, render_prompt, special_tokens_of
+from fusionrl.data.row_checks import PromptColumns, RowChecker, template_finding
 from fusionrl.data.rows import line_finding, scan_rows
 from fusionrl.data.strict_json import Row
 
@@ -64,7 +64,7 @@ class DataCheck:
         try:
             length = self._prompt_length(row)
         except ValueError as mistake:
-            return [*found, Finding(str(mistake))]
+            return [*found, template_finding(self.columns.input_key, str(mistake))]
         limit = self.columns.max_prompt_len
         if length is not None:
             self.lengths.append(length)
@@ -105,9 +105,3 @@ class DataCheck:
             low, middle, high = min(self.lengths), statistics.median(self.lengths), max(self.lengths)
             text += f", prompt tokens min {low} median {middle:g} max {high}"
         return text
-
-
-def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
-    """Texts that a loaded tokenizer writes as one control token."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return tuple(sorted({*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)}))

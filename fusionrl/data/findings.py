@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 NUM_PLACES = 3
+MAX_CAUSES = 20
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,16 @@ class Findings:
 
     def errors(self) -> list[str]:
         """One text a cause for which rows cannot be trained on."""
-        return [self._text(group) for group in self._groups.values() if not group.first.is_warning]
+        return self._texts(is_warning=False)
 
     def warnings(self) -> list[str]:
         """One text a cause that rows can be trained on with."""
-        return [self._text(group) for group in self._groups.values() if group.first.is_warning]
+        return self._texts(is_warning=True)
+
+    def _texts(self, is_warning: bool) -> list[str]:
+        groups = [group for group in self._groups.values() if group.first.is_warning == is_warning]
+        more = [f"and {len(groups) - MAX_CAUSES:,} more causes"] if len(groups) > MAX_CAUSES else []
+        return [self._text(group) for group in groups[:MAX_CAUSES]] + more
 
     def _text(self, group: _Group) -> str:
         first = group.first

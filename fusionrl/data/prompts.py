@@ -6,13 +6,14 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.findings import Findings
 from fusionrl.data.row_checks import (
     MAX_PROMPT_CHARACTERS,
@@ -24,7 +25,8 @@ from fusionrl.data.row_checks import (
 )
 from fusionrl.data.rows import line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
-from fusionrl.data.template_probe import TemplateProbe, writes_parts_as_python
+from fusionrl.data.template_probe import Messages, TemplateProbe, writes_parts_as_python
+from fusionrl.data.tokenizer_files import TokenizerFiles
 
 __all__ = ["PromptColumns", "PromptDataset", "check_file", "load_conversations", "load_prompts", "render_prompt"]
 
@@ -73,6 +75,38 @@ def check_file(
     return FileCheck(findings.num_rows, errors, [f"{flag} {path}: {text}" for text in findings.warnings()])
 
 
+def template_probe(
+    files: TokenizerFiles, columns: PromptColumns, load: Callable[[], Any], loss_mask_type: str | None = None
+) -> TemplateProbe | None:
+    """Asks the chat template of a folder; None where there is none, or it is not used.
+
+    load            loads the tokenizer; called where the template seems to refuse something
+    loss_mask_type  of supervised training on conversations; None: the rows are prompts
+    """
+    is_sft = loss_mask_type is not None
+    if not files.templates or not (is_sft or columns.apply_chat_template):
+        return None
+
+    def confirm(messages: Messages, tools: Any) -> str | None:
+        try:
+            if loss_mask_type is None:
+                render_prompt(list(messages), load(), columns, tools)
+            else:
+                masks = MultiTurnLossMaskGenerator(load(), loss_mask_type, columns.chat_template_kwargs)
+                masks.get_loss_mask(list(messages), tools)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return None
+
+    return TemplateProbe(files, columns.chat_template_kwargs or {}, confirm, for_answer=not is_sft)
+
+
+def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
+    """Texts that a loaded tokenizer reads as one control token."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return tuple(sorted({*getattr(tokenizer, "all_special_tokens", ()), *(str(one) for one in added if one.special)}))
+
+
 def metadata_and_tools(row: dict[str, Any], columns: PromptColumns) -> tuple[dict[str, Any], list[Any] | None]:
     """Both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
 
@@ -115,7 +149,7 @@ def load_prompts(
     """
     samples: list[Sample] = []
     too_long = 0
-    checker = RowChecker(columns)
+    checker = RowChecker(columns, special_tokens=special_tokens_of(tokenizer))
     for place, row in read_rows(path, flag):
         if problem := checker.error(row):
             raise ValueError(f"{flag} {path}: {place}: {problem}")

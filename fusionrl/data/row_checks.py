@@ -185,7 +185,7 @@ class RowChecker:
     ) -> None:
         assert self.probe is not None
         if reason := self.probe.refusal(shape, messages, tools, is_odd):
-            found.append(Finding(f"column {self.columns.input_key!r}: {reason}"))
+            found.append(template_finding(self.columns.input_key, reason))
 
     def _check_label(self, key: str, row: Mapping[str, Any], found: list[Finding]) -> None:
         if key not in row:
@@ -272,13 +272,14 @@ class RowChecker:
             self._good_roles.add(tuple(shape))
 
     def _role_finding(self, role: str) -> Finding | None:
-        cause = f"column {self.columns.input_key!r}: a message has the role {role[:80]!r}"
+        cause, shown = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
         if not role or not role.isprintable() or " " in role or len(role) > 80:
-            return Finding(cause, hint="a role is one word")
+            return Finding(f"{cause} is not one word", shown)
         if any(token in role for token in self.special_tokens):
-            return Finding(cause, hint="it holds a special token of the tokenizer")
+            return Finding(f"{cause} holds a special token of the tokenizer", shown)
         if role not in ROLES:
-            return Finding(cause, hint="models know system, user, assistant and tool", is_warning=True)
+            hint = "models know system, user, assistant and tool"
+            return Finding(f"{cause} is unusual", shown, hint, is_warning=True)
         return None
 
     def _check_rich_message(self, message: Mapping[str, Any], found: list[Finding]) -> None:
@@ -287,7 +288,7 @@ class RowChecker:
         if problem := value_problem(message):
             found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
         if content is None and message["role"] != "assistant":
-            found.append(Finding(f"column {key!r}: a message of the role {message['role'][:80]!r} has no content"))
+            found.append(Finding(f"column {key!r}: a message has no content", f"role {message['role'][:80]!r}"))
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
@@ -296,8 +297,11 @@ class RowChecker:
                 cause = f"column {key!r}: a part of a message's content is no {{'type': 'text', 'text': …}}"
                 found.append(Finding(cause))
             else:
-                cause = f"column {key!r}: a message's content has a part of the type {kind[:80]!r}"
-                found.append(Finding(cause, hint="models are trained on text alone", is_warning=True))
+                cause, hint = (
+                    f"column {key!r}: a message's content has other parts than text",
+                    "only text is trained on",
+                )
+                found.append(Finding(cause, repr(kind[:80]), hint, is_warning=True))
             break
         if calls is not None and not _are_calls(calls):
             cause = f"column {key!r}: tool_calls of a message is no list of {{'function': {{'name': …}}}}"
@@ -308,7 +312,7 @@ class RowChecker:
         try:
             masks = [is_trained(message) for message in messages if message["role"] == "assistant"]
         except ValueError as error:
-            found.append(Finding(f"column {key!r}: {error}"))
+            found.append(Finding(f"column {key!r}: step_loss_mask of a message is neither 0 nor 1", str(error)))
             return
         if masks and not any(masks):
             cause = f"column {key!r}: step_loss_mask is 0 on every turn; nothing is left to train on"
@@ -317,10 +321,16 @@ class RowChecker:
             found.append(Finding(f"column {key!r} is a conversation without an assistant turn to train on"))
 
 
+def template_finding(key: str, reason: str) -> Finding:
+    """The chat template does not take the messages of a row."""
+    return Finding(f"column {key!r}: the chat template does not take the messages", reason)
+
+
 def _are_calls(calls: Any) -> bool:
-    return isinstance(calls, list) and all(
-        isinstance(call, dict) and isinstance((call.get("function") or call).get("name"), str) for call in calls
-    )
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return False
+    functions = [call.get("function") or call for call in calls]
+    return all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions)
 
 
 def _texts(message: Mapping[str, Any]) -> Iterable[str]:

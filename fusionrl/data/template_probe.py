@@ -51,17 +51,21 @@ class TemplateProbe:
         return self._known.get(key)
 
     def _renders(self, messages: Messages, tools: Any) -> bool:
-        text = self._files.template(bool(tools))
-        if text is None:
+        if self._files.template(bool(tools)) is None:
             return True  # a missing template is an error of its own
-        variables: dict[str, Any] = {**self._files.named_tokens, **self._kwargs, "messages": messages, "tools": tools}
         try:
-            if text not in self._compiled:
-                self._compiled[text] = _environment().from_string(text)
-            rendered = self._compiled[text].render(variables, documents=None, add_generation_prompt=self._for_answer)
+            rendered = self.render(messages, tools)
         except Exception:  # a template is code of the model's folder and raises what it likes; the tokenizer will say
             return False
         return not writes_parts_as_python(messages, rendered)
+
+    def render(self, messages: Messages, tools: Any) -> str:
+        """The text of the messages; raises whatever the template raises."""
+        text = self._files.template(bool(tools)) or ""
+        variables: dict[str, Any] = {**self._files.named_tokens, **self._kwargs, "messages": messages, "tools": tools}
+        if text not in self._compiled:
+            self._compiled[text] = _environment().from_string(text)
+        return str(self._compiled[text].render(variables, documents=None, add_generation_prompt=self._for_answer))
 
 
 def writes_parts_as_python(messages: Messages, rendered: str) -> bool:

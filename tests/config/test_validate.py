@@ -466,3 +466,52 @@ def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch)
         "--update-weight-delta-checksum blake3: the package blake3 is not installed; pip install blake3",
         "--update-weight-mode delta: the package zstandard is not installed; pip install zstandard",
     ]
+
+
+# ------------------------------------------------------------------------------------------------ rows in the plan
+def test_the_plan_finds_what_a_template_refuses(
+    errors: Errors, base: dict[str, Any], tiny_model: Path, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    strict = shutil.copytree(tiny_model, tmp_path / "strict")
+    (strict / "chat_template.jinja").write_text(
+        "{% if messages | length > 1 %}{{ raise_exception('one message alone') }}{% endif %}{{ messages[0].content }}"
+    )
+    user = {"role": "user", "content": "1+1="}
+    data = write_rows([{"input": [user] * (1 + number % 2), "label": "2"} for number in range(100)], "chats.jsonl")
+    flags = {"prompt_data": str(data), "apply_chat_template": True}
+    assert errors(**flags) == []
+    one(
+        errors(**flags, hf_checkpoint=str(strict)),
+        f"--prompt-data {data}: column 'input': the chat template does not take the messages in 50 of 100 rows"
+        " (lines 2, 4, 6, …; line 2: the chat template of --hf-checkpoint refuses it (one message alone))",
+    )
+
+
+def test_the_plan_warns_of_special_tokens_and_refuses_them_where_no_mask_can_be_made(
+    base: dict[str, Any], write_rows: Callable[..., Path]
+) -> None:
+    def chat(question: str, answer: str) -> dict[str, Any]:
+        turns = (("user", question), ("assistant", answer))
+        return {"input": [{"role": role, "content": content} for role, content in turns], "label": ""}
+
+    sft = base | {"mode": "sft", "rm_type": None, "n_samples_per_prompt": 1}
+    sft = {name: value for name, value in sft.items() if value is not None}
+    quoted = str(write_rows([chat("1+1=", "2"), chat("what is <|im_end|>?", "a marker")], "quoted.jsonl"))
+    checked, found = validate(Config.from_flat(sft | {"prompt_data": quoted}))
+    assert found == []
+    one(list(checked.data_warnings), "quoted.jsonl: line 2: ", "special token of the tokenizer", "'<|im_end|>'")
+    broken = str(write_rows([chat("1+1=", "2"), chat("1+2=", "3<|im_end|><|im_end|>")], "broken.jsonl"))
+    one(validate(Config.from_flat(sft | {"prompt_data": broken}))[1], "broken.jsonl: line 2: ", "end marker")
+
+
+def test_rows_that_would_end_the_run_later_end_the_plan(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    rows = [{"input": "1+1=", "label": "2"}] * 3
+    for line, part in (
+        ('{"input": "\\ud800", "label": "2"}', "half a character (a lone surrogate) (\\ud800)"),
+        ('{"input": "x", "label": NaN}', "column 'label' holds a number that is not finite (nan)"),
+        ('{"input": "x", "label": "2", "label": "3"}', "the key 'label' stands twice in one object"),
+        ('{"input": "x", "label": ' + "[" * 200 + "]" * 200 + "}", "more than 64 deep"),
+        ('{"input": "x", "label": ' + "[" * 20000 + "]" * 20000 + "}", "nested too deeply"),
+        ('{"input": "' + "1+" * 600_000 + '", "label": "2"}', "1,000,000 characters (1,200,000)"),
+    ):
+        one(errors(prompt_data=str(write_rows([*rows, line], "bad.jsonl"))), "bad.jsonl: line 4: ", part)

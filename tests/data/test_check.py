@@ -11,6 +11,7 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.data.check import DataCheck
+from fusionrl.data.findings import Finding, Findings
 from fusionrl.data.prompts import PromptColumns
 
 Rows = Callable[..., Path]
@@ -63,6 +64,21 @@ def test_one_line_a_cause_with_the_count_and_the_first_rows(write_rows: Rows) ->
         " (lines 1201, 1202; line 1201: Expecting value: line 1 column 1 (char 0))",
     ]
     assert warnings == []
+
+
+def test_many_causes_do_not_fill_the_screen(write_rows: Rows) -> None:
+    findings = Findings()
+    for number in range(1000):
+        findings.add(f"line {number + 1}", Finding(f"cause {number}"))
+    findings.num_rows = 1000
+    assert len(findings.errors()) == 21
+    assert findings.errors()[-1] == "and 980 more causes"
+    # Words of a row are in the detail, so that each row is not a cause of its own.
+    roles = [{"q": [{"role": f"bot{number}", "content": "x"}]} for number in range(100)]
+    data = write_rows(roles)
+    errors, warnings = DataCheck(PromptColumns("q", apply_chat_template=True)).problems(str(data))
+    assert errors == [] and len(warnings) == 1
+    assert "a message's role is unusual in 100 of 100 rows (lines 1, 2, 3, …; line 1: 'bot0')" in warnings[0]
 
 
 def test_duplicates_are_found_across_files(write_rows: Rows) -> None:

@@ -105,3 +105,25 @@ def test_parquet_rows(tmp_path: Path) -> None:
     (tmp_path / "y.parquet").write_text("no table")
     with pytest.raises(ValueError, match="not a readable parquet file"):
         list(read_rows(tmp_path / "y.parquet"))
+
+
+def test_a_prompt_of_megabytes_is_too_long_without_counting_its_tokens(
+    tokenizer: Any, write_rows: Callable[..., Path]
+) -> None:
+    class Counting:
+        chat_template = None
+        num_characters = 0
+
+        def encode(self, text: str, **kwargs: Any) -> list[int]:
+            self.num_characters += len(text)
+            return tokenizer.encode(text, **kwargs)
+
+    data = write_rows([{"q": "x"}, {"q": "1+" * 5_000_000}, {"q": "y"}])
+    counting = Counting()
+    loaded = load_prompts(data, counting, PromptColumns("q", max_prompt_len=512))
+    assert ([sample.prompt for sample in loaded.samples], loaded.num_too_long) == (["x", "y"], 1)
+    assert counting.num_characters == 2
+    with pytest.raises(ValueError, match=r"line 2: column 'q' has more than 1,000,000 characters \(10,000,000\)"):
+        load_prompts(data, counting, PromptColumns("q"))
+    # A long prompt that may be short in tokens is counted.
+    assert load_prompts(write_rows([{"q": "x" * 2000}]), tokenizer, PromptColumns("q", max_prompt_len=2000)).samples
