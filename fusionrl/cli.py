@@ -102,6 +102,8 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
     except ValueError as error:
         found.append(str(error))
     errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
+    for text in checked.data_warnings:
+        print(f"warning: {text}", file=sys.stderr)
     if errors or checked.shape is None:
         raise CommandLineError(errors)
     try:
@@ -131,7 +133,7 @@ def explain_metrics(names: Sequence[str]) -> int:
 
 
 def check_data(argv: Sequence[str]) -> int:
-    """`fusionrl data check FILE… [flags]`: print every mistake in the files and a summary; 2 if there is one."""
+    """`fusionrl data check FILE… [flags]`: print one line a cause, and a summary; 2 if a row cannot be trained on."""
     from fusionrl.data.check import DataCheck
 
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
@@ -158,12 +160,16 @@ def check_data(argv: Sequence[str]) -> int:
             print(f"error: {line}", file=sys.stderr)
         return EXIT_USER
     check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type)
-    num_problems = 0
+    num_problems = num_warnings = 0
     for file in files:
-        for problem in check.problems(file):
-            print(problem)
-            num_problems += 1
-    print(f"{check.summary()}; {num_problems or 'no'} problem{'s' * (num_problems != 1)}")
+        problems, warnings = check.problems(file)
+        for text in (*problems, *(f"warning: {warning}" for warning in warnings)):
+            print(text)
+        num_problems += len(problems)
+        num_warnings += len(warnings)
+    told = f"{num_problems or 'no'} problem{'s' * (num_problems != 1)}"
+    told += f", {num_warnings} warning{'s' * (num_warnings != 1)}" if num_warnings else ""
+    print(f"{check.summary()}; {told}")
     return EXIT_USER if num_problems else 0
 
 
