@@ -177,11 +177,12 @@ def run_command(config: Config, plan: Plan) -> int:
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
     from fusionrl.observe.log import quiet_libraries, setup_logging
     from fusionrl.observe.progress import Progress
-    from fusionrl.observe.run_dir import RunDir
+    from fusionrl.observe.run_dir import RunDir, umask_of
 
     path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        run_dir = RunDir(path, resume=config.run.resume)
+        os.umask(umask_of(config.run.run_dir_mode))  # of every file of the run: its processes inherit it
+        run_dir = RunDir(path, resume=config.run.resume, mode=int(config.run.run_dir_mode, 8))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER

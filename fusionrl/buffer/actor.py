@@ -34,7 +34,8 @@ from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
-from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS
+from fusionrl.engines.http import ROUTER_URLS
+from fusionrl.environment import ROUTER_KEY
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import json_line, to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
@@ -57,7 +58,7 @@ class EngineEndpoints:
 
     router_url: str = ""
     engine_urls: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     rm_urls: tuple[str, ...] = ()
     teacher_urls: tuple[str, ...] = ()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS, auth_headers
+from fusionrl.engines.http import ROUTER_URLS, auth_headers
+from fusionrl.environment import ROUTER_KEY
 
 _LONGEST_PAUSE_S = 8.0
 

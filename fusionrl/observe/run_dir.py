@@ -18,11 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
+from fusionrl.environment import hide_passwords
 from fusionrl.observe.metrics import next_attempt
 from fusionrl.observe.values import to_jsonable, write_atomically
 
 LOCK_FILE = "run.lock"
 SUB_FOLDERS = ("rollouts", "checkpoints", "logs")
+
+
+def umask_of(mode: str) -> int:
+    """The umask by which new folders have `mode` (octal digits, as --run-dir-mode takes them), and files no more."""
+    return 0o777 & ~int(mode, 8)
 
 
 class RunDir:
@@ -31,8 +37,8 @@ class RunDir:
     Attributes: `path`; `rollouts`, `checkpoints`, `logs` (its sub folders); `attempt` (1 for a new run).
     """
 
-    def __init__(self, path: Path | str, resume: bool = False) -> None:
-        """Make or reopen the folder and take its lock.
+    def __init__(self, path: Path | str, resume: bool = False, mode: int | None = None) -> None:
+        """Make or reopen the folder and take its lock. With a `mode` the folder gets it, also one that was there.
 
         Raises ValueError if the folder holds a run and `resume` is False, if it is no folder, or if a live
         process (or one of another machine, which cannot be asked) holds it. The lock of a dead process is
@@ -50,22 +56,24 @@ class RunDir:
                 f"--run-dir {self.path} already holds a run: pass --resume to go on with it, "
                 "or another --run-dir to start a new one"
             )
+        if mode is not None and os.stat(self.path).st_uid == os.getuid():
+            os.chmod(self.path, mode)
         self.rollouts, self.checkpoints, self.logs = (self.path / name for name in SUB_FOLDERS)
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         self.attempt = next_attempt(self.path)
 
     def write_config(self, config: Mapping[str, Any]) -> Path:
-        """Write the resolved configuration and return the file that holds it.
+        """Write the resolved configuration, less passwords in URLs, and return the file that holds it.
 
         A resume whose configuration equals the last one written adds no file.
         """
         text = json.dumps(to_jsonable(config), indent=2, ensure_ascii=False) + "\n"
-        return self._write("config", "json", text)
+        return self._write("config", "json", hide_passwords(text))
 
     def write_plan(self, text: str) -> Path:
         """Write what the run is going to do, as `--dry-run` prints it; returns the file that holds it."""
-        return self._write("plan", "txt", text if text.endswith("\n") else text + "\n")
+        return self._write("plan", "txt", hide_passwords(text if text.endswith("\n") else text + "\n"))
 
     def _write(self, stem: str, suffix: str, text: str) -> Path:
         last = _last_version(self.path, stem, suffix)
@@ -141,7 +149,7 @@ class _Lock:
 
     @contextmanager
     def _exclusive(self) -> Iterator[IO[str]]:
-        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8") as file:
+        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 

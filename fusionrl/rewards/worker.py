@@ -15,6 +15,7 @@ import asyncio
 import contextvars
 import ctypes
 import inspect
+import json
 import mmap
 import os
 import pickle
@@ -194,6 +195,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One that hangs would not notice that the pool is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(json.loads(sys.stdin.read() or "{}"))  # the secrets of the user's functions
     descriptor, memory, kind = int(arguments[0]), int(arguments[1]), arguments[2]
     with socket.socket(fileno=descriptor) as connection, mmap.mmap(memory, STATE.size) as state:
         try:

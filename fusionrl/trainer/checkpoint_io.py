@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusionrl.environment import child_environment
 from fusionrl.frames import frame, receive
 
 _ALIGNMENT = 64
@@ -117,6 +118,7 @@ class WriterProcess:
                 [sys.executable, "-m", "fusionrl.trainer.checkpoint_io", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=child_environment("checkpoint-writer"),
             )
 
     @property
