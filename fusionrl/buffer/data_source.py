@@ -199,10 +199,15 @@ class RolloutDataSourceWithBuffer:
                 "--prompt-data-weights: they are not those of when the checkpoint was saved"
                 f" ({', '.join(one['share'] for one in state['sets'])}); a resume needs the same ones"
             )
+        counters = [state["num_groups"], state["num_samples"], *(one["num_drawn"] for one in state["sets"])]
+        if any(type(count) is not int or count < 0 for count in counters):
+            raise ValueError("the data cursor in the checkpoint is no whole number; resume from another one")
         for sequence, then in zip(self._mixture.sequences, state["sets"], strict=True):
             sequence.num_drawn = then["num_drawn"]
         self.num_groups, self.num_samples = state["num_groups"], state["num_samples"]
         self.metadata = unpack(state["metadata"])
+        if not isinstance(self.metadata, dict):
+            raise ValueError("the metadata in the checkpoint's data cursor is no JSON object; resume from another one")
         self.buffer = [[unpack_sample(sample) for sample in group] for group in state["buffer"]]
 
     def save(self, rollout_id: int) -> None:
