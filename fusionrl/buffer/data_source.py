@@ -205,10 +205,13 @@ class RolloutDataSourceWithBuffer:
         for sequence, then in zip(self._mixture.sequences, state["sets"], strict=True):
             sequence.num_drawn = then["num_drawn"]
         self.num_groups, self.num_samples = state["num_groups"], state["num_samples"]
-        self.metadata = unpack(state["metadata"])
-        if not isinstance(self.metadata, dict):
-            raise ValueError("the metadata in the checkpoint's data cursor is no JSON object; resume from another one")
-        self.buffer = [[unpack_sample(sample) for sample in group] for group in state["buffer"]]
+        try:
+            self.metadata = dict(unpack(state["metadata"]))
+            self.buffer = [[unpack_sample(sample) for sample in group] for group in state["buffer"]]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"what the checkpoint's data cursor holds cannot be read ({error!r:.300}); resume from another one"
+            ) from error
 
     def save(self, rollout_id: int) -> None:
         """Write the state of now to a file of its own under `args.save`."""

@@ -37,7 +37,7 @@ from fusionrl.engines.router import Router
 from fusionrl.environment import child_environment, hook_secrets, not_passed_on, without_secrets
 from fusionrl.observe.run_dir import umask_of
 from fusionrl.plan.auxiliary import Role, auxiliary_config
-from fusionrl.plan.plan import Plan
+from fusionrl.plan.plan import Plan, pinned
 from fusionrl.weights.disk_push import drop_files, push_by_disk
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
 from fusionrl.weights.push import push_weights
@@ -610,19 +610,3 @@ def _private_folder() -> Path:
     for name in ("ray", "stores"):
         (folder / name).mkdir(mode=0o700)
     return folder
-
-
-def pinned(config: Config, plan: Plan) -> Config:
-    """The configuration with the plan's answers in place of `auto` and of what was left open."""
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"num_rollout": plan.num_rollout}),
-            "cluster": config.cluster.model_copy(
-                update={"device": plan.device, "train_num_threads": plan.train_num_threads}
-            ),
-            "model": config.model.model_copy(update={"precision": plan.precision}),
-            "train": config.train.model_copy(
-                update={"num_steps_per_rollout": plan.batch.num_steps if plan.batch else None}
-            ),
-        }
-    )

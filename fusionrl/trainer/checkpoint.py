@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.file_hashes import check_facts, facts_of
@@ -256,7 +257,7 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
         trained.scheduler.load_state_dict(state["scheduler"])
         if same_layout:
             set_rng_state(state["rng"])
-    except Exception as error:  # a file that was made to mislead fails anywhere in torch and Megatron, in any way
+    except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way
         raise ValueError(
             f"checkpoint {path}: it is damaged or incomplete ({_reason(error)}); resume from another one"
         ) from error
@@ -264,7 +265,9 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
 
 
 def _reason(error: BaseException) -> str:
-    """The end of an error's message: torch's has every rank's traceback before it."""
+    """An error's last line; torch's own is of BaseException's kind and has every rank's."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()
     return (lines[-1] if lines else type(error).__name__)[:500]
 
@@ -322,7 +325,7 @@ def load_weights(path: str, modules: list[torch.nn.Module]) -> None:
             loaded = dist_checkpointing.load(state, str(folder), get_default_load_sharded_strategy(str(folder)))
         for name, module in zip(state, modules, strict=True):
             unwrap(module).load_state_dict(loaded[name])
-    except Exception as error:  # a file that was made to mislead fails anywhere in torch and Megatron, in any way
+    except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way
         raise ValueError(
             f"--megatron-checkpoint {folder}: its weights are not those of --hf-checkpoint's model, or it is damaged "
             f"({_reason(error)})"
