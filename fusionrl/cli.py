@@ -23,7 +23,9 @@ from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
 from fusionrl.config.validate import prompt_columns, validate
 from fusionrl.config.validate_algorithm import algorithm_warnings
-from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
+from fusionrl.plan.auxiliary import auxiliary_config
+from fusionrl.plan.plan import Plan, make_plan, pinned, plan_errors, render_plan
+from fusionrl.plan.schedule import lr_decay_steps
 
 USAGE = """usage: fusionrl COMMAND [flags]
 
@@ -117,6 +119,8 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
         )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
+    if plan.layout is not None and (refused := trainer_errors(config, plan)):
+        raise CommandLineError(refused)
     return config, plan
 
 
@@ -130,6 +134,29 @@ def explain_metrics(names: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     return 0
+
+
+def trainer_errors(config: Config, plan: Plan) -> list[str]:
+    """What the trainers would refuse when they start: schedules, and with flags passed to Megatron its own checks."""
+    assert plan.layout is not None
+    config = pinned(config, plan)
+    groups = [("", config, plan.layout)]
+    if plan.auxiliary is not None:
+        role = plan.auxiliary.role
+        groups.append((f"{role}-", auxiliary_config(config, role), plan.auxiliary.layout))
+    errors: list[str] = []
+    passed = config.passthrough
+    for prefix, own, layout in groups:
+        try:
+            lr_decay_steps(own, prefix)
+        except ValueError as error:
+            errors.append(str(error))
+        if passed.transformer or passed.optimizer or passed.ddp:
+            # Only now: the import takes seconds, unless the flags' types were asked for.
+            from fusionrl.trainer.megatron_check import megatron_errors
+
+            errors += megatron_errors(own, plan.shape, layout, plan.device)
+    return list(dict.fromkeys(errors))
 
 
 def check_data(argv: Sequence[str]) -> int:
@@ -207,13 +234,14 @@ def run_command(config: Config, plan: Plan) -> int:
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
     from fusionrl.observe.log import quiet_libraries, setup_logging
     from fusionrl.observe.progress import Progress
-    from fusionrl.observe.run_dir import RunDir
+    from fusionrl.observe.run_dir import RunDir, umask_of
 
     path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        run_dir = RunDir(path, resume=config.run.resume)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        os.umask(umask_of(config.run.run_dir_mode))  # of every file of the run: its processes inherit it
+        run_dir = RunDir(path, resume=config.run.resume, mode=int(config.run.run_dir_mode, 8))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}" if isinstance(error, ValueError) else f"error: --run-dir: {error}", file=sys.stderr)
         return EXIT_USER
     failure: BaseException | None = None
     code = 0

@@ -292,6 +292,8 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
     stop = _StopSignal()
     checkpoints = Checkpoints(path / "checkpoints")
     latest = checkpoints.latest() if config.run.resume else None
+    if latest is not None:
+        checkpoints.check(latest)
     total = max(1, plan.num_rollout)
     loop = choose_loop(config)
     with (

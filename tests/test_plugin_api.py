@@ -13,7 +13,8 @@ import pytest
 
 from fusionrl import plugin_api
 from fusionrl.config.config import Config
-from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS
+from fusionrl.engines.http import ROUTER_URLS
+from fusionrl.environment import ROUTER_KEY
 from fusionrl.plugin_api import GenerateState, Sample, post, run
 
 

@@ -37,7 +37,8 @@ from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
-from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS
+from fusionrl.engines.http import ROUTER_URLS
+from fusionrl.environment import ROUTER_KEY
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import json_line, to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
@@ -63,7 +64,7 @@ class EngineEndpoints:
 
     router_url: str = ""
     engine_urls: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     rm_urls: tuple[str, ...] = ()
     teacher_urls: tuple[str, ...] = ()
 
@@ -179,17 +180,28 @@ class BufferActor:
         Raises:
             ValueError: the state does not fit the prompt data.
         """
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
-        if self._source is not None and state["source"] is not None:
+        try:
+            state = json.loads(Path(path).read_text(encoding="utf-8"))
+            rollout_id, source = state["rollout_id"], state["source"]
+            if type(rollout_id) is not int:
+                raise TypeError(f"rollout_id is {rollout_id!r:.40}")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: no state of the Buffer ({error!r:.300}); resume from another one") from error
+        if self._source is not None and source is not None:
             with self._source_code():
                 if self._keeps_own_state():
-                    self._source.load(state["rollout_id"])
+                    self._source.load(rollout_id)
                 if hasattr(self._source, "load_state_dict"):  # last: this is the state right after that rollout
-                    self._source.load_state_dict(state["source"])
-            self._states[state["rollout_id"]] = state["source"]
+                    try:
+                        self._source.load_state_dict(source)
+                    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+                        raise ValueError(
+                            f"{path}: it is no state of this data source ({error!r:.300}); resume from another one"
+                        ) from error
+            self._states[rollout_id] = source
         if self.config.run.mode == "reject-sampling":
-            self._accepted.forget_after(state["rollout_id"])
-        return int(state["rollout_id"])
+            self._accepted.forget_after(rollout_id)
+        return rollout_id
 
     async def cursor(self) -> dict[str, Any] | None:
         """The data source's state, for comparisons."""

@@ -30,6 +30,14 @@ class RunGroup(Group):
     )
     name: str = Field("run", description="Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
     run_dir: str | None = Field(None, description="Folder of the run. Default: runs/<name>-<time>.")
+    run_dir_mode: Literal["700", "750", "755", "770", "775"] = Field(
+        "700", description="Rights of the run's folders, in octal; files have the same less execution."
+    )
+    hook_env: list[str] = Field(
+        default_factory=list,
+        description="Environment variables with secrets (names such as OPENAI_API_KEY) that your functions get. No"
+        " process of the run gets others; docs/security.md.",
+    )
     resume: bool = Field(
         False,
         description="Go on in --run-dir from its last checkpoint (from the start where there is none yet).",
@@ -64,6 +72,9 @@ class ClusterGroup(Group):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of engines and trainers.")
     ray_address: str | None = Field(
         None, description="Address of a Ray cluster that runs already; by default a local one is started."
+    )
+    allow_open_ray: bool = Field(
+        False, description="Join a Ray cluster that asks nobody for a token: whoever reaches it can run code in it."
     )
     actor_num_nodes: int = Field(1, description="Nodes of the trainers.", ge=1)
     actor_num_gpus_per_node: int = Field(

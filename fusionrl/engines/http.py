@@ -18,8 +18,8 @@ class EndpointError(RuntimeError):
         self.status = status
 
 
-# In the environment of the process that holds the rollout, for functions of users that ask engines themselves.
-ROUTER_KEY, ROUTER_URLS = "FUSIONRL_ROUTER_KEY", "FUSIONRL_ROUTER_URLS"
+# In the environment of the processes that run users' functions, which may ask the engines; beside ROUTER_KEY.
+ROUTER_URLS = "FUSIONRL_ROUTER_URLS"
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections import deque
 
 from fusionrl.engines.asked import Asked
 from fusionrl.engines.generation import Generation, parse_answer
+from fusionrl.environment import child_environment
 from fusionrl.frames import LENGTH, frame
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
@@ -79,6 +80,7 @@ class _Helper:
                 [sys.executable, "-m", "fusionrl.engines.parse_worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=child_environment("answer-parser"),
             )
 
     async def connect(self) -> None:

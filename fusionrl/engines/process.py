@@ -50,7 +50,7 @@ class ChildProcess:
     """A command in a session of its own that dies, with all its descendants, when this object's process does.
 
     The command runs under `minder.py`, which see. Its standard output and error are appended to `log_path`;
-    its standard input is empty. Collecting this object ends the command too.
+    its standard input is empty, or has a secret. Collecting this object ends the command too.
     """
 
     def __init__(
@@ -60,8 +60,12 @@ class ChildProcess:
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
+        secret: str | None = None,
     ) -> None:
-        """Start `command`. Raises OSError when the log cannot be opened; `alive` tells the rest."""
+        """Start `command`. Raises OSError when the log cannot be opened; `alive` tells the rest.
+
+        The command reads `secret` from its standard input, and its log has *** in its place.
+        """
         self.log_path = Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
@@ -83,6 +87,11 @@ class ChildProcess:
             raise
         finally:
             theirs.close()
+        given = (secret or "").encode()
+        try:
+            ours.sendall(b"%d\n" % len(given) + given)
+        except OSError:
+            pass  # the minder is dead already, which `alive` tells
         self._ours = ours
         _starter_ends.add(ours)
         self.pid = self._read_pid()

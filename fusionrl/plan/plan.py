@@ -477,3 +477,19 @@ def _idle(plan: Plan) -> str:
     used |= set(plan.auxiliary.bundles) if plan.auxiliary else set()
     idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
     return f", idle {idle} so that no engine spans two nodes" if idle else ""
+
+
+def pinned(config: Config, plan: Plan) -> Config:
+    """The configuration with the plan's answers in place of `auto` and of what was left open."""
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"num_rollout": plan.num_rollout}),
+            "cluster": config.cluster.model_copy(
+                update={"device": plan.device, "train_num_threads": plan.train_num_threads}
+            ),
+            "model": config.model.model_copy(update={"precision": plan.precision}),
+            "train": config.train.model_copy(
+                update={"num_steps_per_rollout": plan.batch.num_steps if plan.batch else None}
+            ),
+        }
+    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.data.sample import Sample
+from fusionrl.environment import child_environment, secrets_of_hooks
 from fusionrl.frames import LENGTH, frame
 from fusionrl.observe.log import LEVELS
 
@@ -115,8 +117,13 @@ class _Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fusionrl.rewards.worker", str(theirs.fileno()), str(self._memory), kind, level],
                 pass_fds=[theirs.fileno(), self._memory],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
+                env=child_environment("reward-worker"),
             )
+        assert self._process.stdin is not None
+        # Not by its environment, which every process of this user can read.
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(secrets_of_hooks()).encode())
         selector.register(self.connection, selectors.EVENT_READ, self)
 
     def give(self, job: _Job) -> None:

@@ -17,6 +17,7 @@ import asyncio
 import contextvars
 import ctypes
 import inspect
+import json
 import mmap
 import os
 import pickle
@@ -216,6 +217,7 @@ def main(arguments: Sequence[str]) -> None:
     setup_logging(arguments[3], None, role="reward")
     # One that hangs would not notice that the pool is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(json.loads(sys.stdin.read() or "{}"))  # the secrets of the user's functions
     descriptor, memory, kind = int(arguments[0]), int(arguments[1]), arguments[2]
     with socket.socket(fileno=descriptor) as connection, mmap.mmap(memory, STATE.size) as state:
         try:

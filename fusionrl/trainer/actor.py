@@ -1,6 +1,6 @@
 """One rank of the trainer, as a plain class: the cluster room makes a Ray actor of it, a test a process.
 
-Every method but `node_address` is a collective: the driver calls it on all ranks at once. Megatron-core is
+Every method is a collective: the driver calls it on all ranks at once. Megatron-core is
 imported by `setup`, after the CPU layer is in place.
 """
 
@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import random
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,6 +34,7 @@ from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
 from fusionrl.trainer.columns import Columns, columns_of, pull, take_columns
 from fusionrl.trainer.settings import aggregation_of, hook_args, loss_length
+from fusionrl.weights.stores import join_group_store
 
 if TYPE_CHECKING:
     from fusionrl.trainer.batch import BatchOptions, MicroBatch
@@ -89,20 +89,10 @@ class TrainerActor:
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
         register_hooks(vars(config.to_args()))  # shards may hold objects of classes in hooks' files
 
-    def node_address(self) -> tuple[str, int]:
-        """This node's address, and a port that is free on it now: the rendezvous, if this is rank 0."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
-                address = probe.getsockname()[0]
-            except OSError:
-                address = "127.0.0.1"
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-            server.bind(("", 0))
-            return address, server.getsockname()[1]
-
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Join the other ranks, build the model from --hf-checkpoint, its optimizer and its schedule.
+
+        The ranks meet in the store at this address, which `create_group_store` made.
 
         Returns:
             num_parameters (of the whole model), device, impl ("local" or "transformer_engine"), precision.
@@ -180,12 +170,13 @@ class TrainerActor:
         adam.patch()
         torch.cuda.set_device(self.device)
         layout = self.layout
+        timeout = timedelta(minutes=self.config.cluster.distributed_timeout_minutes)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
-            init_method=f"tcp://{master_addr}:{master_port}",
+            store=join_group_store(master_addr, master_port, timeout.total_seconds()),
             rank=self.rank,
             world_size=layout.world_size,
-            timeout=timedelta(minutes=self.config.cluster.distributed_timeout_minutes),
+            timeout=timeout,
         )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
