@@ -21,16 +21,28 @@ from fusionrl.config.hub import resolve_names
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
-from fusionrl.config.validate import prompt_columns, validate
+from fusionrl.config.validate import prompt_columns, validate, validate_flags
 from fusionrl.config.validate_algorithm import algorithm_warnings
 from fusionrl.plan.auxiliary import auxiliary_config
-from fusionrl.plan.plan import Plan, make_plan, pinned, plan_errors, render_plan
+from fusionrl.plan.cluster import (
+    PLAN_FLAGS,
+    Cluster,
+    cluster_errors,
+    imbalance_of,
+    not_checked,
+    on_cluster,
+    read_shape,
+    take_plan_flags,
+)
+from fusionrl.plan.devices import this_machine
+from fusionrl.plan.plan import Plan, make_plan, memory_warnings, pinned, plan_errors, render_plan
 from fusionrl.plan.schedule import lr_decay_steps
 
 USAGE = """usage: fusionrl COMMAND [flags]
 
   fusionrl train --mode rl|sft|reject-sampling|eval …   run
   fusionrl plan  …                                      check the same flags, print the plan, start nothing
+  fusionrl plan --cluster 8x8xh200 …                    the same for GPUs elsewhere, from a config.json
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
   fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
@@ -72,9 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER
     if "-h" in rest or "--help" in rest:
         build_parser().print_help()
+        if command == "plan":
+            print("\nflags of `fusionrl plan` alone:")
+            for flag, (values, _, text) in PLAN_FLAGS.items():
+                print(f"  {flag} {values}\n        {text}")
         return 0
+    own, rest, flag_errors = take_plan_flags(rest)
+    if command == "train":
+        flag_errors = [f"{flag}: it belongs to `fusionrl plan`, which starts nothing; leave it out" for flag in own]
     try:
-        config, plan = resolve(rest)
+        if flag_errors:
+            raise CommandLineError(flag_errors)
+        if "--cluster" in own:
+            return plan_elsewhere(rest, own)
+        config, plan = resolve(rest, own)
     except CommandLineError as error:
         for line in error.errors:
             print(f"error: {line}", file=sys.stderr)
@@ -85,8 +108,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(config, plan)
 
 
-def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
-    """Command line → checked configuration and its plan.
+def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
+    """`fusionrl plan --cluster …`: print the plan for a cluster elsewhere, and what could not be checked.
+
+    Args:
+        argv: the command line without `own`.
+        own: values of PLAN_FLAGS.
+
+    Raises:
+        CommandLineError: every mistake that flags and config.json show.
+    """
+    config, errors = read_args(argv, "fusionrl plan")
+    shape = cluster = None
+    imbalance = 1.0
+    try:
+        cluster = Cluster.parse(own["--cluster"])
+        config = on_cluster(config, cluster)
+    except ValueError as error:
+        errors.append(str(error))
+    try:
+        imbalance = imbalance_of(own)
+    except ValueError as error:
+        errors.append(str(error))
+    try:
+        shape = read_shape(config.model.hf_checkpoint)
+    except ValueError as error:
+        errors.append(str(error))
+    # What these name are folders of the cluster; trainers beside the actor's are taken for models of its shape.
+    config = config.model_copy(
+        update={
+            "critic": config.critic.model_copy(update={"critic_load": None}),
+            "prm": config.prm.model_copy(update={"prm_load": None}),
+        }
+    )
+    told = {flag for error in errors for flag in _FLAG.findall(error)}
+    found = validate_flags(config, shape) + (plan_errors(config, 0, shape) if cluster else [])
+    errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
+    if errors or shape is None or cluster is None:
+        raise CommandLineError(errors)
+    try:
+        plan = make_plan(config, shape, device="cuda", num_prompts=0, machine=cluster.machine, imbalance=imbalance)
+    except ValueError as error:
+        raise CommandLineError([str(error)]) from error
+    if too_large := cluster_errors(cluster, plan.num_bundles):
+        raise CommandLineError(too_large)
+    print(f"cluster    {cluster.describe()}")
+    print(render_plan(plan, config), end="")
+    print(f"not checked: {', '.join(not_checked(config))}")
+    return 0
+
+
+def resolve(argv: Sequence[str], own: dict[str, str] | None = None) -> tuple[Config, Plan]:
+    """Command line → checked configuration and its plan. `own`: values of PLAN_FLAGS.
 
     Raises:
         CommandLineError: every mistake that can be known before anything starts.
@@ -103,6 +176,11 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
         device = detect_device(config.cluster.device)
     except ValueError as error:
         found.append(str(error))
+    imbalance = 1.0
+    try:
+        imbalance = imbalance_of(own or {})
+    except ValueError as error:
+        found.append(str(error))
     errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
     for text in checked.data_warnings:
         print(f"warning: {text}", file=sys.stderr)
@@ -116,6 +194,8 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
             num_prompts=checked.num_prompts,
             num_cores=len(os.sched_getaffinity(0)),
             quantization=checked.quantization,
+            machine=this_machine(device),
+            imbalance=imbalance,
         )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
@@ -252,7 +332,7 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
-            for text in [*algorithm_warnings(config), *effect_warnings(config)]:
+            for text in [*memory_warnings(plan), *algorithm_warnings(config), *effect_warnings(config)]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
                 from fusionrl.train import run_training

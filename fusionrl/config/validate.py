@@ -84,6 +84,14 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     return Checked(shape, num_prompts, quantization, tuple(warnings)), errors
 
 
+def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
+    """The mistakes that flags and the model's shape alone show: for a cluster elsewhere, of which nothing is read."""
+    errors: list[str] = []
+    _check_parallel(config, shape, errors)
+    _check_rollout(config, shape, errors)
+    return errors + algorithm_errors(config) + routing_errors(config, shape)
+
+
 def _attempt(errors: list[str], check: Callable[[], T | None]) -> T | None:
     try:
         return check()
