@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -122,12 +122,21 @@ class Run:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.terminate()  # the launcher takes everything with it
 
-    def result(self) -> SandboxResult:
+    def result(self, on_start: Callable[[], object] | None = None) -> SandboxResult:
         """Start the launcher in a folder of its own, wait for its end and its report, and remove the folder.
+
+        Args:
+            on_start: called once when the launcher has the descriptors, or will never have them.
 
         Raises:
             SandboxError: no report came, or it says that the code could not be started.
         """
+        with contextlib.ExitStack() as stack:
+            if on_start is not None:
+                stack.callback(on_start)
+            return self._result(stack)
+
+    def _result(self, starting: contextlib.ExitStack) -> SandboxResult:
         folder = tempfile.mkdtemp(prefix="sandbox-")
         cgroup = _make_cgroup(self.limits)
         pipes = [os.pipe()] + ([os.pipe()] if self._answer_bytes else [])
@@ -148,11 +157,12 @@ class Run:
                     env={"LANG": "C.UTF-8"},
                     start_new_session=True,
                 )
+            starting.close()
             while write_ends:
                 os.close(write_ends.pop())
-            request = {"code": self.code, "stdin": self.stdin, "folder": folder, "limits": asdict(self.limits)}
-            request |= {"namespaces": self.limits.namespaces, "allow_weak": _allow_weak}
-            request["oom_events"] = str(cgroup.oom_events) if cgroup is not None else None
+            request: dict[str, Any] = {"code": self.code, "stdin": self.stdin, "folder": folder}
+            request |= {"limits": asdict(self.limits), "allow_weak": _allow_weak}
+            request |= {"namespaces": self.limits.namespaces, "oom_events": cgroup and str(cgroup.oom_events)}
             if cgroup is not None:
                 cgroup.add(self._process.pid)  # it starts its interpreter meanwhile, and waits for the request
             streams = self._communicate(self._process, request, read_ends)

@@ -128,8 +128,8 @@ class _Run:
         if not self.isolated:
             _kill_descendants()
         try:
-            if error := os.read(read_end, 1 << 12):
-                return {"error": error.decode("utf-8", "replace")}
+            if failed := os.read(read_end, 1 << 12):
+                return {"error": failed.decode("utf-8", "replace")}
         except BlockingIOError:
             pass  # a limit came before the code's first instruction
         return {
