@@ -104,6 +104,7 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
             num_prompts=checked.num_prompts,
             num_cores=len(os.sched_getaffinity(0)),
             quantization=checked.quantization,
+            sandbox=checked.sandbox,
         )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error

@@ -19,6 +19,7 @@ from fusionrl.config.presets import ACCURACY, NONZERO_STD
 from fusionrl.config.quantization import BlockFp8, read_quantization
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
+from fusionrl.config.validate_sandbox import sandbox_of_run
 from fusionrl.config.validate_scorers import scorer_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
@@ -28,12 +29,13 @@ from fusionrl.weights.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks read on the way: the model's shape (None: it could not be read), the number of prompts, and the
-    quantisation of the model's weights."""
+    """What the checks read on the way: the model's shape (None: it could not be read), the number of prompts, the
+    quantisation of the model's weights, and the sandbox that this machine gives (None: the run has no use for it)."""
 
     shape: ModelShape | None
     num_prompts: int
     quantization: BlockFp8 | None = None
+    sandbox: str | None = None
 
 
 T = TypeVar("T")
@@ -55,6 +57,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     _check_parallel(config, shape, errors)
     _check_rollout(config, shape, errors)
     _check_rewards(config, errors)
+    sandbox = _attempt(errors, lambda: sandbox_of_run(config))
     errors += scorer_errors(config, shape)
     _check_hooks(config, errors)
     num_prompts = _check_data(config, errors)
@@ -71,7 +74,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
             errors.append(f"--no-{name.replace('_', '-')}: it is always so here; leave the flag out")
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
-    return Checked(shape, num_prompts, quantization), errors
+    return Checked(shape, num_prompts, quantization, sandbox), errors
 
 
 def _attempt(errors: list[str], check: Callable[[], T | None]) -> T | None:

@@ -56,6 +56,7 @@ class Plan:
     memory: TrainerMemory | None
     train_num_threads: int
     quantization: BlockFp8 | None = None  # of the engines' weights
+    sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
 
     @property
     def backend(self) -> str:
@@ -95,11 +96,13 @@ def make_plan(
     num_prompts: int,
     num_cores: int = 1,
     quantization: BlockFp8 | None = None,
+    sandbox: str | None = None,
 ) -> Plan:
     """Work out the plan.
 
     num_prompts   rows of the prompt data, for --num-epoch; 0 where there is none.
     quantization  of --hf-checkpoint's weights
+    sandbox       the kind that this machine gives, for the plan's text
 
     Raises:
         ValueError: sizes that do not divide or do not fit, with the arithmetic.
@@ -165,6 +168,7 @@ def make_plan(
         memory=memory,
         train_num_threads=threads,
         quantization=quantization,
+        sandbox=sandbox,
     )
 
 
@@ -423,6 +427,8 @@ def render_plan(plan: Plan, config: Config) -> str:
         parts = ("weights", "gradients", "optimizer", "activations")
         told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
         lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
+    if plan.sandbox is not None:
+        lines.append(f"sandbox    {plan.sandbox}")
     lines += [f"warning    {text}" for text in algorithm_warnings(config)]
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,6 @@ EXPECTED = 314159265
 # The same test in every form that a label may have.
 LABELS: dict[str, Any] = {
     "call": {"inputs": [[20]], "outputs": [EXPECTED], "fn_name": "f"},
-    "method": {"inputs": ["20"], "outputs": [str(EXPECTED)], "fn_name": "f"},
     "assert": [f"assert f(20) == {EXPECTED}"],
     "judged": {"setup": "import math", "asserts": [f"assert math.isclose(f(20), {EXPECTED}) and abs(f(20)) > 3e8"]},
     "check": {"setup": f"def check(g):\n    assert g(20) == {EXPECTED}, 'wrong'", "asserts": ["check(f)"]},
@@ -141,10 +140,20 @@ for name, module in list(sys.modules.items()):
     "is a str that equals everything": _equal("str", "'5'"),
     "is a list that equals everything": _equal("list", "[5]"),
     "is a dict that equals everything": _equal("dict", "{5: 5}"),
-    "claims to be an int": "class C:\n    __class__ = int\n    def __int__(self): raise SystemExit(0)\n"
-    "    def __eq__(self, o): return True\ndef f(x): return C()",
-    "claims to be of numpy": "class C:\n    dtype = 'int64'; ndim = 0\n    def item(self): return self\n"
-    "    def __eq__(self, o): return True\ndef f(x): return C()",
+    "claims to be an int": """
+class C:
+    __class__ = int
+    def __int__(self): raise SystemExit(0)
+    def __eq__(self, o): return True
+def f(x): return C()
+""",
+    "claims to be of numpy": """
+class C:
+    dtype = 'int64'; ndim = 0
+    def item(self): return self
+    def __eq__(self, o): return True
+def f(x): return C()
+""",
     "answers with itself": "def f(x): return f",
     "answers with NaN": "def f(x): return float('nan')\nprint('nan')",
     "answers with infinity": "def f(x): return float('inf')\nprint('Infinity')",
@@ -152,65 +161,217 @@ for name, module in list(sys.modules.items()):
     "exits": "import os; os._exit(0)",
     "exits politely": "import sys; sys.exit()",
     "exits when called": "def f(x): raise SystemExit(0)",
-    "exits at the end": "import atexit, os; atexit.register(lambda: os._exit(0))\ndef f(x): return 2",
+    "exits at the end": """
+import atexit, os; atexit.register(lambda: os._exit(0))
+def f(x): return 2
+""",
     "has no error that ends it": "import os, sys\nsys.excepthook = lambda *a: os._exit(0)\n1 / 0",
-    "turns failures into exits": "import builtins; builtins.AssertionError = SystemExit\ndef f(x): return 2",
-    "turns every error into an exit": "import builtins\nfor name in dir(builtins):\n"
-    "    if name.endswith('Error'): setattr(builtins, name, SystemExit)\ndef f(x): return 2",
+    "turns failures into exits": """
+import builtins; builtins.AssertionError = SystemExit
+def f(x): return 2
+""",
+    "turns every error into an exit": """
+import builtins
+for name in dir(builtins):
+    if name.endswith('Error'): setattr(builtins, name, SystemExit)
+def f(x): return 2
+""",
     # changes what runs around it
-    "replaces compile": "import builtins\nreal = compile\nbuiltins.compile = lambda s, *a, **k: real('True', *a, **k)\ndef f(x): return 2",
-    "replaces eval and exec": "import builtins\nbuiltins.eval = lambda *a: True\nbuiltins.exec = lambda *a: None\ndef f(x): return 2",
-    "replaces abs, isinstance and sorted": "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.isinstance = lambda *a: True\n"
-    "builtins.sorted = lambda *a, **k: True\nbuiltins.int = bool\ndef f(x): return 2",
-    "replaces json": "import json\njson.dumps = lambda *a, **k: 'true'\njson.loads = lambda *a, **k: {}\ndef f(x): return 2",
-    "replaces math": "import math, sys\nmath.isclose = lambda *a, **k: True\nmath.isfinite = lambda x: True\ndef f(x): return 2",
-    "replaces print and stdout": "import builtins, io, sys\nbuiltins.print = lambda *a, **k: None\nsys.stdout = io.StringIO()\ndef f(x): return 2",
-    "replaces the encoder": "import sys\nmain = sys.modules['__main__']\n"
-    "main.encode = lambda *a, **k: True\nmain.canonical = main._as_truth = lambda *a, **k: {'o': ['x', True]}\ndef f(x): return 2",
-    "replaces its module": "import sys, types\nclass M(types.ModuleType):\n    def __getattr__(self, name): return lambda *a: True\n"
-    "sys.modules['solution'] = sys.modules['__main__'] = M('solution')\ndef f(x): return 2",
-    "defines the test's helpers": "def check(g): pass\nclass math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 2",
-    "changes what integers equal": "import ctypes\n"
-    "try:\n    offset = object.__basicsize__ * 0 + 200\n"
-    "    ctypes.c_void_p.from_address(id(int) + offset).value = ctypes.c_void_p.from_address(id(type) + offset).value\n"
-    "except Exception: pass\ndef f(x): return 2",
-    "writes its own source anew": "import os, sys\nif not os.path.exists('again'):\n    open('again', 'w').close()\n"
-    "    open(sys.argv[0], 'w').write('import os; os.write(3, b\"true\\\\n\"); print(True)')\n"
-    "    os.execv(sys.executable, [sys.executable, sys.argv[0]])",
-    "leaves modules for the next run": "for name in ('sitecustomize', 'json', 'math', 'usercustomize'):\n"
-    "    open(name + '.py', 'w').write('import os; os._exit(0)')\nimport os, sys\n"
-    "os.execv(sys.executable, [sys.executable, '-c', 'import sitecustomize'])",
+    "replaces compile": """
+import builtins
+real = compile
+builtins.compile = lambda s, *a, **k: real('True', *a, **k)
+def f(x): return 2
+""",
+    "replaces eval and exec": """
+import builtins
+builtins.eval = lambda *a: True
+builtins.exec = lambda *a: None
+def f(x): return 2
+""",
+    "replaces abs, isinstance and sorted": """
+import builtins
+builtins.abs = lambda x: 0
+builtins.isinstance = lambda *a: True
+builtins.sorted = lambda *a, **k: True
+builtins.int = bool
+def f(x): return 2
+""",
+    "replaces json": """
+import json
+json.dumps = lambda *a, **k: 'true'
+json.loads = lambda *a, **k: {}
+def f(x): return 2
+""",
+    "replaces math": """
+import math, sys
+math.isclose = lambda *a, **k: True
+math.isfinite = lambda x: True
+def f(x): return 2
+""",
+    "replaces print and stdout": """
+import builtins, io, sys
+builtins.print = lambda *a, **k: None
+sys.stdout = io.StringIO()
+def f(x): return 2
+""",
+    "replaces the encoder": """
+import sys
+main = sys.modules['__main__']
+main.encode = lambda *a, **k: True
+main.canonical = main._as_truth = lambda *a, **k: {'o': ['x', True]}
+def f(x): return 2
+""",
+    "replaces its module": """
+import sys, types
+class M(types.ModuleType):
+    def __getattr__(self, name): return lambda *a: True
+sys.modules['solution'] = sys.modules['__main__'] = M('solution')
+def f(x): return 2
+""",
+    "defines the test's helpers": """
+def check(g): pass
+class math:
+    isclose = staticmethod(lambda *a: True)
+def f(x): return 2
+""",
+    "changes what integers equal": """
+import ctypes
+try:
+    offset = object.__basicsize__ * 0 + 200
+    ctypes.c_void_p.from_address(id(int) + offset).value = ctypes.c_void_p.from_address(id(type) + offset).value
+except Exception: pass
+def f(x): return 2
+""",
+    "writes its own source anew": r"""
+import os, sys
+if not os.path.exists('again'):
+    open('again', 'w').close()
+    open(sys.argv[0], 'w').write('import os; os.write(3, b"true\\n"); print(True)')
+    os.execv(sys.executable, [sys.executable, sys.argv[0]])
+""",
+    "leaves modules for the next run": """
+for name in ('sitecustomize', 'json', 'math', 'usercustomize'):
+    open(name + '.py', 'w').write('import os; os._exit(0)')
+import os, sys
+os.execv(sys.executable, [sys.executable, '-c', 'import sitecustomize'])
+""",
     # writes where the answer goes
-    "writes verdicts to all descriptors": "import os\nfor n in range(1, 64):\n    for text in (b'passed\\n', b'true\\n', b'1\\n'):\n"
-    "        try: os.write(n, text)\n        except OSError: pass\nos._exit(0)",
-    "says that it is true": 'import os\ntry: os.write(3, b\'{"o": ["x", true]}\\n\')\nexcept OSError: pass\nos._exit(0)',
-    "answers the judge in its own way": "import os\ntry:\n    while os.read(4, 1 << 16):\n"
-    '        os.write(5, b\'{"value": {"o": ["x", 0]}, "values": []}\\n\')\nexcept OSError: pass\nos._exit(0)',
-    "raises a strange error in the judge": "import os\ntry:\n    while os.read(4, 1 << 16):\n"
-    '        os.write(5, b\'{"raised": ["SystemExit", "0"]}\\n\')\nexcept OSError: pass\nos._exit(0)',
-    "sends the judge nonsense": "import os\ntry:\n    while os.read(4, 1 << 16):\n        os.write(5, b'[' * 200000 + b'\\n')\n"
-    "except OSError: pass\nos._exit(0)",
+    "writes verdicts to all descriptors": r"""
+import os
+for n in range(1, 64):
+    for text in (b'passed\n', b'true\n', b'1\n'):
+        try: os.write(n, text)
+        except OSError: pass
+os._exit(0)
+""",
+    "says that it is true": r"""
+import os
+try: os.write(3, b'{"o": ["x", true]}\n')
+except OSError: pass
+os._exit(0)
+""",
+    "answers the judge in its own way": r"""
+import os
+try:
+    while os.read(4, 1 << 16):
+        os.write(5, b'{"value": {"o": ["x", 0]}, "values": []}\n')
+except OSError: pass
+os._exit(0)
+""",
+    "raises a strange error in the judge": r"""
+import os
+try:
+    while os.read(4, 1 << 16):
+        os.write(5, b'{"raised": ["SystemExit", "0"]}\n')
+except OSError: pass
+os._exit(0)
+""",
+    "sends the judge nonsense": r"""
+import os
+try:
+    while os.read(4, 1 << 16):
+        os.write(5, b'[' * 200000 + b'\n')
+except OSError: pass
+os._exit(0)
+""",
     "closes all descriptors": "import os\nos.closerange(0, 64)\ndef f(x): return 2",
-    "prints from atexit": "import atexit\natexit.register(print, 'true', 1, 'passed')\ndef f(x): return 2",
-    "prints from a thread": "import threading\ndef go():\n    while True: print('true')\n"
-    "threading.Thread(target=go, daemon=True).start()\ndef f(x): return 2",
-    "writes from a child that stays": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    for _ in range(50):\n"
-    "        for n in (1, 3, 5):\n            try: os.write(n, b'true\\n')\n            except OSError: pass\n"
-    "        time.sleep(0.1)\n    os._exit(0)\ndef f(x): return 2",
+    "prints from atexit": """
+import atexit
+atexit.register(print, 'true', 1, 'passed')
+def f(x): return 2
+""",
+    "prints from a thread": """
+import threading
+def go():
+    while True: print('true')
+threading.Thread(target=go, daemon=True).start()
+def f(x): return 2
+""",
+    "writes from a child that stays": r"""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(50):
+        for n in (1, 3, 5):
+            try: os.write(n, b'true\n')
+            except OSError: pass
+        time.sleep(0.1)
+    os._exit(0)
+def f(x): return 2
+""",
     # breaks the reader
     "answers with 5,000 digits": "def f(x): return 10 ** 5000\nprint('1' * 5000)",
     "answers with a million digits": "def f(x): return 1 << 4_000_000\nprint('1' * 1_000_000)",
-    "nests deeply": "def f(x):\n    value = []\n    for _ in range(100_000): value = [value]\n    return value\nprint('[' * 100_000)",
-    "refers to itself": "def f(x):\n    value = []\n    value.append(value)\n    return value",
-    "floods its output": "import sys\nfor _ in range(400): sys.stdout.write('x' * 100_000)\ndef f(x): return 'x' * (10 << 20)",
-    "prints no UTF-8": "import os\nos.write(1, bytes(range(256)))\ndef f(x): return bytes(range(256)).decode('latin-1') + '\\udcff'",
-    "writes half an answer": "import os\ntry: os.write(3, b'[1, 2')\nexcept OSError: pass\nos._exit(0)",
-    "writes numbers that are as large as memory": 'import os\ntry: os.write(3, b\'{"D": "1e999999999"}\\n\')\nexcept OSError: pass\n'
-    "print('1e999999999')\nos._exit(0)",
-    "prints a signalling NaN": "print('sNaN')\ndef f(x): return __import__('decimal').Decimal('sNaN')",
+    "nests deeply": """
+def f(x):
+    value = []
+    for _ in range(100_000): value = [value]
+    return value
+print('[' * 100_000)
+""",
+    "refers to itself": """
+def f(x):
+    value = []
+    value.append(value)
+    return value
+""",
+    "floods its output": """
+import sys
+for _ in range(400): sys.stdout.write('x' * 100_000)
+def f(x): return 'x' * (10 << 20)
+""",
+    "prints no UTF-8": r"""
+import os
+os.write(1, bytes(range(256)))
+def f(x): return bytes(range(256)).decode('latin-1') + '\udcff'
+""",
+    "writes half an answer": """
+import os
+try: os.write(3, b'[1, 2')
+except OSError: pass
+os._exit(0)
+""",
+    "writes numbers that are as large as memory": r"""
+import os
+try: os.write(3, b'{"D": "1e999999999"}\n')
+except OSError: pass
+print('1e999999999')
+os._exit(0)
+""",
+    "prints a signalling NaN": """
+print('sNaN')
+def f(x): return __import__('decimal').Decimal('sNaN')
+""",
     "ends by a signal without a name": "import os; os.kill(os.getpid(), 40)",
     "crashes": "import ctypes; ctypes.string_at(0)",
-    "kills its parent": "import os, signal\nfor number in (15, 9):\n    try: os.kill(os.getppid(), number)\n    except OSError: pass\ndef f(x): return 2",
+    "kills its parent": """
+import os, signal
+for number in (15, 9):
+    try: os.kill(os.getppid(), number)
+    except OSError: pass
+def f(x): return 2
+""",
     "never compiles": "def f(x: return 3",
     "has a null byte": "def f(x): return 2\n\0",
     "has a lone surrogate": "x = '\ud800'\ndef f(x): return x",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fusionrl.buffer.rollout_metrics import rollout_metrics
+from fusionrl.data.sample import Sample
+from fusionrl.rewards import code_run
+from fusionrl.rewards.calls import call_reward
 from fusionrl.rewards.code import grade_all, grade_share
 from fusionrl.rewards.code_run import REASONS
+from fusionrl.sandbox import SandboxError
 from tests.rewards.cheats import CHEATS, EXPECTED, LABELS
 
 
@@ -71,7 +78,8 @@ HONEST: dict[str, tuple[str, Any]] = {
     "numbers of every kind": (
         "import numpy\nfrom fractions import Fraction\nfrom decimal import Decimal\n"
         "def i(): return numpy.int64(3)\ndef a(): return numpy.float32(0.5)\ndef q(): return Fraction(1, 2)\n"
-        "def d(): return Decimal('0.5')\ndef z(): return 1 + 2j\ndef n(): return 7 ** 3000\ndef t(): return numpy.bool_(True)",
+        "def d(): return Decimal('0.5')\ndef z(): return 1 + 2j\ndef n(): return 7 ** 3000\n"
+        "def t(): return numpy.bool_(True)",
         [
             *("assert i() == 3", "assert a() == 0.5", "assert q() == 0.5", "assert d() == 0.5", "assert z() == 1 + 2j"),
             *("assert n() == 7 ** 3000", "assert t()", "assert not not t()", "assert t() is True"),
@@ -117,11 +125,12 @@ HONEST: dict[str, tuple[str, Any]] = {
         ["try:\n    root(-1)\nexcept ValueError:\n    pass\nelse:\n    assert False", "assert root(4) == 2"],
     ),
     "a class with state": (
-        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x); return self\n"
+        "class Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x); return self\n"
         "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n"
         "    def __getitem__(self, i): return self.items[i]",
         [
-            "s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2\nassert len(s) == 1 and s.items == [1] and s[0] == 1",
+            "s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2\nassert len(s) == s[0] == 1 and s.items == [1]",
             "assert Stack().push(3).pop() == 3",
         ],
     ),
@@ -223,3 +232,33 @@ def test_calls_compare_as_json(answer: str, expected: Any, same: bool) -> None:
 def test_labels_that_cannot_be_read(label: Any, part: str) -> None:
     with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
         grade_share("no code", label)
+
+
+def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the weak mode without Landlock a program may kill its launcher. A sandbox that is broken is another thing."""
+
+    def lost(*_: Any) -> Any:
+        raise SandboxError("the sandbox gave no report: its launcher was killed")
+
+    monkeypatch.setattr(code_run, "_run_asking", lost)
+    assert grade_share(block("x"), ["assert f() == 1"]) == (0.0, {"sandbox": 1})
+    monkeypatch.setattr(code_run, "probe", lost)
+    with pytest.raises(SandboxError, match="launcher was killed"):
+        grade_share(block("x"), ["assert f() == 1"])
+
+
+def test_reasons_reach_the_sample_and_the_metrics() -> None:
+    args = SimpleNamespace(custom_rm_path=None, rm_type="code+format:0.1", allow_weak_sandbox=True)
+    metadata = {"shared": 1}
+    samples = [
+        Sample(index=i, response=block(f"def f(): return {i}"), label=["assert f() == 1"] * 2, metadata=metadata)
+        for i in range(3)
+    ]
+    rewards = [call_reward(args, sample) for sample in samples]
+    assert rewards == [0.0, 1.0, 0.0]
+    assert [sample.metadata.get("code_failures") for sample in samples] == [{"wrong": 2}, None, {"wrong": 2}]
+    assert metadata == {"shared": 1}, "the samples of a group share it"
+    metrics = rollout_metrics(samples, rewards, np.zeros(3))
+    assert {name: value for name, value in metrics.items() if "code_failed" in name} == {
+        "rollout/code_failed/wrong": 2.0
+    }

@@ -338,7 +338,7 @@ def test_length_penalty() -> None:
 def test_a_reward_model_in_a_sum() -> None:
     assert grade("reward_model", "x", None, model_score=-2.5) == (-2.5, {}, {})
     graded = grade("reward_model:0.5+last_number:2", "it is 42", "42", model_score=-1.0)
-    assert graded == (1.5, {"reward_model": -1.0, "last_number": 1.0})
+    assert graded == (1.5, {"reward_model": -1.0, "last_number": 1.0}, {})
     with pytest.raises(ValueError, match=r"reward_model is asked for by async_rm"):
         grade("reward_model+exact", "x", "x")
     with pytest.raises(ValueError, match="unknown reward 'boxed_reward_model'"):
