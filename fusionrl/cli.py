@@ -196,6 +196,7 @@ def resolve(argv: Sequence[str], own: dict[str, str] | None = None) -> tuple[Con
             quantization=checked.quantization,
             machine=this_machine(device),
             imbalance=imbalance,
+            sandbox=checked.sandbox,
         )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from fusionrl import sandbox
 from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.accepted import AcceptedSamples
@@ -31,6 +32,7 @@ from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, roll
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function, user_code
+from fusionrl.config.validate_sandbox import uses_sandbox
 from fusionrl.data.build import build_shards, response_mask, take_shards
 from fusionrl.data.checked import read_samples
 from fusionrl.data.convert import check_rewards, samples_of
@@ -45,6 +47,7 @@ from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import batched_async_rm, take_lost
 from fusionrl.rewards.length import length_reward
+from fusionrl.rewards.registry import runs_programs
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.teacher import score_samples
@@ -136,12 +139,25 @@ class BufferActor:
             else:
                 self._source = await asyncio.to_thread(call_hook, "data_source_path", path, self._args())
             self._states[-1] = self._source_state()
+        await self._probe_sandbox()
         with self._source_code():
             num_prompts = len(self._source) if self._source is not None else 0
         return {
             "num_prompts": num_prompts,
             "num_too_long": getattr(self._source, "num_too_long", 0),
         }
+
+    async def _probe_sandbox(self) -> None:
+        """Say which sandbox this machine, on which the programs will run, gives to them.
+
+        Raises:
+            SandboxError: none, and the run or a row of its data needs one.
+        """
+        sandbox.allow_weak(self.config.reward.allow_weak_sandbox)
+        prompts = getattr(self._source, "prompts", ())  # a user's data source may have none
+        types = {sample.metadata.get("rm_type") for sample in prompts if isinstance(sample.metadata, dict)}
+        if uses_sandbox(self.config) or any(isinstance(one, str) and runs_programs(one) for one in types):
+            logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
 
     async def set_engines(self, engine_urls: Sequence[str]) -> None:
         """Where the engines are from the next rollout on."""

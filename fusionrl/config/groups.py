@@ -342,6 +342,12 @@ class RewardGroup(Group):
     reward_num_processes: int | None = Field(
         None, description="Processes that run reward functions which are not async. Default: one a core.", ge=1
     )
+    allow_weak_sandbox: bool = Field(
+        False,
+        description="Run programs of a model (--rm-type code, the Python tool) also where the kernel grants no"
+        " namespaces. Then they are kept from other processes, files and the network by seccomp and Landlock alone,"
+        " and without Landlock they read and write every file of their user; the plan says what is lacking.",
+    )
     overlong_buffer_len: int | None = Field(
         None, description="Last tokens of --rollout-max-response-len in which a penalty grows from 0 (DAPO).", ge=1
     )

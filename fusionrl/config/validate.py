@@ -21,6 +21,7 @@ from fusionrl.config.quantization import BlockFp8, read_quantization
 from fusionrl.config.quiet import quiet
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
+from fusionrl.config.validate_sandbox import sandbox_of_run
 from fusionrl.config.validate_scorers import scorer_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
@@ -33,12 +34,14 @@ from fusionrl.weights.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
 @dataclass(frozen=True)
 class Checked:
     """What the checks read on the way: the model's shape (None: it could not be read), the number of prompts, the
-    quantisation of the model's weights, and what is odd about the data that can be trained on all the same."""
+    quantisation of the model's weights, what is odd about the data that can be trained on all the same, and the sandbox
+    that this machine gives (None: the run has no use for it)."""
 
     shape: ModelShape | None
     num_prompts: int
     quantization: BlockFp8 | None = None
     data_warnings: tuple[str, ...] = ()
+    sandbox: str | None = None
 
 
 T = TypeVar("T")
@@ -60,6 +63,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     _check_parallel(config, shape, errors)
     _check_rollout(config, shape, errors)
     _check_rewards(config, errors)
+    sandbox = _attempt(errors, lambda: sandbox_of_run(config))
     errors += scorer_errors(config, shape)
     _check_hooks(config, errors)
     warnings: list[str] = []
@@ -81,7 +85,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
         )
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
-    return Checked(shape, num_prompts, quantization, tuple(warnings)), errors
+    return Checked(shape, num_prompts, quantization, tuple(warnings), sandbox), errors
 
 
 def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:

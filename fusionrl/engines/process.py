@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from fusionrl.signal_names import signal_name
+
 _MINDER = Path(__file__).with_name("minder.py")
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|\b(errno|os error) 98\b", re.IGNORECASE)
 
@@ -133,7 +135,7 @@ class ChildProcess:
         code = self._poll()
         if code is None:
             return "running"
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
     def log_tail(self, num_lines: int = 40) -> str:
         """The last `num_lines` lines that this child wrote (at most the last 64 KiB)."""

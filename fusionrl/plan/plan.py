@@ -62,6 +62,7 @@ class Plan:
     train_num_threads: int
     quantization: BlockFp8 | None = None  # of the engines' weights
     memory: MemoryReport | None = None
+    sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
 
     @property
     def backend(self) -> str:
@@ -90,18 +91,20 @@ def make_plan(
     quantization: BlockFp8 | None = None,
     machine: Machine | None = None,
     imbalance: float = 1.0,
+    sandbox: str | None = None,
 ) -> Plan:
     """Work out the plan, and estimate its memory.
 
     num_prompts   rows of the prompt data, for --num-epoch; 0 where there is none.
     quantization  of --hf-checkpoint's weights
+    sandbox       the kind that this machine gives, for the plan's text
     machine       what the memory is compared with; None: nothing
     imbalance     of the experts: what the busiest rank gets, for each token of an even share
 
     Raises:
         ValueError: sizes that do not divide or do not fit, with the arithmetic.
     """
-    plan = _plan(config, shape, device, num_prompts, num_cores, quantization)
+    plan = replace(_plan(config, shape, device, num_prompts, num_cores, quantization), sandbox=sandbox)
     report = memory_report(plan, config, machine, imbalance)
     if report.fits is not False:
         return replace(plan, memory=report)
@@ -464,6 +467,8 @@ def render_plan(plan: Plan, config: Config) -> str:
         lines += [f"{'memory' if not i else '':<11}{line}" for i, line in enumerate(plan.memory.lines())]
         lines.append(f"verdict    {plan.memory.verdict()} (an estimate: docs/memory.md)")
     lines += [f"schedule   {text}" for text in warm_up_notes(config, _num_optimizer_steps(plan))]
+    if plan.sandbox is not None:
+        lines.append(f"sandbox    {plan.sandbox}")
     lines += [f"warning    {text}" for text in [*algorithm_warnings(config), *effect_warnings(config)]]
     return "\n".join(lines) + "\n"
 

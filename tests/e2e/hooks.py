@@ -70,3 +70,31 @@ async def noted_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
 
     Path(args.run_dir, f"began-{args.rollout_id}").touch()
     return await generate(args, sample, sampling_params)
+
+
+async def hostile_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """The model's tokens, but the text of a program that cheats or escapes, one after the other."""
+    from fusionrl.plugin_api import generate
+
+    sample = await generate(args, sample, sampling_params)
+    programs = hostile_programs()
+    source, sample.label = programs[sample.index % len(programs)]
+    sample.response = f"```python\n{source}\n```"
+    sample.status = sample.Status.COMPLETED
+    return sample
+
+
+def hostile_programs() -> list[tuple[str, Any]]:
+    """(program, label): every cheat, the forms of labels in turn, and every escape."""
+    import itertools
+    import sys
+    from pathlib import Path
+
+    sys.path.append(str(Path(__file__).parents[2]))
+    from tests.rewards.cheats import CHEATS, LABELS
+    from tests.sandbox.escapes import ESCAPES, program
+
+    names = ("label", "folder", "source", "key", "unix", "abstract", "mark")
+    targets = dict.fromkeys(names, "/etc/passwd") | {"pid": 1, "tcp": ["127.0.0.1", 1], "uid": 0}
+    cheats = list(zip(CHEATS.values(), itertools.cycle(LABELS.values()), strict=False))
+    return cheats + [(program(escape, targets), LABELS["input"]) for escape in ESCAPES]

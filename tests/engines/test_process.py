@@ -20,6 +20,7 @@ from fusionrl.engines.process import (
     interface_of,
     start_on_free_ports,
 )
+from fusionrl.signal_names import signal_name
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
 # writes both pids and sleeps.
@@ -70,6 +71,16 @@ def test_sigkill_of_the_starter_leaves_no_descendant(tmp_path: Path) -> None:
     starter.kill()
     starter.wait()
     assert _wait(lambda: not any(_running(pid) for pid in pids), 5.0)
+
+
+def test_a_child_may_end_by_any_signal(tmp_path: Path) -> None:
+    """Python has no name for most real-time signals; a child that one of them ended is told all the same."""
+    with ChildProcess([sys.executable, "-c", "import os; os.kill(os.getpid(), 40)"], tmp_path / "log") as child:
+        assert child.wait_exit(60.0)
+        assert child.exit_status() == "killed by SIGRTMIN+6"
+    assert [signal_name(number) for number in (9, 33, 34, 64, 99)] == [
+        *("SIGKILL", "signal 33", "SIGRTMIN", "SIGRTMAX", "signal 99")
+    ]
 
 
 def test_sigkill_of_the_minder_ends_the_child(tmp_path: Path) -> None:
