@@ -113,7 +113,7 @@ class ModelGroup(Group):
 
     hf_checkpoint: str | None = Field(
         None,
-        description="Hugging Face folder, or a name of the Hub (Qwen/Qwen3-0.6B, as in the other flags of such folders):"
+        description="Hugging Face folder, or a name of the Hub (Qwen/Qwen3-0.6B; so do other flags of such folders):"
         " the model's shape, its tokenizer and the weights the run starts with.",
     )
     debug_random_weights: bool = Field(

@@ -21,6 +21,7 @@ from fusionrl.config.quantization import BlockFp8, read_quantization
 from fusionrl.config.quiet import quiet
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
+from fusionrl.config.validate_lengths import length_errors
 from fusionrl.config.validate_sandbox import sandbox_of_run
 from fusionrl.config.validate_scorers import scorer_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
@@ -70,6 +71,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     num_prompts = _check_data(config, errors, warnings)
     _check_eval(config, errors, warnings)
     _check_path_templates(config, errors)
+    errors += length_errors(config, shape)
     errors += algorithm_errors(config)
     errors += routing_errors(config, shape)
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -214,10 +216,6 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
             " training on truncated samples would be biased; leave them at 1.0 and -1 (evaluation has its own flags)"
         )
     limit = rollout.rollout_max_context_len
-    if shape and limit and limit > shape.max_position_embeddings:
-        errors.append(
-            f"--rollout-max-context-len {limit} is over the model's {shape.max_position_embeddings} positions"
-        )
     if rollout.rollout_max_response_len and rollout.rollout_min_response_len > rollout.rollout_max_response_len:
         errors.append(
             f"--rollout-min-response-len {rollout.rollout_min_response_len} is over --rollout-max-response-len"

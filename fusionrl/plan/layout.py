@@ -122,11 +122,14 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
     errors: list[str] = []
 
     def divide(flag: str, size: int, counts: dict[str, int]) -> None:
+        fitting = dividing(math.gcd(*counts.values()), size)
+        if len(counts) > 1:
+            fitting = f"sizes that divide all that it splits: {fitting.partition(': ')[2]}"
         for what, count in counts.items():
             if size > 1 and count % size:
                 errors.append(
                     f"{flag} {size} does not divide the model's {count} {what}: {count} = {_remainder(count, size)};"
-                    f" {dividing(math.gcd(*counts.values()), size)}"
+                    f" {fitting}"
                 )
 
     tensor, expert = "--tensor-model-parallel-size", "--expert-model-parallel-size"

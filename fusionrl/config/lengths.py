@@ -1,0 +1,73 @@
+"""How long a text a model takes, and which rows of a set of prompts are the longest."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fusionrl.data.rows import Row
+
+NUM_CANDIDATES = 256  # rows that are tokenized, those with the most bytes first …
+BUDGET_S = 5.0  # … for at most so long
+# Tokens that a chat template may add besides the text: its own words, and the marks of each message.
+TEMPLATE_TOKENS, MESSAGE_TOKENS = 256, 16
+
+
+class LongRow(NamedTuple):
+    """A row, where it stands in its file, and its number of tokens."""
+
+    place: str
+    num_tokens: int
+
+
+def context_length(max_positions: int, rope_scaling: Mapping[str, Any] | None) -> int:
+    """Tokens of a prompt with its response that a model's config.json allows for.
+
+    `max_positions` counts the scaled positions where `rope_scaling` names the original ones (yarn) or is llama3's; any
+    other scaling multiplies them by its factor. So SGLang counts (`get_context_length`), and transformers' models too.
+    """
+    if not rope_scaling or "original_max_position_embeddings" in rope_scaling:
+        return max_positions
+    if rope_scaling.get("rope_type") in ("default", "llama3"):
+        return max_positions
+    return int(rope_scaling.get("factor", 1) * max_positions)
+
+
+def most_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> list[tuple[int, str, Row]]:
+    """The rows with the most text in the columns `keys`: (tokens that they have at most, place, row), longest first.
+
+    A tokenizer makes at most one token of a byte, beside the marks that a template adds.
+    """
+
+    def sized() -> Iterable[tuple[int, int, str, Row]]:
+        for number, (place, row) in enumerate(rows):
+            values = [row[key] for key in keys if key is not None and row.get(key) is not None]
+            num_messages = sum(len(value) for value in values if isinstance(value, list))
+            num_bytes = sum(
+                len(value.encode() if isinstance(value, str) else json.dumps(value, default=str).encode())
+                for value in values
+            )
+            # The number, so that no two rows of one size are compared by their contents.
+            yield num_bytes + MESSAGE_TOKENS * num_messages + TEMPLATE_TOKENS, -number, place, row
+
+    return [(size, place, row) for size, _, place, row in heapq.nlargest(NUM_CANDIDATES, sized())]
+
+
+def first_over(
+    candidates: Iterable[tuple[int, str, Row]], limit: int, count: Callable[[Row], int | None]
+) -> LongRow | None:
+    """The first of `candidates` (as `most_bytes` gives them) with more than `limit` tokens.
+
+    count  a row's tokens; None where the run leaves the row out
+    """
+    deadline = time.monotonic() + BUDGET_S
+    for at_most, place, row in candidates:
+        if at_most <= limit or time.monotonic() > deadline:
+            return None
+        num_tokens = count(row)
+        if num_tokens is not None and num_tokens > limit:
+            return LongRow(place, num_tokens)
+    return None
