@@ -19,21 +19,13 @@ from fusionrl.config.config import Config
 from fusionrl.config.effects import effect_warnings
 from fusionrl.config.hub import resolve_names
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
+from fusionrl.config.plan_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
 from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
 from fusionrl.config.validate import prompt_columns, validate, validate_flags
 from fusionrl.config.validate_algorithm import algorithm_warnings
 from fusionrl.plan.auxiliary import auxiliary_config
-from fusionrl.plan.cluster import (
-    PLAN_FLAGS,
-    Cluster,
-    cluster_errors,
-    imbalance_of,
-    not_checked,
-    on_cluster,
-    read_shape,
-    take_plan_flags,
-)
+from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
 from fusionrl.plan.devices import this_machine
 from fusionrl.plan.plan import Plan, make_plan, memory_warnings, pinned, plan_errors, render_plan
 from fusionrl.plan.schedule import lr_decay_steps

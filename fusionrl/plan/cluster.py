@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,6 @@ from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import KINDS, Machine
 
-# Flags of `fusionrl plan` that are no flags of a run: name → (values, default, what it does).
-PLAN_FLAGS: dict[str, tuple[str, str, str]] = {
-    "--cluster": (
-        "NODESxGPUSxKIND",
-        "",
-        "Plan for this cluster instead of this machine, e.g. 8x8xh200. --hf-checkpoint may be a config.json alone;"
-        f" nothing else is read. KIND is one of {', '.join(KINDS)}.",
-    ),
-    "--router-imbalance": (
-        "number",
-        "1.0",
-        "Mixtures of experts, memory estimate: tokens that the busiest expert-parallel rank gets, for each token of an"
-        " even share.",
-    ),
-}
 _SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)
 
 
@@ -73,42 +57,6 @@ class Cluster:
             f"{self.num_nodes} nodes x {self.num_gpus} {self.kind}, each {kind.memory / 2**30:.0f} GiB,"
             f" {kind.bandwidth / 1e12:.2f} TB/s, {kind.peak / 1e12:.0f} TFLOP/s in bf16 ({kind.source})"
         )
-
-
-def take_plan_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """(values of PLAN_FLAGS, the rest of a command line, errors)."""
-    values: dict[str, str] = {}
-    rest: list[str] = []
-    errors: list[str] = []
-    tokens = iter(argv)
-    for token in tokens:
-        flag, separator, value = token.partition("=")
-        if flag not in PLAN_FLAGS:
-            rest.append(token)
-            continue
-        given = value if separator else next(tokens, "")
-        if not given or given.startswith("--"):
-            errors.append(f"{flag}: it needs a value, {PLAN_FLAGS[flag][0]}")
-            rest += [given] if given else []
-        else:
-            values[flag] = given
-    return values, rest, errors
-
-
-def imbalance_of(values: dict[str, str]) -> float:
-    """The value of --router-imbalance.
-
-    Raises:
-        ValueError: no number of at least 1.
-    """
-    text = values.get("--router-imbalance", "1.0")
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < float("inf"):
-        raise ValueError(f"--router-imbalance {text}: a number of at least 1")
-    return number
 
 
 def on_cluster(config: Config, cluster: Cluster) -> Config:

@@ -14,7 +14,7 @@ parallelism divides over the tensor-parallel ranks are divided here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fusionrl.config.model_shape import ModelShape
@@ -141,7 +141,8 @@ class _LocalLayer(_Layer):
     def total(self, has_experts: bool) -> float:
         norms = 2 * self._norm(self.hidden, self.split, drops="layernorm")
         if self.shape.output_norms:
-            norms += 2 * (8 * self.hidden + 4 / self.split)  # their output only enters the residual sum
+            # Their output only enters the residual sum; the MLP's is a part of it, and recomputed with it.
+            norms += (1 if "mlp" in self.modules else 2) * (8 * self.hidden + 4 / self.split)
         return norms + super().total(has_experts)
 
     def _norm(self, size: float, split: float, drops: str | None = None) -> float:
@@ -278,13 +279,16 @@ def chunk_bytes(
     """(bytes a token that a forward pass through `layers` keeps, bytes of what a recomputed piece of it needs at once).
 
     `layers` are those of one model chunk. With full recompute, `uniform` keeps the input of each run of `num_layers`
-    layers, `block` that of each of the first `num_layers`; one piece at a time is computed again in backward.
+    layers, `block` that of each of the first `num_layers`. One piece (of selective recompute: what it leaves out of one
+    layer) at a time is computed again in backward.
     """
     experts = set(shape.moe.layers) if shape.moe is not None else set()
     sizes = [layer_bytes(shape, layout, options, has_experts=layer in experts) for layer in layers]
     recompute = options.recompute
     if not recompute.is_full:
-        return sum(sizes), 0.0
+        plain = replace(options, recompute=Recompute())
+        whole = [layer_bytes(shape, layout, plain, has_experts=layer in experts) for layer in layers]
+        return sum(sizes), max((all_ - kept for all_, kept in zip(whole, sizes, strict=True)), default=0.0)
     checkpoint, run = checkpoint_bytes(shape, layout, options), max(recompute.num_layers or 1, 1)
     if recompute.method == "block":
         again = sizes[:run]

@@ -40,9 +40,20 @@ def head_kept_bytes(num_tokens: int, hidden_size: int, num_rows: int, width: int
 
 
 def head_transient_bytes(
-    num_tokens: int, hidden_size: int, num_rows: int, width: int, chunk_size: int | None = None
+    num_tokens: int,
+    hidden_size: int,
+    num_rows: int,
+    width: int,
+    chunk_size: int | None = None,
+    *,
+    entropy_grad: bool = False,
 ) -> int:
-    """Bytes that the loss needs for a moment: two blocks of logits, and in backward the gradients of its input (fp32)
-    and of the output layer's weights."""
+    """Bytes that the loss needs for a moment.
+
+    Forward: two blocks of logits. Backward: one (two with the entropy's gradient), the gradient of its input in fp32,
+    and that of the output layer's weights.
+    """
     columns, _ = block_sizes(num_tokens, hidden_size, num_rows, chunk_size)
-    return 2 * 4 * num_tokens * columns + 4 * num_tokens * hidden_size + width * num_rows * hidden_size
+    block = 4 * num_tokens * columns
+    backward = (1 + entropy_grad) * block + 4 * num_tokens * hidden_size + width * num_rows * hidden_size
+    return max(2 * block, backward)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Of a process on a GPU: CUDA's context, kernels and NCCL's buffers; what the allocator cannot use, of the rest.
 CONTEXT_BYTES, FRAGMENTATION = 1.5 * GIB, 0.04
+# glibc keeps more of what was freed (docs/memory.md).
+CPU_FRAGMENTATION = 0.10
 # Resident memory of a process with nothing in it, measured on a CPU (docs/memory.md).
 TRAINER_PROCESS, ENGINE_PROCESS, OTHER_PROCESSES = 0.8 * GIB, 2.0 * GIB, 2.0 * GIB
 # On GPU nodes, where CUDA's libraries are loaded; assumed.
@@ -259,7 +261,9 @@ def _stages(
     )
     custom = config.run.mode == "rl" and config.algorithm.loss_type == "custom_loss"
     # At most: a sample a micro-batch.
-    options = BatchOptions(tokens, max(num_samples, 1), config.train.log_probs_chunk_size, custom)
+    entropy_grad = config.run.mode == "rl" and config.algorithm.entropy_coef > 0
+    chunk_size = config.train.log_probs_chunk_size
+    options = BatchOptions(tokens, max(num_samples, 1), chunk_size, entropy_grad, custom)
     states = StateOptions.of(plan.precision, passed.optimizer, passed.ddp)
     return trainer_memory(shape, layout, options, states, activations, passed.transformer)
 
@@ -422,6 +426,7 @@ def _cpu_bars(
         sets = [("reference weights", float(sum(g.num_sets * s.states.weights for g, s in ranks)))]
         fixed = [*served, *sets, ("processes", processes)]
         training = _sum([_training_plain(stage) for _, stage in ranks])
+        training = (*training, ("fragments", CPU_FRAGMENTATION * sum(size for _, size in training)))
         states = _sum([_states(stage) for _, stage in ranks])
         where = f"node {node}, " if plan.num_bundles > per_node else ""
         if ranks:

@@ -20,12 +20,14 @@ class BatchOptions:
     tokens             of a micro-batch on one rank: --max-tokens-per-gpu
     num_micro_batches  of an optimizer step, at most
     chunk_size         --log-probs-chunk-size
+    entropy_grad       the entropy is a part of the loss
     whole_logits       a custom loss: all logits stand in memory
     """
 
     tokens: int
     num_micro_batches: int
     chunk_size: int | None = None
+    entropy_grad: bool = False
     whole_logits: bool = False
 
 
@@ -37,6 +39,7 @@ class StageMemory:
     activations  what forward passes keep at the worst moment: `in_flight` micro-batches
     head         of these, what the loss keeps (last stage)
     transient    what backward needs beside that for a moment, and `transient_of` which part does: "head", "layer"
+    placeholders  bytes of `transient` that stand in for weights' gradients, see `_weight_gradients`
     scoring      what a forward pass without gradients needs for a moment
     """
 
@@ -47,6 +50,7 @@ class StageMemory:
     head: float
     transient: float
     transient_of: str
+    placeholders: float
     scoring: float
 
     @property
@@ -120,7 +124,9 @@ def _stage(
             head += _head_kept(batch, shape, rows, width)
             head_now = _head_now(batch, shape, rows, width)
     layer_now = live + tokens * _backward_of_a_layer(shape, layout, activations)
-    weights_now = _weight_gradients(states, activations, parameters, transformer)
+    table = rows * shape.hidden_size  # of the embedding, and of the output layer
+    largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
+    layer_now += largest
     transient_of = "head" if head_now > layer_now else "layer"
     scoring = tokens * _forward_of_a_layer(shape, layout, activations, layers)
     return StageMemory(
@@ -129,8 +135,9 @@ def _stage(
         activations=kept + head,
         in_flight=flying,
         head=head,
-        transient=max(head_now, layer_now) + weights_now,
+        transient=max(head_now, layer_now) + placeholders,
         transient_of=transient_of,
+        placeholders=placeholders,
         scoring=max(scoring, head_now if is_last else 0.0),
     )
 
@@ -145,7 +152,8 @@ def _head_now(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> 
     """Logits are fp32, and so is their gradient; a softmax between them."""
     if batch.whole_logits:
         return float(2 * 4 * batch.tokens * rows)
-    return head_transient_bytes(batch.tokens, shape.hidden_size, rows, width, batch.chunk_size)
+    sizes = (batch.tokens, shape.hidden_size, rows, width, batch.chunk_size)
+    return head_transient_bytes(*sizes, entropy_grad=batch.entropy_grad)
 
 
 def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
@@ -177,13 +185,15 @@ def _weight_gradients(
     options: ActivationOptions,
     parameters: StageParameters,
     transformer: Mapping[str, Any],
-) -> float:
-    """A weight's gradient before it is added to its buffer.
+    table: int,
+    is_last: bool,
+) -> tuple[float, float]:
+    """(bytes of the largest gradient of a layer's weight, on its way into the buffer; bytes of placeholders).
 
-    One at a time, the largest of the layers'; with --gradient-accumulation-fusion Transformer Engine keeps a
-    placeholder for each distinct shape of a dense weight instead.
+    With --gradient-accumulation-fusion Transformer Engine adds gradients in place, and keeps a placeholder for each
+    distinct size of a dense weight. The embedding's gradient (`table`) comes when all activations are gone.
     """
-    sizes = sorted(parameters.dense, reverse=True)
+    sizes = set(parameters.dense) - {table}
     if transformer.get("gradient_accumulation_fusion") and options.impl == "transformer_engine":
-        return float(sum(set(sizes)) * states.weight_bytes)
-    return float(max([*sizes, *parameters.expert], default=0) * states.weight_bytes)
+        return 0.0, float((sum(sizes) + table * is_last) * states.weight_bytes)
+    return float(max([*sizes, *parameters.expert], default=0) * states.weight_bytes), 0.0
