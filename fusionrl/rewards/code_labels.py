@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from fusionrl.rewards.code_numbers import ASK, is_numeric
 from fusionrl.rewards.plain_data import wire_of
 
 _BUILTINS = frozenset(dir(builtins))
@@ -63,7 +64,20 @@ class JudgedTest:
     modules: tuple[tuple[str, str], ...]  # (name, module) that the statement takes for granted
 
 
-Test = InputTest | CallTest | ExpressionTest | JudgedTest
+@dataclass(frozen=True)
+class NumbersTest:
+    """An assert over numbers that the expressions have: `test` with the n-th of them as __ask__(n).
+
+    judged  the same test, for answers that are no numbers
+    """
+
+    setup: str
+    expressions: tuple[str, ...]
+    test: ast.expr
+    judged: JudgedTest
+
+
+Test = InputTest | CallTest | ExpressionTest | NumbersTest | JudgedTest
 
 
 def read_tests(label: Any) -> list[Test]:
@@ -149,7 +163,38 @@ def _read_statement(statement: str, setup: str) -> Test:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and _is_module(node.value.id, remote)
     }
     used = tuple((name, module) for name, module in modules.items() if name not in setup_names)
-    return JudgedTest(program_setup, setup, ast.unparse(rewritten), tuple(sorted(remote)), used)
+    judged = JudgedTest(program_setup, setup, ast.unparse(rewritten), tuple(sorted(remote)), used)
+    if is_closed and not setup_names & {"abs", "round", "float"} and _has_real_math(setup, setup_names):
+        return _as_numbers(rewritten, remote, judged) or judged
+    return judged
+
+
+def _has_real_math(setup: str, setup_names: frozenset[str]) -> bool:
+    """Whether `math` is the module: the setup imports it, or does not know the name."""
+    if "math" not in setup_names:
+        return True
+    symbol = symtable.symtable(setup, "setup", "exec").lookup("math")
+    plain = any(
+        isinstance(node, ast.Import) and any(one.name == "math" and one.asname is None for one in node.names)
+        for node in _parse(setup).body
+    )
+    return plain and not symbol.is_assigned()
+
+
+def _as_numbers(tree: ast.Module, remote: frozenset[str], judged: JudgedTest) -> NumbersTest | None:
+    """The test as one over numbers, if it is one assert whose expressions `code_numbers` knows."""
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert) or "math" in remote:
+        return None
+    expressions: list[str] = []
+    test = ast.parse(ast.unparse(tree.body[0].test), mode="eval").body
+    for node in ast.walk(test):
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(source)) as constant]) if name == ASK:
+                constant.value = len(expressions)
+                expressions.append(source)
+    if not expressions or not is_numeric(test):
+        return None
+    return NumbersTest(judged.program_setup, tuple(expressions), test, judged)
 
 
 def _is_module(name: str, remote: frozenset[str]) -> bool:
@@ -292,7 +337,7 @@ class _Asking(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Call) and _root(node) in self._remote and self._is_visible(node):
-            question = ast.Name("__ask__", ast.Load())
+            question = ast.Name(ASK, ast.Load())
             return ast.Call(question, [ast.Constant(ast.unparse(node))], [])
         return self.generic_visit(node)
 

@@ -13,7 +13,8 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from fusionrl.rewards.code_labels import CallTest, ExpressionTest, InputTest, JudgedTest, Test
+from fusionrl.rewards.code_labels import CallTest, ExpressionTest, InputTest, JudgedTest, NumbersTest, Test
+from fusionrl.rewards.code_numbers import NoNumbers, number_of, value_of
 from fusionrl.rewards.plain_data import NoPlainData, Unreadable, canonical, read_answer, truth
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, probe
 from fusionrl.sandbox.run import Run
@@ -46,6 +47,12 @@ def run_test(program: str, test: Test) -> str | None:
             case ExpressionTest():
                 request = {"do": "eval", "setup": test.setup, "program": program}
                 return _run_asking(request | {"expression": test.expression}, test)
+            case NumbersTest():
+                request = {"do": "eval", "setup": test.setup, "program": program}
+                try:
+                    return _run_asking(request | {"expression": f"[{', '.join(test.expressions)}]"}, test)
+                except NoNumbers:
+                    return _run_judged(program, test.judged)
             case JudgedTest():
                 return _run_judged(program, test)
     except SandboxError:
@@ -95,7 +102,7 @@ def _is_same_word(a: str, b: str) -> bool:
         return False
 
 
-def _run_asking(request: dict[str, Any], test: CallTest | ExpressionTest) -> str | None:
+def _run_asking(request: dict[str, Any], test: CallTest | ExpressionTest | NumbersTest) -> str | None:
     result = Run(_PROGRAM, json.dumps(request), LIMITS, ANSWER_BYTES).result()
     if reason := _reason(result):
         return reason
@@ -107,9 +114,16 @@ def _run_asking(request: dict[str, Any], test: CallTest | ExpressionTest) -> str
         return "object"
     except Unreadable:
         return "output"
+    except (ArithmeticError, TypeError):
+        return "error"
 
 
-def _is_expected(answer: Any, test: CallTest | ExpressionTest) -> bool:
+def _is_expected(answer: Any, test: CallTest | ExpressionTest | NumbersTest) -> bool:
+    """Whether the test holds. Raises Unreadable, or what Python raises for a test over these numbers."""
+    if isinstance(test, NumbersTest):
+        if not isinstance(answer, list) or len(answer) != len(test.expressions):
+            raise Unreadable("not an answer to each expression")
+        return bool(value_of(test.test, [number_of(one) for one in answer]))
     if isinstance(test, CallTest):
         value = canonical(answer, as_json=True)
         # APPS wraps some expected values in a list of one.

@@ -12,7 +12,8 @@ EXPECTED = 314159265
 LABELS: dict[str, Any] = {
     "call": {"inputs": [[20]], "outputs": [EXPECTED], "fn_name": "f"},
     "assert": [f"assert f(20) == {EXPECTED}"],
-    "judged": {"setup": "import math", "asserts": [f"assert math.isclose(f(20), {EXPECTED}) and abs(f(20)) > 3e8"]},
+    "numbers": {"setup": "import math", "asserts": [f"assert math.isclose(f(20), {EXPECTED})"]},
+    "judged": [f"assert f(20) in range({EXPECTED}, {EXPECTED + 1})"],
     "check": {"setup": f"def check(g):\n    assert g(20) == {EXPECTED}, 'wrong'", "asserts": ["check(f)"]},
     "input": {"inputs": ["20\n"], "outputs": [f"{EXPECTED}\n"]},
 }

@@ -13,6 +13,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.rewards import code_run
 from fusionrl.rewards.calls import call_reward
 from fusionrl.rewards.code import grade_all, grade_share
+from fusionrl.rewards.code_labels import NumbersTest, read_tests
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.sandbox import SandboxError
 from tests.rewards.cheats import CHEATS, EXPECTED, LABELS
@@ -196,6 +197,49 @@ def test_honest_programs_pass(name: str) -> None:
 )
 def test_types_count_in_asserts(source: str, statement: str) -> None:
     assert grade_share(block(source), [statement]) == (0.0, {"wrong": 1})
+
+
+NUMBERS = [
+    ("assert abs(f() - 3.1) < 0.2 and not f() > 4", 3, True),
+    ("assert math.isclose(f(), 3.0, rel_tol=1e-3)", 3.0001, True),
+    ("assert math.isclose(f(), 3.0)", 3.1, False),
+    ("assert 1 < f() <= 3 != 4", 3, True),
+    ("assert 1 < f() <= 3", 3.5, False),
+    ("assert f() == f() + 0 * 2", True, True),
+    ("assert round(f(), 2) == 3.14 or f() / 0 == 1", 3.14159, True),
+    ("assert f() / 0 == 1 or True", 3, False),
+    ("assert abs(f() - 3) < 1", float("nan"), False),
+    ("assert f() == 3 or f() / 0 == 1", 3, True),
+    ("assert f() == 4 and f() / 0 == 1", 3, False),
+    ("assert f() != 3", [3], True),
+    ("assert f() < 3", "2", False),
+    ("assert -f() > 0", None, False),
+    ("assert f() > 10 ** 400", 10**401, True),
+]
+
+
+@pytest.mark.parametrize(("statement", "answer", "passes"), NUMBERS)
+def test_asserts_over_numbers(statement: str, answer: Any, passes: bool) -> None:
+    """As Python itself says, and as the judge says, who has the same test for answers that are no numbers."""
+    try:
+        exec(f"import math\ndef f(): return {answer!r}\n{statement}", {"nan": float("nan")})
+        python = True
+    except (AssertionError, ArithmeticError, TypeError):
+        python = False
+    assert python is passes
+    program = f"nan = float('nan')\ndef f(): return {answer!r}"
+    assert grade_share(block(program), [statement]).reward == float(passes)
+    (test,) = read_tests([statement])
+    judged = test.judged if isinstance(test, NumbersTest) else test
+    assert (code_run.run_test(program, judged) is None) is passes
+
+
+def test_a_math_of_the_setup_is_not_taken_for_the_module() -> None:
+    setup = "class math:\n    isclose = staticmethod(lambda a, b: a == b + 1)"
+    assert (
+        grade_share(block("def f(): return 4"), {"setup": setup, "asserts": ["assert math.isclose(f(), 3)"]}).reward
+        == 1
+    )
 
 
 @pytest.mark.parametrize(

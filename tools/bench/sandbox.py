@@ -42,7 +42,8 @@ def kinds(number: int) -> dict[str, tuple[str, object]]:
             {"inputs": [[a] for a, _ in pairs], "outputs": [b for _, b in pairs], "fn_name": "f"},
         ),
         "assert": ("def f(x): return x + 1", [f"assert f({a}) == {b}" for a, b in pairs]),
-        "judged": ("def f(x): return x + 1", [f"assert abs(f({a}) - {b}.0) < 1e-6" for a, b in pairs]),
+        "numbers": ("def f(x): return x + 1", [f"assert abs(f({a}) - {b}.0) < 1e-6" for a, b in pairs]),
+        "judged": ("def f(x): return x + 1", [f"assert f({a}) in range({b}, {b + 1})" for a, b in pairs]),
         "numpy": (
             "import numpy\ndef f(x): return int(numpy.int64(x) + 1)",
             [f"assert f({a}) == {b}" for a, b in pairs],
