@@ -12,6 +12,20 @@ async def partial_credit(args: Any, sample: Any, **kwargs: Any) -> float:
     return 0.5 * sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
 
 
+async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
+    """As `partial_credit`; what this process has of secrets goes into the file that FUSIONRL_TEST_SECRETS names."""
+    import json
+    import os
+    from pathlib import Path
+
+    names = ("FUSIONRL_ROUTER_KEY", "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN")
+    file = Path(os.environ["FUSIONRL_TEST_SECRETS"])
+    if not file.exists():
+        file.with_suffix(".new").write_text(json.dumps({name: os.environ.get(name) for name in names}))
+        file.with_suffix(".new").rename(file)
+    return await partial_credit(args, sample)
+
+
 async def raising(args: Any, sample: Any, **kwargs: Any) -> float:
     """A reward with a bug."""
     raise KeyError("answer")
