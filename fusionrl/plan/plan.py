@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import described
@@ -423,7 +424,7 @@ def render_plan(plan: Plan, config: Config) -> str:
         parts = ("weights", "gradients", "optimizer", "activations")
         told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
         lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
-    lines += [f"warning    {text}" for text in algorithm_warnings(config)]
+    lines += [f"warning    {text}" for text in [*algorithm_warnings(config), *chat_warnings(config)]]
     return "\n".join(lines) + "\n"
 
 
