@@ -1,4 +1,4 @@
-"""The command `fusionrl`: train, plan, data check, flags."""
+"""The command `fusionrl`: train, plan, show, data check, flags."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from fusionrl import __version__
+from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.reference import render_reference
@@ -26,10 +27,11 @@ USAGE = """usage: fusionrl COMMAND [flags]
 
   fusionrl train --mode rl|sft|reject-sampling|eval …   run
   fusionrl plan  …                                      check the same flags, print the plan, start nothing
+  fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
 
-`fusionrl train --help` lists the flags."""
+`fusionrl train --help` and `fusionrl show --help` list the flags."""
 
 DATA_USAGE = """usage: fusionrl data check FILE… [flags]
 
@@ -59,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "data":
         print(DATA_USAGE)
         return 0 if {"-h", "--help"} & set(rest) else EXIT_USER
+    if command == "show":
+        from fusionrl.observe.show import main as show
+
+        return show(rest)
     if command not in ("train", "plan"):
         print(f"error: unknown command {command!r}\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER
@@ -194,7 +200,7 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
-            for text in algorithm_warnings(config):
+            for text in [*algorithm_warnings(config), *chat_warnings(config)]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
                 from fusionrl.train import run_training

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
-from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics, mismatch_sums
+from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics, mismatch_sums, sample_differences
 from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
 from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards
@@ -170,6 +170,7 @@ class LossSums:
     peak        [1], whose maximum counts
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
+    differences  [S, 2] of its S samples, `sample_differences`; None where nothing is compared here
     """
 
     sums: dict[str, Tensor]
@@ -177,6 +178,7 @@ class LossSums:
     peak: Tensor
     finite: Tensor | None = None
     batch: MicroBatch | None = None
+    differences: Tensor | None = None
 
     def bad_samples(self) -> list[int]:
         """The shard's samples with a token whose loss is not finite."""
@@ -225,12 +227,14 @@ def micro_batch_loss(
     else:
         loss, losses, sums, means = _policy_terms(log_probs, entropy, batch, options, hooks)
     token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in means.items()}
-    peak = log_probs.new_zeros(1, dtype=torch.float64)
+    peak, differences = log_probs.new_zeros(1, dtype=torch.float64), None
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
-        reference = batch.fields.get("log_probs", log_probs.detach())
-        found, peak = mismatch_sums(reference, batch.fields["rollout_log_probs"], mask)
+        reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
+        found, peak = mismatch_sums(reference, engine, mask)
+        if "log_probs" not in batch.fields:  # else the shard has what is compared, of whole samples
+            differences = sample_differences(reference, engine, mask, batch.sequences, len(batch.samples))
         token_sums |= {_MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
-    return loss, LossSums(_kept(sums), _kept(token_sums), peak, losses.detach().isfinite(), batch)
+    return loss, LossSums(_kept(sums), _kept(token_sums), peak, losses.detach().isfinite(), batch, differences)
 
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,11 @@ async def partial_credit(args: Any, sample: Any, **kwargs: Any) -> float:
     return 0.5 * sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
 
 
+async def never(args: Any, sample: Any, **kwargs: Any) -> float:
+    """A reward that does not find the answer in this form."""
+    return float(sample.response == f"The answer is {sample.label}.")
+
+
 async def raising(args: Any, sample: Any, **kwargs: Any) -> float:
     """A reward with a bug."""
     raise KeyError("answer")

@@ -108,6 +108,14 @@ def run(arguments: list[str], folder: Path, *, code: int = 0, timeout_s: float =
     return launched
 
 
+def show(*arguments: str | Path) -> str:
+    """What `fusionrl show` prints."""
+    command = [sys.executable, "-m", "fusionrl.cli", "show", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def metrics_of(run_dir: Path) -> list[dict]:
     """Every line of metrics.jsonl, as written."""
     path = run_dir / "metrics.jsonl"
