@@ -1,4 +1,4 @@
-"""The command `fusionrl`: train, plan, data check, flags, metrics."""
+"""The command `fusionrl`: train, plan, show, data check, flags, metrics."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from fusionrl import __version__
+from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.effects import effect_warnings
 from fusionrl.config.hub import resolve_names
@@ -35,11 +36,12 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl train --mode rl|sft|reject-sampling|eval …   run
   fusionrl plan  …                                      check the same flags, print the plan, start nothing
   fusionrl plan --cluster 8x8xh200 …                    the same for GPUs elsewhere, from a config.json
+  fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
   fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
 
-`fusionrl train --help` lists the flags."""
+`fusionrl train --help` and `fusionrl show --help` list the flags."""
 
 DATA_USAGE = """usage: fusionrl data check FILE… [flags]
 
@@ -71,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "data":
         print(DATA_USAGE)
         return 0 if {"-h", "--help"} & set(rest) else EXIT_USER
+    if command == "show":
+        from fusionrl.observe.show import main as show
+
+        return show(rest)
     if command not in ("train", "plan"):
         print(f"error: unknown command {command!r}\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER
@@ -325,7 +331,8 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
-            for text in [*memory_warnings(plan), *algorithm_warnings(config), *effect_warnings(config)]:
+            warnings = [*memory_warnings(plan), *algorithm_warnings(config), *effect_warnings(config)]
+            for text in [*warnings, *chat_warnings(config)]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
                 from fusionrl.train import run_training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -18,10 +19,14 @@ from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.cluster.session import Session
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, hook_paths
+from fusionrl.observe.advice import AdviceSettings, Watches
 from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
+from fusionrl.observe.show import sample_table
 from fusionrl.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 
 class Terminated(Exception):
@@ -46,19 +51,37 @@ class Run:
     last_values: dict[str, float] = field(default_factory=dict)
     _pending: _Pending | None = None
     _mismatch: _MismatchWatch = field(default_factory=lambda: _MismatchWatch())
+    _watches: Watches = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watches = Watches(advice_settings(self.config, self.path))
 
     # -------------------------------------------------------------------------------- pieces of a loop
     def record(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the display. `step` counts finished rollouts."""
         self.metrics.log(step, values)
         if warning := self._mismatch.look(step, values, mask_functions(self.config)):
-            self.progress.print(f"step {step}: {warning}")
+            self._warn(step, [warning])
+        self._warn(step, self._watches.after_step(step, values))
         self.last_step, self.last_values = step, {name: float(value) for name, value in values.items()}
         shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
         accuracies = [v for k, v in values.items() if k.startswith("eval/") and k.endswith("/accuracy")]
         if accuracies:
             shown["eval_accuracy"] = sum(accuracies) / len(accuracies)
         self.progress.update(step, shown)
+
+    def generate(self, rollout_id: int) -> Rollout:
+        """The next rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""
+        rollout, step = self.session.generate(rollout_id), rollout_id + 1
+        if rollout.glimpses:
+            self.progress.print(sample_table(rollout.glimpses, step, self.progress.width))
+        if rollout.facts is not None:
+            self._warn(step, self._watches.after_rollout(step, rollout.facts))
+        return rollout
+
+    def _warn(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            logger.warning("step %d: %s", step, text)  # on the console too, above the panel
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate, and say the result."""
@@ -163,6 +186,27 @@ def mask_functions(config: Config) -> list[str]:
     return [f"{flag_of(field)} {path}" for field, path in paths]
 
 
+def advice_settings(config: Config, path: Path) -> AdviceSettings:
+    """The values of flags that warnings about a rollout name."""
+    algorithm, rollout = config.algorithm, config.rollout
+    terms = {
+        "--use-kl-loss": algorithm.use_kl_loss and algorithm.kl_loss_coef > 0,
+        "--entropy-coef": algorithm.entropy_coef > 0,
+        "--moe-aux-loss-coeff": bool(config.passthrough.transformer.get("moe_aux_loss_coeff")),
+    }
+    return AdviceSettings(
+        run=str(path),
+        estimator=algorithm.advantage_estimator,
+        label_key=config.data.label_key,
+        max_response_len=rollout.rollout_max_response_len,
+        max_context_len=rollout.rollout_max_context_len,
+        temperature=rollout.rollout_temperature,
+        ignores_eos=rollout.rollout_ignore_eos,
+        other_terms=tuple(flag for flag, is_on in terms.items() if is_on),
+        threshold=config.reject_sampling.reject_sampling_threshold if config.run.mode == "reject-sampling" else None,
+    )
+
+
 _SHOWN = {
     "reward": "rollout/raw_reward",
     "accuracy": "rollout/accuracy",
@@ -186,7 +230,7 @@ def on_policy(run: Run) -> None:
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
         run.progress.status("generating")
-        rollout = session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         session.release_engine_memory()
         run.progress.status("training")
         values = rollout.metrics | _timed_train(session, rollout)
@@ -209,7 +253,7 @@ def sft(run: Run) -> None:
         run.record(0, run.validate(0))
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         values = rollout.metrics | _timed_train(run.session, rollout)
         run.last_trained = rollout_id
         values["perf/step_time_s"] = time.perf_counter() - start
@@ -226,7 +270,7 @@ def reject_sampling(run: Run) -> None:
     values = run.session.push(version=0) if run.session.trainers else {}
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         values |= rollout.metrics
         values["perf/step_time_s"] = time.perf_counter() - start
         values["perf/tokens_per_s"] = values["rollout/num_tokens"] / values["perf/step_time_s"]
@@ -239,7 +283,7 @@ def reject_sampling(run: Run) -> None:
 def rollout_only(run: Run) -> None:
     """--debug-rollout-only: engines and Buffer without trainers."""
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         run.record(rollout_id + 1, rollout.metrics)
         run.session.check_stop()
 
@@ -247,7 +291,7 @@ def rollout_only(run: Run) -> None:
 def train_only(run: Run) -> None:
     """--debug-train-only: trainers on saved rollouts without engines."""
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         values = rollout.metrics | _timed_train(run.session, rollout)
         run.last_trained = rollout_id
         run.record(rollout_id + 1, values)
@@ -279,7 +323,10 @@ def choose_loop(config: Config) -> object:
 def _timed_train(session: Session, rollout: Rollout) -> dict[str, float]:
     start = time.perf_counter()
     values = session.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
-    return values | {"perf/time_train_s": time.perf_counter() - start}
+    values["perf/time_train_s"] = time.perf_counter() - start
+    if session.config.run.mode == "rl":
+        session.add_trained(rollout.rollout_id)
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ a run

@@ -54,6 +54,24 @@ def mismatch_sums(
     return sums, peak
 
 
+@torch.no_grad()
+def sample_differences(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, samples: Tensor, count: int
+) -> Tensor:
+    """[count, 2] fp64: sum of |trainer - engine| over each sample's tokens, and how many were compared.
+
+    Tokens with mask 0 and those with a log-prob that is no number are left out, as in `mismatch_sums`.
+
+    Args:
+        train_log_probs, rollout_log_probs, mask: [N].
+        samples: [N], which of `count` samples each token belongs to.
+    """
+    difference = (train_log_probs.double() - rollout_log_probs.double()).abs()
+    used = (mask > 0) & difference.isfinite()
+    values = torch.stack([torch.where(used, difference, 0.0), used.double()], dim=1)
+    return values.new_zeros(count, 2).index_add_(0, samples, values)
+
+
 def mismatch_metrics(sums: Tensor, peak: Tensor) -> dict[str, float]:
     """Metrics of `mismatch_sums` added up over everything; empty where there was no token at all.
 

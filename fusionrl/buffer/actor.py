@@ -28,7 +28,9 @@ from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.accepted import AcceptedSamples
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
+from fusionrl.buffer.rollout_facts import glimpses, rollout_facts
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, rollout_metrics, set_metrics
+from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function, user_code
@@ -41,6 +43,7 @@ from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.environment import ROUTER_KEY
+from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import json_line, to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
@@ -82,6 +85,8 @@ class Rollout:
     num_accepted: int = 0
     auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
     warnings: list[str] = field(default_factory=list)  # for the console
+    facts: RolloutFacts | None = None  # for warnings; not in --mode sft
+    glimpses: list[Glimpse] = field(default_factory=list)  # --log-samples of its samples
 
 
 class BufferActor:
@@ -102,6 +107,7 @@ class BufferActor:
         self.endpoints = endpoints
         self._put = put or _ray_put
         self._writer = RolloutWriter(self.run_dir)
+        self._trained = TrainedSamples(self._writer)
         self._abort = threading.Event()
         self._phase = "idle"
         self._phase_since = time.monotonic()
@@ -299,6 +305,7 @@ class BufferActor:
     def _generate(self, rollout_id: int) -> Rollout:
         mode = self.config.run.mode
         metrics: dict[str, float] = {}
+        facts, shown = None, list[Glimpse]()
         if self.config.run.load_debug_rollout_data:
             samples = self._load_saved(rollout_id)
         else:
@@ -319,7 +326,10 @@ class BufferActor:
             metrics.update({f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()})
             if len(self.config.data.prompt_data or []) > 1:
                 metrics.update(set_metrics(samples, raw))
-            self._writer.write(rollout_id, self.attempt, (s.to_row() for s in samples), kind="train")
+            facts = rollout_facts(self.config, samples, raw, rewards)
+            shown = glimpses(samples, raw, self.config.run.log_samples)
+            written = self._writer.write(rollout_id, self.attempt, (s.to_row() for s in samples), kind="train")
+            self._trained.wrote(written, samples)
         counts = self._accept(rollout_id, samples, raw) if mode == "reject-sampling" else {}
         if mode == "reject-sampling":
             metrics.update({f"rollout/{name}": float(count) for name, count in counts.items()})
@@ -327,6 +337,7 @@ class BufferActor:
         auxiliary_shards: list[Any] = []
         if self.plan.balance is not None and self.plan.batch is not None and mode in ("rl", "sft"):
             extra: dict[str, list[Any]] = {}
+            has_indices = True
             path = self.config.reward.custom_convert_samples_to_train_data_path
             if path is not None and mode == "rl":
                 field = "custom_convert_samples_to_train_data_path"
@@ -334,10 +345,12 @@ class BufferActor:
                 where = f"{flag_of(field)} {path}"
                 samples, rewards, raw, extra = samples_of(data, samples, where)
                 check_samples(field, path, samples, self._args())
+                has_indices = "sample_indices" in data
             named: dict[str, Any] = {"rollout_id": rollout_id}
             if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
                 samples, rewards, raw, extra = self._pairs(samples, rewards, raw, extra)
                 named["by_groups"] = True
+            self._trained.gave(rollout_id, samples, has_indices)
             given, named["extra"] = (samples, rewards, raw), extra
             if (auxiliary := self.plan.auxiliary) is not None:
                 assert auxiliary.batch is not None
@@ -345,7 +358,15 @@ class BufferActor:
                 auxiliary_shards = [self._put(shard) for shard in cut]
             built = take_shards(*given, self.plan.batch, self.plan.balance, **named, freed=_give_memory_back)
             shards = list(map(self._put, built))  # no name holds a shard while the next one is made
-        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), auxiliary_shards)
+        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), auxiliary_shards, facts, shown)
+
+    async def add_trained(self, rollout_id: int, columns: Sequence[Any]) -> None:
+        """Write what the trainers found out about the samples of a rollout (`TrainerActor.sample_columns`).
+
+        columns  one part a data-parallel rank, or Ray references to them
+        """
+        parts = [part if isinstance(part, dict) else await part for part in columns]
+        await asyncio.to_thread(self._trained.add, rollout_id, parts)
 
     def _pairs(
         self, samples: list[Sample], rewards: list[float], raw: list[float], extra: dict[str, list[Any]]

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ENGINE_STOP_TIMEOUT_S = 20.0
+_ADD_TIMEOUT_S = 5.0  # for the Buffer to write the last of what training found out about samples
 _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die meanwhile
 
 
@@ -85,6 +86,7 @@ class Session:
         self._started_ray = False
         self.rng_restored = False  # whether `load` found the layout of these trainers
         self._num_pushes = 0
+        self._adding: Any = None  # reference of the last `add_trained`
         self._version = 0  # of the last push
         self._recovery: Recovery | None = None  # --use-fault-tolerance
         self._bundles: list[Bundle] = []
@@ -490,6 +492,16 @@ class Session:
             logger.warning("%s", text)
         return rollout
 
+    def add_trained(self, rollout_id: int) -> None:
+        """Let the Buffer write what training found out about single samples; does not wait for it."""
+        self._finish_adding()
+        self._adding = self.buffer.add_trained.remote(rollout_id, self.trainers.sample_columns(rollout_id))
+
+    def _finish_adding(self) -> None:
+        adding, self._adding = self._adding, None
+        if adding is not None:
+            ray.get(adding)
+
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of an evaluation on every set."""
         self._restore()
@@ -587,6 +599,9 @@ class Session:
                 self._guard, self._private = None, None
 
     def _end_actors(self) -> None:
+        if self._adding is not None:
+            ray.wait([self._adding], timeout=_ADD_TIMEOUT_S)  # its failure may be the consequence of another
+            self._adding = None
         stops = [engine.shutdown.remote() for engine in self._all_engines()]
         if self.router is not None:
             self.router.shutdown()

@@ -244,6 +244,10 @@ class TrainerWorker:
         """The optimizer steps of one rollout."""
         return self._trainer.train(rollout_id, shard, columns)
 
+    def sample_columns(self, rollout_id: int) -> Any:
+        """What training found out about single samples; see `TrainerActor.sample_columns`."""
+        return self._trainer.sample_columns(rollout_id)
+
     def values(self, shard: Any) -> tuple[None, Any]:
         """A critic's values, as a second object: the driver waits for the first and never sees them."""
         return None, self._trainer.values(shard)

@@ -51,6 +51,12 @@ class RunGroup(Group):
     dry_run: bool = Field(False, description="Check everything, print the plan and stop before Ray starts.")
     dashboard: bool = Field(False, description="Start Ray's dashboard with a cluster that is started here.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the log files.")
+    log_samples: int = Field(
+        0,
+        description="Samples of each rollout (rl, reject-sampling) that the console shows, a line each: reward, label,"
+        " answer, prompt. `fusionrl show` shows all of them afterwards.",
+        ge=0,
+    )
     custom_config_path: str | None = Field(
         None, description="YAML file of names and values of one's own, which hooks find in their `args`."
     )

@@ -19,7 +19,7 @@ from fusionrl.config.model_shape import ModelShape
 from fusionrl.config.parts import evaluates, generates, uses_trainers, validates
 from fusionrl.config.quiet import quiet
 from fusionrl.config.scorers import read_scorer, same_tokens
-from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_row
+from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
 from fusionrl.data.rows import Row, read_rows
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context beyond the positions
@@ -172,7 +172,9 @@ def _set_errors(
         return []
 
     def count(tokenizer: Any, row: Row) -> int | None:
-        num_tokens = len(tokenizer.encode(render_row(row, tokenizer, columns), add_special_tokens=False))
+        tools = metadata_and_tools(row, columns)[1]
+        text = render_prompt(row[columns.input_key], tokenizer, columns, tools)
+        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
         return None if columns.max_prompt_len is not None and num_tokens > columns.max_prompt_len else num_tokens
 
     found = _find(config, spec, flag, (columns.input_key, columns.tool_key), room, count)

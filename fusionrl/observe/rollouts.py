@@ -6,6 +6,9 @@ overwritten.
 `step_000003.train.a1.jsonl` has the samples that the line of step 3 was trained on, which hooks know as rollout_id 2.
 
 Runs of earlier versions have `<kind>_<number>.a<attempt>.jsonl`, numbered by rollout_id; they are read as well.
+
+`rollouts/trained/` has a file of the same name with what the trainers found out about the samples: each row has the
+`line` (from 0) of its sample, and one value a sample or an array over its response tokens under each name.
 """
 
 from __future__ import annotations
@@ -18,11 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from fusionrl.observe.values import json_line
 
 _NAME = re.compile(r"step_(?P<step>\d{6,})\.(?P<kind>[A-Za-z0-9][\w-]*)\.a(?P<attempt>\d+)\.jsonl")
 _EARLIER_NAME = re.compile(r"(?P<kind>[A-Za-z0-9][\w-]*)_(?P<rollout_id>\d{6,})\.a(?P<attempt>\d+)\.jsonl")
 _KIND = re.compile(r"[A-Za-z0-9][\w-]*")
+# What runs over a sample's tokens, and in how many dimensions.
+_ARRAYS = dict.fromkeys(("tokens", "prompt_tokens", "loss_mask", "weight_versions"), 1)
+_ARRAYS |= {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": 3}
 EVAL_KIND = "eval-"  # kind of an evaluation's samples: this, and the set's name
 
 
@@ -65,6 +73,31 @@ class RolloutFile:
             for line in file:
                 yield json.loads(line)
 
+    def scan(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """(offset in bytes, sample without what runs over its tokens) of each line, one in memory at a time.
+
+        None for a line that is no sample, as a copy of a file that is being written may end with.
+        """
+        for offset, line in _lines(self.path):
+            light = _parse(_without_arrays(line))
+            yield offset, _parse(line) if light is None else light
+
+    def row_at(self, offset: int) -> dict[str, Any]:
+        """The sample whose line begins at `offset`."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            row = _parse(file.readline())
+        assert row is not None, f"{self.path} has no sample at {offset}"
+        return row
+
+    def trained(self) -> dict[int, dict[str, Any]]:
+        """Line (from 0) → what the trainers found out about its sample; {} where they have not (yet) trained on it."""
+        path = trained_file(self.path)
+        if not path.exists():
+            return {}
+        rows = (_parse(line) for _, line in _lines(path))
+        return {row["line"]: row for row in rows if row is not None and isinstance(row.get("line"), int)}
+
 
 class RolloutWriter:
     """Writes `run_dir/rollouts/`; makes the folder."""
@@ -83,20 +116,69 @@ class RolloutWriter:
         """
         if not _KIND.fullmatch(kind):
             raise ValueError(f"rollout kind {kind!r} is no file name; use letters, digits, '_', '-'")
-        path = self.folder / f"step_{step_of(rollout_id, kind):06d}.{kind}.a{attempt}.jsonl"
-        if path.exists():
-            raise FileExistsError(f"{path} exists; rollouts are never overwritten, a resume raises the attempt")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        return _write_rows(self.folder / f"step_{step_of(rollout_id, kind):06d}.{kind}.a{attempt}.jsonl", rows)
+
+    def write_trained(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Write what the trainers found out about the samples of the rollout file `path`; as `write`."""
+        path = trained_file(path)
+        path.parent.mkdir(exist_ok=True)
+        return _write_rows(path, rows)
+
+
+def trained_file(path: Path) -> Path:
+    """Where what the trainers found out about the samples of a rollout file is, once they have trained."""
+    return path.parent / "trained" / path.name
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    if path.exists():
+        raise FileExistsError(f"{path} exists; rollouts are never overwritten, a resume raises the attempt")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for row in rows:
+                file.write(json_line(row))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of each line that is not blank."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield offset, line
+            offset += len(line)
+
+
+def _without_arrays(line: bytes) -> bytes:
+    """The line without arrays of numbers, which are nearly all of it: a tenth of the time to parse.
+
+    Within a JSON text a quote is escaped, so that only keys are found. Where a user's field of such a name holds
+    something else, the result may be no JSON: then the whole line is to be parsed.
+    """
+    for name, depth in _ARRAYS.items():
+        start = line.find(b'"%b":%b' % (name.encode(), b"[" * depth))
+        end = line.find(b"]" * depth, start)
+        if 0 <= start < end:
+            line = line[:start] + b'"":0' + line[end + depth :]
+    return line
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
         try:
-            with temporary.open("wb") as file:
-                for row in rows:
-                    file.write(json_line(row))
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+            row = json.loads(line)  # takes what orjson refuses: half a surrogate pair, integers of more than 64 bits
+        except ValueError:
+            return None
+    return row if isinstance(row, dict) else None
 
 
 def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> list[RolloutFile]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.effects import effect_warnings
@@ -469,7 +470,8 @@ def render_plan(plan: Plan, config: Config) -> str:
     lines += [f"schedule   {text}" for text in warm_up_notes(config, _num_optimizer_steps(plan))]
     if plan.sandbox is not None:
         lines.append(f"sandbox    {plan.sandbox}")
-    lines += [f"warning    {text}" for text in [*algorithm_warnings(config), *effect_warnings(config)]]
+    warnings = [*algorithm_warnings(config), *effect_warnings(config), *chat_warnings(config)]
+    lines += [f"warning    {text}" for text in warnings]
     return "\n".join(lines) + "\n"
 
 

@@ -24,7 +24,7 @@ from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import Generation
-from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer, prompt_tokens, room
+from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer, note_no_room, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 
 
@@ -122,6 +122,7 @@ def append_tokens(args: Any, sample: Sample, sampling_params: dict[str, Any], to
     Where they would leave no room for another turn, nothing is appended, the sample is TRUNCATED, and False returned.
     """
     if len(tokens) >= room(args, sample, sampling_params):
+        note_no_room(sample)
         sample.status = Sample.Status.TRUNCATED
         return False
     sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)

@@ -28,6 +28,7 @@ from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.length import length_reward
 from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.types import (
+    NO_ROOM_AFTER,
     DynamicFilterOutput,
     RolloutAborted,
     RolloutFnEvalOutput,
@@ -168,6 +169,8 @@ def _turn_payload(args: Any, sample: Sample, sampling_params: dict[str, Any], do
     """The request that goes on from `sample.tokens`; None, with the status set, where there is nothing to ask."""
     limit = min(sampling_params["max_new_tokens"] - done, room(args, sample, sampling_params))
     if limit < 1:
+        if not done:  # else the turn is one that an earlier rollout began
+            note_no_room(sample)
         sample.append_response_tokens(args, tokens=[], log_probs=[], finish_reason="length")
         return None
     if getattr(args, "is_stopping", None) is not None and args.is_stopping():
@@ -225,6 +228,21 @@ def room(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
     if args.rollout_max_context_len is not None:
         return args.rollout_max_context_len - len(sample.tokens)
     return sampling_params["max_new_tokens"] - sample.response_length
+
+
+def note_no_room(sample: Sample) -> None:
+    """Note in the metadata after how many turns of the model no room was left; the run warns where it was one.
+
+    Turns are counted as stretches of tokens that are trained on: what tools say between them has mask 0.
+    """
+    sample.metadata[NO_ROOM_AFTER] = _num_turns(sample)
+
+
+def _num_turns(sample: Sample) -> int:
+    if sample.loss_mask is None:
+        return int(sample.response_length > 0)
+    mask = np.asarray(sample.loss_mask) != 0
+    return int(mask[:1].sum() + (mask[1:] & ~mask[:-1]).sum())
 
 
 def prompt_tokens(args: Any, sample: Sample) -> np.ndarray:

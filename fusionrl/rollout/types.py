@@ -11,6 +11,9 @@ from fusionrl.config.hooks import HookError
 from fusionrl.data.checked import check_values
 from fusionrl.data.sample import Sample
 
+# In a sample's metadata: after how many turns of the model a limit of length left no room for a further one.
+NO_ROOM_AFTER = "no_room_after_turns"
+
 
 @dataclass
 class RolloutFnTrainOutput:

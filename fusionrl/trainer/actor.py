@@ -84,6 +84,7 @@ class TrainerActor:
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
         self._prepared: tuple[int, TrainShard, dict[str, float]] | None = None
+        self._sample_columns: tuple[int, Columns] | None = None
         self._recorded: dict[tuple[int, ...], torch.Tensor] = {}  # experts of a micro-batch, by its samples
         self._skipped_in_a_row = 0
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
@@ -326,6 +327,7 @@ class TrainerActor:
         from fusionrl.trainer.batch import build_micro_batches, check_shard
         from fusionrl.trainer.loss import LossOptions
         from fusionrl.trainer.loss_hooks import LossHooks
+        from fusionrl.trainer.sample_columns import Differences, sample_columns
         from fusionrl.trainer.step import train_step
         from fusionrl.trainer.step_report import pooled_metrics
 
@@ -345,6 +347,8 @@ class TrainerActor:
         per_token = aggregation_of(self.config) == "token_mean"
         hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir), per_token)
         history: list[StepReport] = []
+        is_compared = loss.mode == "rl" and "log_probs" not in shard.fields and "rollout_log_probs" in shard.fields
+        differences = Differences(shard.num_samples, self.device) if is_compared else None
         for index, step in enumerate(shard.steps):
             looked = self._look_ahead(shard, index, loss) if loss.mode == "rl" else {}
             batches = build_micro_batches(shard, step, options, self.layout)
@@ -353,7 +357,7 @@ class TrainerActor:
             # After the first step the weights are no longer those that the rollout was made with.
             compare = index == 0 or "log_probs" in shard.fields
             custom = self._custom_loss(shard, step) if loss.is_custom else None
-            report, bad = train_step(self.trained, batches, loss, compare, self.device, custom, hooks)
+            report, bad = train_step(self.trained, batches, loss, compare, self.device, custom, hooks, differences)
             self._watch_skipped(rollout_id, index, report, [int(shard.fields["sample_index"][i]) for i in bad])
             report.numbers.update(
                 num_tokens=float(step.num_tokens),
@@ -366,9 +370,25 @@ class TrainerActor:
             self._counters["optimizer_steps"] += int(not report.numbers["skipped"])
         self._counters["rollout_id"] = rollout_id
         self._recorded = {}
+        if loss.mode == "rl":
+            means = None if differences is None else differences.means()
+            at = self.layout.coordinates(self.rank)
+            if (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
+                self._sample_columns = (rollout_id, sample_columns(shard, means))
         # With the engine's log-probs as the old ones, the first step's ratios are not 1.
         metrics = pooled_metrics(history, first_is_old=not loss.use_rollout_log_probs) | prepared
         return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}
+
+    def sample_columns(self, rollout_id: int) -> Columns:
+        """What training on `rollout_id`, the last rollout, found out about this rank's samples. Not a collective.
+
+        {} where it was not trained on; and of each replica only one rank answers: the first of the last pipeline stage.
+
+        Returns:
+            Position in the rollout -> name -> value, see `sample_columns.sample_columns`.
+        """
+        trained, columns = self._sample_columns or (-1, {})
+        return columns if trained == rollout_id else {}
 
     def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> dict[str, float]:
         """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages.

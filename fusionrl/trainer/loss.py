@@ -19,7 +19,7 @@ from torch import Tensor
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
-from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums
+from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums, sample_differences
 from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
 from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards
@@ -171,6 +171,7 @@ class LossSums:
     peak        [1], whose maximum counts
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
+    differences  [S, 2] of its S samples, `sample_differences`; None where nothing is compared here
     """
 
     sums: dict[str, Tensor]
@@ -179,6 +180,7 @@ class LossSums:
     finite: Tensor | None = None
     batch: MicroBatch | None = None
     sequence_sums: dict[str, Tensor] = field(default_factory=dict)
+    differences: Tensor | None = None
 
     def bad_samples(self) -> list[int]:
         """The shard's samples with a token whose loss is not finite."""
@@ -234,13 +236,16 @@ def micro_batch_loss(
     shares = batch.sequence_shares
     sequence_sums = {"sequences": shares} | {name: shares * value for name, value in of_sequences.items()}
     sequence_sums = {name: value.sum() for name, value in sequence_sums.items()}
-    peak = log_probs.new_zeros(1, dtype=torch.float64)
+    peak, differences = log_probs.new_zeros(1, dtype=torch.float64), None
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
-        reference = batch.fields.get("log_probs", log_probs.detach())
-        found, peak = mismatch_sums(reference, batch.fields["rollout_log_probs"], mask)
+        reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
+        found, peak = mismatch_sums(reference, engine, mask)
+        if "log_probs" not in batch.fields:  # else the shard has what is compared, of whole samples
+            differences = sample_differences(reference, engine, mask, batch.sequences, len(batch.samples))
         token_sums |= {MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
     finite = losses.detach().isfinite()
-    return loss, LossSums(_kept(sums), _kept(token_sums), peak, finite, batch, _kept(sequence_sums))
+    kept = _kept(sums), _kept(token_sums), peak, finite, batch, _kept(sequence_sums)
+    return loss, LossSums(*kept, differences)
 
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from fusionrl.trainer.step_report import StepReport
 if TYPE_CHECKING:
     from fusionrl.trainer.custom_loss import CustomLoss
     from fusionrl.trainer.loss_hooks import LossHooks
+    from fusionrl.trainer.sample_columns import Differences
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 
@@ -161,10 +162,12 @@ def train_step(
     device: torch.device,
     custom: CustomLoss | None = None,
     hooks: LossHooks | None = None,
+    differences: Differences | None = None,
 ) -> tuple[StepReport, list[int]]:
     """One optimizer step over this rank's micro-batches; its report over all ranks.
 
     `custom` takes the place of the losses that `options` choose; `hooks` are a user's functions within them.
+    `differences` takes what the losses compared, sample by sample.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
     as they are, and the report's number `skipped` is 1.
@@ -180,6 +183,8 @@ def train_step(
     has_own = custom is not None or hooks is not None or options.custom_policy_loss_path is not None
     parts = _run(trained, batches, loss, forward_only=False, logits=custom is not None)
     report = reduce_sums(parts, device, same_names=not has_own)
+    if differences is not None:
+        differences.add(parts)
     lr = float(trained.optimizer.param_groups[0]["lr"])
     found_inf = trained.optimizer.prepare_grads()
     norm = float(trained.optimizer.get_grad_norm())

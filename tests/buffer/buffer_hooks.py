@@ -313,3 +313,18 @@ class Breaks_load(Breaks_save):
 
     def load(self, rollout_id: int | None = None) -> None:
         raise KeyError("mine")
+
+
+def backwards(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    """A conversion that reorders the samples and leaves some out."""
+    kept = samples[:1:-1]
+    return {
+        "tokens": [s.tokens for s in kept],
+        "response_lengths": [s.response_length for s in kept],
+        "rewards": [float(s.reward) for s in kept],  # type: ignore[arg-type]
+        "sample_indices": [s.index for s in kept],
+    }
+
+
+def backwards_without_indices(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    return {name: values for name, values in backwards(args, samples).items() if name != "sample_indices"}

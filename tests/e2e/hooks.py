@@ -26,6 +26,11 @@ async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
     return await partial_credit(args, sample)
 
 
+async def never(args: Any, sample: Any, **kwargs: Any) -> float:
+    """A reward that does not find the answer in this form."""
+    return float(sample.response == f"The answer is {sample.label}.")
+
+
 async def raising(args: Any, sample: Any, **kwargs: Any) -> float:
     """A reward with a bug."""
     raise KeyError("answer")

@@ -111,6 +111,14 @@ def run(arguments: list[str], folder: Path, *, code: int = 0, timeout_s: float =
     return launched
 
 
+def show(*arguments: str | Path) -> str:
+    """What `fusionrl show` prints."""
+    command = [sys.executable, "-m", "fusionrl.cli", "show", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def metrics_of(run_dir: Path, own: Collection[str] = ()) -> list[dict]:
     """Every line of metrics.jsonl, as written; fails for a metric that no entry of the glossary describes.
 

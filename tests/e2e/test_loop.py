@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusionrl.observe.rollouts import rollout_of_step
-from tests.e2e.launch import metrics_of, run, undocumented_files
+from tests.e2e.launch import metrics_of, run, show, undocumented_files
 
 pytestmark = pytest.mark.e2e
 
@@ -59,11 +59,29 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
             assert set(sample["weight_versions"]) == {rollout_id}
             assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"]
             assert 0 <= sample["reward"] <= 1
+    _check_shown(folder, rows)
     assert "step 3/3" in launched.output()
     api_key_shown = [
         path.name for path in (folder / "logs").iterdir() if "api_key='" in path.read_text(errors="replace")
     ]
     assert not api_key_shown
+
+
+def _check_shown(folder: Path, rows: list[dict]) -> None:
+    """`fusionrl show` has an advantage and a mismatch of every sample, and they are those of the metrics."""
+    for row in rows[1:]:
+        shown = show(folder, "--step", str(row["step"]), "-n", "0", "--json")
+        records = [json.loads(line) for line in shown.splitlines()]
+        assert len(records) == 32
+        tokens = np.array([record["num_trained"] for record in records])
+        mismatch = np.array([record["mismatch"] for record in records])
+        advantages = np.array([record["advantage"] for record in records])
+        assert row["train/num_tokens"] == tokens.sum() and mismatch.max() < 1e-4
+        rewards = np.array([record["reward"] for record in records]).reshape(8, 4)
+        centered = (rewards - rewards.mean(1, keepdims=True)).ravel()
+        assert (np.sign(advantages) == np.sign(np.where(np.abs(centered) < 1e-9, 0, centered))).all()
+    worst = show(folder, "--worst", "-n", "1", "--eval", "held-out")
+    assert "evaluation held-out at step 3" in worst and "advantage" not in worst
 
 
 def _samples(folder: Path, rollout_id: int) -> list[dict]:

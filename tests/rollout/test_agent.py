@@ -16,6 +16,7 @@ from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.agent import generate, parser_name
 from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
+from fusionrl.rollout.types import NO_ROOM_AFTER
 from tests.rollout.engine import Engine, Turn, check_sample
 from tests.tiny_model import make_byte_tokenizer
 
@@ -199,6 +200,7 @@ def test_limits_truncate(play: Any) -> None:
     for room, num_turns, status in ((0, 1, "truncated"), (1, 2, "truncated"), (2, 2, "truncated"), (3, 2, "completed")):
         sample, engine = play([said, "Oh"], rollout_max_context_len=limit + room)
         assert (len(engine.exchanges), sample.status.value) == (num_turns, status), room
+        assert sample.metadata.get(NO_ROOM_AFTER) == (1 if room == 0 else None), "a turn that was cut off had begun"
         texts(sample, engine)
         assert len(sample.tokens) <= limit + room
 

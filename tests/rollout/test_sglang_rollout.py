@@ -20,8 +20,15 @@ from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.rewards.dispatch import RewardError
-from fusionrl.rollout.sglang_rollout import generate, generate_rollout, sampling_params, stream_generate
-from fusionrl.rollout.types import RolloutAborted
+from fusionrl.rollout.sglang_rollout import (
+    generate,
+    generate_rollout,
+    generate_turn,
+    prompt_tokens,
+    sampling_params,
+    stream_generate,
+)
+from fusionrl.rollout.types import NO_ROOM_AFTER, RolloutAborted
 from tests.engines.streaming import Engine, serve
 
 HOOKS = Path(__file__).with_name("rollout_hooks.py")
@@ -340,6 +347,26 @@ def test_an_engine_that_loaded_the_checkpoint_itself_is_version_0(start: Any) ->
     args.generate_client = Client(weight_versions=[("default", 3)])
     sample = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
     assert list(sample.weight_versions) == [0, 0, 0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_tool_tokens", [0, 2])
+def test_a_second_turn_without_room_is_noted(num_tool_tokens: int, start: Any) -> None:
+    """The engine answers with three tokens, and the rest is taken by a tool."""
+    args, source = start(rollout_max_response_len=3 + num_tool_tokens)
+    args.generate_client = client = Client()
+    sample = source.get_samples(1)[0][0]
+    sample.tokens = prompt_tokens(args, sample)
+
+    async def two_turns() -> Any:
+        await generate_turn(args, sample, sampling_params(args))
+        sample.append_response_tokens(args, tokens=[7] * num_tool_tokens, trainable=False)
+        return await generate_turn(args, sample, sampling_params(args))
+
+    assert asyncio.run(two_turns()) is None and len(client.asked) == 1
+    assert sample.metadata[NO_ROOM_AFTER] == 1 and sample.status == Sample.Status.TRUNCATED
+    plain = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
+    asyncio.run(generate(args, plain, sampling_params(args)))  # goes on with its only turn, as a partial rollout does
+    assert NO_ROOM_AFTER not in plain.metadata
 
 
 def test_the_context_limit_shortens_or_spares_the_request(start: Any) -> None:
