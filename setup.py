@@ -30,7 +30,7 @@ setup(
     entry_points={"console_scripts": ["fusionrl = fusionrl.cli:main"]},
     install_requires=[
         "torch>=2.11",
-        "ray>=2.50",
+        "ray>=2.52",
         "megatron-core>=0.16.1,<0.20",
         "pydantic>=2.8,<3",
         "transformers>=5.12,<6",

@@ -1,4 +1,4 @@
-"""The command `fusionrl`: train, plan, data check, flags."""
+"""The command `fusionrl`: train, plan, show, data check, flags, metrics."""
 
 from __future__ import annotations
 
@@ -15,24 +15,33 @@ from pathlib import Path
 from typing import Literal
 
 from fusionrl import __version__
+from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.effects import effect_warnings
 from fusionrl.config.hub import resolve_names
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
+from fusionrl.config.plan_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
 from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
-from fusionrl.config.validate import prompt_columns, validate
+from fusionrl.config.validate import prompt_columns, validate, validate_flags
 from fusionrl.config.validate_algorithm import algorithm_warnings
-from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
+from fusionrl.plan.auxiliary import auxiliary_config
+from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
+from fusionrl.plan.devices import this_machine
+from fusionrl.plan.plan import Plan, make_plan, memory_warnings, pinned, plan_errors, render_plan
+from fusionrl.plan.schedule import lr_decay_steps
 
 USAGE = """usage: fusionrl COMMAND [flags]
 
   fusionrl train --mode rl|sft|reject-sampling|eval …   run
   fusionrl plan  …                                      check the same flags, print the plan, start nothing
+  fusionrl plan --cluster 8x8xh200 …                    the same for GPUs elsewhere, from a config.json
+  fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
+  fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
 
-`fusionrl train --help` lists the flags."""
+`fusionrl train --help` and `fusionrl show --help` list the flags."""
 
 DATA_USAGE = """usage: fusionrl data check FILE… [flags]
 
@@ -57,19 +66,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "flags":
         print(render_reference(), end="")
         return 0
+    if command == "metrics":
+        return explain_metrics(rest)
     if command == "data" and rest[:1] == ["check"] and not {"-h", "--help"} & set(rest):
         return check_data(rest[1:])
     if command == "data":
         print(DATA_USAGE)
         return 0 if {"-h", "--help"} & set(rest) else EXIT_USER
+    if command == "show":
+        from fusionrl.observe.show import main as show
+
+        return show(rest)
     if command not in ("train", "plan"):
         print(f"error: unknown command {command!r}\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER
     if "-h" in rest or "--help" in rest:
         build_parser().print_help()
+        if command == "plan":
+            print("\nflags of `fusionrl plan` alone:")
+            for flag, (values, _, text) in PLAN_FLAGS.items():
+                print(f"  {flag} {values}\n        {text}")
         return 0
+    own, rest, flag_errors = take_plan_flags(rest)
+    if command == "train":
+        flag_errors = [f"{flag}: it belongs to `fusionrl plan`, which starts nothing; leave it out" for flag in own]
     try:
-        config, plan = resolve(rest)
+        if flag_errors:
+            raise CommandLineError(flag_errors)
+        if "--cluster" in own:
+            return plan_elsewhere(rest, own)
+        config, plan = resolve(rest, own)
     except CommandLineError as error:
         for line in error.errors:
             print(f"error: {line}", file=sys.stderr)
@@ -80,8 +106,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(config, plan)
 
 
-def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
-    """Command line → checked configuration and its plan.
+def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
+    """`fusionrl plan --cluster …`: print the plan for a cluster elsewhere, and what could not be checked.
+
+    Args:
+        argv: the command line without `own`.
+        own: values of PLAN_FLAGS.
+
+    Raises:
+        CommandLineError: every mistake that flags and config.json show.
+    """
+    config, errors = read_args(argv, "fusionrl plan")
+    shape = cluster = None
+    imbalance = 1.0
+    try:
+        cluster = Cluster.parse(own["--cluster"])
+        config = on_cluster(config, cluster)
+    except ValueError as error:
+        errors.append(str(error))
+    try:
+        imbalance = imbalance_of(own)
+    except ValueError as error:
+        errors.append(str(error))
+    try:
+        shape = read_shape(config.model.hf_checkpoint)
+    except ValueError as error:
+        errors.append(str(error))
+    # What these name are folders of the cluster; trainers beside the actor's are taken for models of its shape.
+    config = config.model_copy(
+        update={
+            "critic": config.critic.model_copy(update={"critic_load": None}),
+            "prm": config.prm.model_copy(update={"prm_load": None}),
+        }
+    )
+    told = {flag for error in errors for flag in _FLAG.findall(error)}
+    found = validate_flags(config, shape) + (plan_errors(config, 0, shape) if cluster else [])
+    errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
+    if errors or shape is None or cluster is None:
+        raise CommandLineError(errors)
+    try:
+        plan = make_plan(config, shape, device="cuda", num_prompts=0, machine=cluster.machine, imbalance=imbalance)
+    except ValueError as error:
+        raise CommandLineError([str(error)]) from error
+    if too_large := cluster_errors(cluster, plan.num_bundles):
+        raise CommandLineError(too_large)
+    print(f"cluster    {cluster.describe()}")
+    print(render_plan(plan, config), end="")
+    print(f"not checked: {', '.join(not_checked(config))}")
+    return 0
+
+
+def resolve(argv: Sequence[str], own: dict[str, str] | None = None) -> tuple[Config, Plan]:
+    """Command line → checked configuration and its plan. `own`: values of PLAN_FLAGS.
 
     Raises:
         CommandLineError: every mistake that can be known before anything starts.
@@ -98,7 +174,14 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
         device = detect_device(config.cluster.device)
     except ValueError as error:
         found.append(str(error))
+    imbalance = 1.0
+    try:
+        imbalance = imbalance_of(own or {})
+    except ValueError as error:
+        found.append(str(error))
     errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
+    for text in checked.data_warnings:
+        print(f"warning: {text}", file=sys.stderr)
     if errors or checked.shape is None:
         raise CommandLineError(errors)
     try:
@@ -109,14 +192,54 @@ def resolve(argv: Sequence[str]) -> tuple[Config, Plan]:
             num_prompts=checked.num_prompts,
             num_cores=len(os.sched_getaffinity(0)),
             quantization=checked.quantization,
+            machine=this_machine(device),
+            imbalance=imbalance,
+            sandbox=checked.sandbox,
         )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
+    if plan.layout is not None and (refused := trainer_errors(config, plan)):
+        raise CommandLineError(refused)
     return config, plan
 
 
+def explain_metrics(names: Sequence[str]) -> int:
+    """`fusionrl metrics [NAME…]`: the page of all metrics as Markdown, or the entries that fit the names."""
+    from fusionrl.observe.glossary import describe, render_glossary
+
+    try:
+        print("\n".join(map(describe, names)) if names else render_glossary(), end="")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    return 0
+
+
+def trainer_errors(config: Config, plan: Plan) -> list[str]:
+    """What the trainers would refuse when they start: schedules, and with flags passed to Megatron its own checks."""
+    assert plan.layout is not None
+    config = pinned(config, plan)
+    groups = [("", config, plan.layout)]
+    if plan.auxiliary is not None:
+        role = plan.auxiliary.role
+        groups.append((f"{role}-", auxiliary_config(config, role), plan.auxiliary.layout))
+    errors: list[str] = []
+    passed = config.passthrough
+    for prefix, own, layout in groups:
+        try:
+            lr_decay_steps(own, prefix)
+        except ValueError as error:
+            errors.append(str(error))
+        if passed.transformer or passed.optimizer or passed.ddp:
+            # Only now: the import takes seconds, unless the flags' types were asked for.
+            from fusionrl.trainer.megatron_check import megatron_errors
+
+            errors += megatron_errors(own, plan.shape, layout, plan.device)
+    return list(dict.fromkeys(errors))
+
+
 def check_data(argv: Sequence[str]) -> int:
-    """`fusionrl data check FILE… [flags]`: print every mistake in the files and a summary; 2 if there is one."""
+    """`fusionrl data check FILE… [flags]`: print one line a cause, and a summary; 2 if a row cannot be trained on."""
     from fusionrl.data.check import DataCheck
 
     files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
@@ -143,12 +266,16 @@ def check_data(argv: Sequence[str]) -> int:
             print(f"error: {line}", file=sys.stderr)
         return EXIT_USER
     check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type)
-    num_problems = 0
+    num_problems = num_warnings = 0
     for file in files:
-        for problem in check.problems(file):
-            print(problem)
-            num_problems += 1
-    print(f"{check.summary()}; {num_problems or 'no'} problem{'s' * (num_problems != 1)}")
+        problems, warnings = check.problems(file)
+        for text in (*problems, *(f"warning: {warning}" for warning in warnings)):
+            print(text)
+        num_problems += len(problems)
+        num_warnings += len(warnings)
+    told = f"{num_problems or 'no'} problem{'s' * (num_problems != 1)}"
+    told += f", {num_warnings} warning{'s' * (num_warnings != 1)}" if num_warnings else ""
+    print(f"{check.summary()}; {told}")
     return EXIT_USER if num_problems else 0
 
 
@@ -186,13 +313,14 @@ def run_command(config: Config, plan: Plan) -> int:
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
     from fusionrl.observe.log import quiet_libraries, setup_logging
     from fusionrl.observe.progress import Progress
-    from fusionrl.observe.run_dir import RunDir
+    from fusionrl.observe.run_dir import RunDir, umask_of
 
     path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        run_dir = RunDir(path, resume=config.run.resume)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        os.umask(umask_of(config.run.run_dir_mode))  # of every file of the run: its processes inherit it
+        run_dir = RunDir(path, resume=config.run.resume, mode=int(config.run.run_dir_mode, 8))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}" if isinstance(error, ValueError) else f"error: --run-dir: {error}", file=sys.stderr)
         return EXIT_USER
     failure: BaseException | None = None
     code = 0
@@ -203,7 +331,8 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
-            for text in [*algorithm_warnings(config), *effect_warnings(config)]:
+            warnings = [*memory_warnings(plan), *algorithm_warnings(config), *effect_warnings(config)]
+            for text in [*warnings, *chat_warnings(config)]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
                 from fusionrl.train import run_training

@@ -19,21 +19,26 @@ from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWith
 from fusionrl.config.hooks import load_function
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from fusionrl.data.sample import Sample
-from fusionrl.engines.post import post
+from fusionrl.engines.post import post as _post
 from fusionrl.rewards import math_dapo_utils
 from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.math_dapo_utils import compute_score
 from fusionrl.rewards.math_utils import grade_answer_verl
+from fusionrl.rollout.agent import append_text, append_tokens, begin, plain_text, run_agent
 from fusionrl.rollout.sglang_rollout import (
     generate,
     generate_and_rm,
     generate_rollout,
+    generate_turn,
     load_tokenizer,
+    room,
     sampling_params,
     stream_generate,
 )
+from fusionrl.rollout.tools import ToolError, function_schema
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
+from fusionrl.rollout.versions import note_answer
 
 __all__ = [
     "DynamicFilterOutput",
@@ -44,20 +49,29 @@ __all__ = [
     "RolloutFnEvalOutput",
     "RolloutFnTrainOutput",
     "Sample",
+    "ToolError",
+    "append_text",
+    "append_tokens",
     "async_rm",
     "batched_async_rm",
+    "begin",
     "compute_score",
+    "function_schema",
     "generate",
     "generate_and_rm",
     "generate_rollout",
+    "generate_turn",
     "get_deepscaler_rule_based_reward",
     "get_log_probs_and_entropy",
     "grade_answer_verl",
     "load_function",
     "load_tokenizer",
     "math_dapo_utils",
+    "plain_text",
     "post",
+    "room",
     "run",
+    "run_agent",
     "stream_generate",
 ]
 
@@ -92,6 +106,20 @@ class GenerateState:
         """Whether the rollout has enough and what still runs is being stopped."""
         is_stopping = getattr(self.args, "is_stopping", None)
         return bool(is_stopping is not None and is_stopping())
+
+
+async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+    """POST `payload` as JSON and return the JSON that is answered; the run's own engines get their key by themselves.
+
+    Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. What the policy's engines
+    answer is noted, so that the samples that a generate or rollout function makes of it get their weight versions.
+
+    Raises:
+        RuntimeError: a 4xx answer, or the last failed try; with the server's text.
+    """
+    answer = await _post(url, payload, max_retries, headers)
+    note_answer(url, answer)
+    return answer
 
 
 def get_log_probs_and_entropy(*args: Any, **kwargs: Any) -> Any:

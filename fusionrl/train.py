@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,10 +18,15 @@ from fusionrl.buffer.rollout_metrics import eval_table
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.cluster.session import Session
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of, hook_paths
+from fusionrl.observe.advice import AdviceSettings, Watches
 from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
+from fusionrl.observe.show import sample_table
 from fusionrl.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 
 class Terminated(Exception):
@@ -44,19 +51,37 @@ class Run:
     last_values: dict[str, float] = field(default_factory=dict)
     _pending: _Pending | None = None
     _mismatch: _MismatchWatch = field(default_factory=lambda: _MismatchWatch())
+    _watches: Watches = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watches = Watches(advice_settings(self.config, self.path))
 
     # -------------------------------------------------------------------------------- pieces of a loop
     def record(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the display. `step` counts finished rollouts."""
         self.metrics.log(step, values)
-        if warning := self._mismatch.look(step, values):
-            self.progress.print(f"step {step}: {warning}")
+        if warning := self._mismatch.look(step, values, mask_functions(self.config)):
+            self._warn(step, [warning])
+        self._warn(step, self._watches.after_step(step, values))
         self.last_step, self.last_values = step, {name: float(value) for name, value in values.items()}
         shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
         accuracies = [v for k, v in values.items() if k.startswith("eval/") and k.endswith("/accuracy")]
         if accuracies:
             shown["eval_accuracy"] = sum(accuracies) / len(accuracies)
         self.progress.update(step, shown)
+
+    def generate(self, rollout_id: int) -> Rollout:
+        """The next rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""
+        rollout, step = self.session.generate(rollout_id), rollout_id + 1
+        if rollout.glimpses:
+            self.progress.print(sample_table(rollout.glimpses, step, self.progress.width))
+        if rollout.facts is not None:
+            self._warn(step, self._watches.after_rollout(step, rollout.facts))
+        return rollout
+
+    def _warn(self, step: int, texts: list[str]) -> None:
+        for text in texts:
+            logger.warning("step %d: %s", step, text)  # on the console too, above the panel
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate, and say the result."""
@@ -141,15 +166,45 @@ class _MismatchWatch:
         self._earlier: list[float] = []
         self._told_at: int | None = None
 
-    def look(self, step: int, values: dict[str, float]) -> str | None:
+    def look(self, step: int, values: dict[str, float], functions: Sequence[str] = ()) -> str | None:
         found = {name.removeprefix("train/"): value for name, value in values.items() if name.startswith("train/")}
         mean = sum(self._earlier) / len(self._earlier) if self._earlier else None
-        warning = mismatch_warning(found, earlier_mean=mean)
+        warning = mismatch_warning(found, earlier_mean=mean, functions=functions)
         self._earlier = [*self._earlier, *([found["logprob_diff_mean"]] if "logprob_diff_mean" in found else [])][-50:]
         if warning is None or (self._told_at is not None and step - self._told_at < self.QUIET_STEPS):
             return None
         self._told_at = step
         return warning
+
+
+def mask_functions(config: Config) -> list[str]:
+    """The user's functions that may write masks and log-probs of samples, each with its flag."""
+    defaults, given = vars(Config().to_args()), vars(config.to_args())
+    fields = ("custom_generate_function_path", "rollout_function_path", "rollout_sample_hook_path")
+    fields += ("custom_convert_samples_to_train_data_path",)
+    paths = [(field, path) for field, path in hook_paths(given) if field in fields and path != defaults[field]]
+    return [f"{flag_of(field)} {path}" for field, path in paths]
+
+
+def advice_settings(config: Config, path: Path) -> AdviceSettings:
+    """The values of flags that warnings about a rollout name."""
+    algorithm, rollout = config.algorithm, config.rollout
+    terms = {
+        "--use-kl-loss": algorithm.use_kl_loss and algorithm.kl_loss_coef > 0,
+        "--entropy-coef": algorithm.entropy_coef > 0,
+        "--moe-aux-loss-coeff": bool(config.passthrough.transformer.get("moe_aux_loss_coeff")),
+    }
+    return AdviceSettings(
+        run=str(path),
+        estimator=algorithm.advantage_estimator,
+        label_key=config.data.label_key,
+        max_response_len=rollout.rollout_max_response_len,
+        max_context_len=rollout.rollout_max_context_len,
+        temperature=rollout.rollout_temperature,
+        ignores_eos=rollout.rollout_ignore_eos,
+        other_terms=tuple(flag for flag, is_on in terms.items() if is_on),
+        threshold=config.reject_sampling.reject_sampling_threshold if config.run.mode == "reject-sampling" else None,
+    )
 
 
 _SHOWN = {
@@ -175,7 +230,7 @@ def on_policy(run: Run) -> None:
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
         run.progress.status("generating")
-        rollout = session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         session.release_engine_memory()
         run.progress.status("training")
         values = rollout.metrics | _timed_train(session, rollout)
@@ -198,7 +253,7 @@ def sft(run: Run) -> None:
         run.record(0, run.validate(0))
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         values = rollout.metrics | _timed_train(run.session, rollout)
         run.last_trained = rollout_id
         values["perf/step_time_s"] = time.perf_counter() - start
@@ -215,7 +270,7 @@ def reject_sampling(run: Run) -> None:
     values = run.session.push(version=0) if run.session.trainers else {}
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         values |= rollout.metrics
         values["perf/step_time_s"] = time.perf_counter() - start
         values["perf/tokens_per_s"] = values["rollout/num_tokens"] / values["perf/step_time_s"]
@@ -228,7 +283,7 @@ def reject_sampling(run: Run) -> None:
 def rollout_only(run: Run) -> None:
     """--debug-rollout-only: engines and Buffer without trainers."""
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         run.record(rollout_id + 1, rollout.metrics)
         run.session.check_stop()
 
@@ -236,7 +291,7 @@ def rollout_only(run: Run) -> None:
 def train_only(run: Run) -> None:
     """--debug-train-only: trainers on saved rollouts without engines."""
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
-        rollout = run.session.generate(rollout_id)
+        rollout = run.generate(rollout_id)
         values = rollout.metrics | _timed_train(run.session, rollout)
         run.last_trained = rollout_id
         run.record(rollout_id + 1, values)
@@ -268,7 +323,10 @@ def choose_loop(config: Config) -> object:
 def _timed_train(session: Session, rollout: Rollout) -> dict[str, float]:
     start = time.perf_counter()
     values = session.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
-    return values | {"perf/time_train_s": time.perf_counter() - start}
+    values["perf/time_train_s"] = time.perf_counter() - start
+    if session.config.run.mode == "rl":
+        session.add_trained(rollout.rollout_id)
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ a run
@@ -281,6 +339,8 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
     stop = _StopSignal()
     checkpoints = Checkpoints(path / "checkpoints")
     latest = checkpoints.latest() if config.run.resume else None
+    if latest is not None:
+        checkpoints.check(latest)
     total = max(1, plan.num_rollout)
     loop = choose_loop(config)
     with (

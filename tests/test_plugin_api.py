@@ -13,7 +13,8 @@ import pytest
 
 from fusionrl import plugin_api
 from fusionrl.config.config import Config
-from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS
+from fusionrl.engines.http import ROUTER_URLS
+from fusionrl.environment import ROUTER_KEY
 from fusionrl.plugin_api import GenerateState, Sample, post, run
 
 
@@ -91,4 +92,4 @@ def test_a_response_grows_by_what_the_engine_answers() -> None:
     stop = {"weight_version": "default", "finish_reason": {"type": "stop"}}
     sample.append_response_tokens(args, tokens=[6], log_probs=[-3.0], meta_info=stop, update_terminal_info=False)
     assert sample.status == Sample.Status.TRUNCATED and list(sample.loss_mask) == [1, 1, 0, 1]  # type: ignore[arg-type]
-    assert list(sample.weight_versions) == [7, 7, 0, 0] and sample.response == "abc"  # type: ignore[arg-type]
+    assert list(sample.weight_versions) == [7, 7, 7, 0] and sample.response == "abc"  # type: ignore[arg-type]

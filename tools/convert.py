@@ -20,6 +20,7 @@ from pathlib import Path
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.actor import TrainerActor
+from fusionrl.weights.stores import create_group_store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": "cpu",
     }
     actor = TrainerActor(Config.from_flat(values, PassThrough()), TrainerLayout(1), 0, "unused")
-    address, port = "127.0.0.1", actor.node_address()[1]
+    store = create_group_store("127.0.0.1", 600.0)
     try:
-        modules, transformer = actor.setup_model(address, port)
+        modules, transformer = actor.setup_model("127.0.0.1", store.port)
         if options.direction == "to-megatron":
             from fusionrl.trainer.checkpoint import save_weights
 

@@ -17,13 +17,14 @@ def token_weights(
         constant        mask / (num_samples * constant)          Dr. GRPO (arXiv 2503.20783), section 3.2
 
     The counts are those of the whole step over all ranks, so no split changes the loss. A sample without trained tokens
-    weighs nothing (and still counts in num_samples).
+    (removed by a filter, masked, failed) weighs nothing and still counts in num_samples: in the papers' 1/G, G is the
+    number of answers that were sampled, whatever becomes of them.
 
     Args:
         mask: [L] of the sample's response; 0 where a token is not trained on.
         kind: see above.
         num_tokens: the sum of all masks.
-        num_samples: how many samples.
+        num_samples: how many samples the step has, those without trained tokens included.
         constant: for "constant": the same length for all samples, such as the longest response allowed.
 
     Returns:

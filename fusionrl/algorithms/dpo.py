@@ -67,8 +67,9 @@ def pair_slopes(
         beta, label_smoothing: as of `dpo_loss`.
 
     Returns:
-        (pair -> slope, metrics: means over these pairs of the loss, as `dpo_loss`, and of its metrics). A pair with an
-        answer that is missing, or whose log ratio is not finite, has no slope; `pairs_excluded` counts them.
+        (pair -> slope, metrics: means over these pairs of the loss, as `dpo_loss`, and of its metrics; `num_pairs`,
+        their number). A pair with an answer that is missing, or whose log ratio is not finite, has no slope;
+        `pairs_excluded` counts them.
 
     Raises:
         ValueError: a pair with two chosen or two rejected answers; and those of `dpo_loss`.
@@ -85,7 +86,7 @@ def pair_slopes(
     rejected = torch.tensor([pairs[pair][-1.0] for pair in order], dtype=torch.float64)
     zeros = torch.zeros_like(rejected)
     losses, metrics = dpo_loss(chosen, rejected, zeros, zeros, beta, label_smoothing)
-    means = {"pairs_excluded": float(len(pairs) - len(order))}
+    means = {"num_pairs": float(len(order)), "pairs_excluded": float(len(pairs) - len(order))}
     if not order:
         return {}, means
     (slopes,) = torch.autograd.grad(losses.sum(), chosen)

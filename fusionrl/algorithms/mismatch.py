@@ -12,7 +12,7 @@ from fusionrl.algorithms.mismatch_report import MismatchLimits
 from fusionrl.algorithms.policy_loss import bounded_exp
 
 # What `mismatch_sums` adds up, in this order.
-MISMATCH_SUMS = ("compared", "not_finite", "signed", "abs", "k3", "over", "ratio", "ratio_squared")
+MISMATCH_SUMS = ("compared", "not_finite", "signed", "abs", "k3", "over", "ratio", "ratio_squared", "not_sampled")
 
 
 @torch.no_grad()
@@ -25,7 +25,8 @@ def mismatch_sums(
 
     Args:
         train_log_probs, rollout_log_probs, mask: [N].
-        limits: `token` decides which tokens count as off.
+        limits: `token` decides which tokens count as off, and as not sampled by the engine: those have the log-prob 0
+            that stands for tokens of tools, while the trainer's is far from 0.
 
     Returns:
         (sums [len(MISMATCH_SUMS)] fp64, largest |difference| [1] fp64, 0 without tokens)
@@ -46,10 +47,29 @@ def mismatch_sums(
         "over": (difference.abs() > limits.token).double(),
         "ratio": ratio,
         "ratio_squared": ratio**2,
+        "not_sampled": (used & (rollout == 0) & (train < -limits.token)).double(),
     }
     sums = torch.stack([parts[name].sum() for name in MISMATCH_SUMS])
     peak = difference.abs().max().reshape(1) if difference.numel() else difference.new_zeros(1)
     return sums, peak
+
+
+@torch.no_grad()
+def sample_differences(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, samples: Tensor, count: int
+) -> Tensor:
+    """[count, 2] fp64: sum of |trainer - engine| over each sample's tokens, and how many were compared.
+
+    Tokens with mask 0 and those with a log-prob that is no number are left out, as in `mismatch_sums`.
+
+    Args:
+        train_log_probs, rollout_log_probs, mask: [N].
+        samples: [N], which of `count` samples each token belongs to.
+    """
+    difference = (train_log_probs.double() - rollout_log_probs.double()).abs()
+    used = (mask > 0) & difference.isfinite()
+    values = torch.stack([torch.where(used, difference, 0.0), used.double()], dim=1)
+    return values.new_zeros(count, 2).index_add_(0, samples, values)
 
 
 def mismatch_metrics(sums: Tensor, peak: Tensor) -> dict[str, float]:
@@ -60,6 +80,8 @@ def mismatch_metrics(sums: Tensor, peak: Tensor) -> dict[str, float]:
     logprob_k3           k3 estimate of KL(engine || trainer), in nats
     logprob_diff_over    share of tokens that are off by more than the limit
     logprob_ess          effective sample size `(sum w)^2 / (n sum w^2)`, 0 … 1
+    logprob_not_sampled  share of tokens that look as if no engine had sampled them: the engine's log-prob is exactly 0,
+                         the trainer's is off by more than the limit
     logprob_not_finite   share of tokens with a log-prob that is no number, which the others leave out
     """
     total = dict(zip(MISMATCH_SUMS, sums.tolist(), strict=True))
@@ -77,6 +99,7 @@ def mismatch_metrics(sums: Tensor, peak: Tensor) -> dict[str, float]:
             "logprob_diff_over": total["over"] / compared,
             "logprob_ess": ratio**2 / square,
             "logprob_ratio_mean": ratio,
+            "logprob_not_sampled": total["not_sampled"] / compared,
             "logprob_ratio_error": math.sqrt(max(square - ratio**2, 0.0) / compared),
         }
     return metrics

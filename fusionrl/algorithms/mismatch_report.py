@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -14,6 +14,7 @@ class MismatchLimits:
     mean    nats, of the mean |difference|
     k3      nats, of the estimated KL(engine || trainer)
     ess     lowest effective sample size, as a share of the tokens
+    not_sampled  share of tokens that no engine seems to have sampled (`logprob_not_sampled`)
     drift   how many times the mean |difference| of earlier steps it may become, once it is a tenth of `mean`
     """
 
@@ -21,11 +22,15 @@ class MismatchLimits:
     mean: float = 0.05
     k3: float = 0.01
     ess: float = 0.9
+    not_sampled: float = 0.001
     drift: float = 5.0
 
 
 def mismatch_warning(
-    metrics: Mapping[str, float], limits: MismatchLimits | None = None, earlier_mean: float | None = None
+    metrics: Mapping[str, float],
+    limits: MismatchLimits | None = None,
+    earlier_mean: float | None = None,
+    functions: Sequence[str] = (),
 ) -> str | None:
     """What to tell the user about `metrics` of `mismatch_metrics`; None where all is well.
 
@@ -33,6 +38,7 @@ def mismatch_warning(
         metrics: of this step.
         limits: when to speak.
         earlier_mean: `logprob_diff_mean` of earlier steps, to notice a drift below the limits.
+        functions: the user's functions that write loss masks and log-probs, each with its flag.
     """
     limits = limits if limits is not None else MismatchLimits()
     mean = metrics.get("logprob_diff_mean", 0.0)
@@ -40,6 +46,9 @@ def mismatch_warning(
     if metrics.get("logprob_not_finite", 0.0) > 0:
         found.append(f"{metrics['logprob_not_finite']:.2%} of the tokens have a log-prob of -inf or NaN")
         look.append("--rollout-top-p and --rollout-top-k (the engine may give log-probs of the cut distribution)")
+    not_sampled = metrics.get("logprob_not_sampled", 0.0)
+    # What no engine sampled is most of what is off: else engine and trainer differ in other tokens as well.
+    is_mask = not_sampled > 0.5 * metrics.get("logprob_diff_over", 0.0)
     off = mean > limits.mean or metrics.get("logprob_k3", 0.0) > limits.k3
     off = off or metrics.get("logprob_ess", 1.0) < limits.ess
     if off:
@@ -50,11 +59,27 @@ def mismatch_warning(
     elif earlier_mean is not None and mean > max(limits.drift * earlier_mean, limits.mean / 10):
         found.append(f"mean |difference| {mean:.2g} nats, up from {earlier_mean:.2g}")
         off = True
-    if off:
+    if is_mask and (off or not_sampled > limits.not_sampled):
+        found.insert(
+            0, f"{not_sampled:.1%} of the trained tokens have a log-prob of exactly 0, which no engine gives them"
+        )
+        look += _mask_suspects(functions)
+    elif off:
         look += _suspects(metrics)
     if not found:
         return None
     return f"engine and trainer disagree: {'; '.join(found)}. Look at: {'; '.join(look)}."
+
+
+def _mask_suspects(functions: Sequence[str]) -> list[str]:
+    """What gives a trained token the log-prob 0: a function that masks wrongly, or else an engine that cut the rest."""
+    if not functions:
+        return ["--rollout-top-k and --rollout-top-p (of a distribution cut to one token, that token has log-prob 0)"]
+    return [
+        f"the loss_mask that {' or '.join(functions)} sets: tokens that a tool or an environment wrote need mask 0, and"
+        " without a loss_mask all are trained on (append_text and append_response_tokens(trainable=False) set it;"
+        " docs/multi-turn.md)"
+    ]
 
 
 def _suspects(metrics: Mapping[str, float]) -> list[str]:

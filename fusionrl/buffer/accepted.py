@@ -13,7 +13,8 @@ from fusionrl.observe.values import json_line, write_atomically
 
 
 class AcceptedSamples:
-    """A file of accepted samples, a JSON line each; beside it `<file>.summary.json` counts what became of all of them.
+    """A file of accepted samples, a JSON line each; beside it `<file>.summary.json` counts what became of all of them,
+    in total and for each step (the number of finished rollouts).
 
     No answer to a prompt stands there twice, whatever the rollout, and no rollout twice, whatever the attempt.
     """
@@ -73,9 +74,9 @@ class AcceptedSamples:
                 line for line in lines if line.endswith("\n") and json.loads(line).get("rollout_id", -1) <= rollout_id
             ]
             write_atomically(self.path, "".join(kept))
-        rollouts = {number: counts for number, counts in self._rollouts().items() if int(number) <= rollout_id}
+        steps = {step: counts for step, counts in self._steps().items() if int(step) <= rollout_id + 1}
         if self.summary_path.is_file():
-            self._write_summary(rollouts)
+            self._write_summary(steps)
 
     def _answers(self) -> set[bytes]:
         if self._known is None:
@@ -83,23 +84,27 @@ class AcceptedSamples:
             self._known = {_digest(json.loads(line)) for line in lines}
         return self._known
 
-    def _rollouts(self) -> dict[str, dict[str, int]]:
+    def _steps(self) -> dict[str, dict[str, int]]:
         if not self.summary_path.is_file():
             return {}
-        return json.loads(self.summary_path.read_text(encoding="utf-8"))["rollouts"]
+        summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        if "rollouts" in summary:  # of an earlier version, by rollout_id
+            return {str(int(number) + 1): counts for number, counts in summary["rollouts"].items()}
+        return summary["steps"]
 
     def _count(self, rollout_id: int, counts: dict[str, int]) -> None:
-        self._write_summary(self._rollouts() | {str(rollout_id): counts})
+        self._write_summary(self._steps() | {str(rollout_id + 1): counts})
 
-    def _write_summary(self, rollouts: dict[str, dict[str, int]]) -> None:
-        names = dict.fromkeys(name for counts in rollouts.values() for name in counts)
-        total = {name: sum(counts.get(name, 0) for counts in rollouts.values()) for name in names}
-        summary = {"threshold": self.threshold, "per_prompt": self.per_prompt, "total": total, "rollouts": rollouts}
+    def _write_summary(self, steps: dict[str, dict[str, int]]) -> None:
+        names = dict.fromkeys(name for counts in steps.values() for name in counts)
+        total = {name: sum(counts.get(name, 0) for counts in steps.values()) for name in names}
+        summary = {"threshold": self.threshold, "per_prompt": self.per_prompt, "total": total, "steps": steps}
         write_atomically(self.summary_path, json.dumps(summary, indent=1) + "\n")
 
 
 def _row(rollout_id: int, sample: Sample, reward: float) -> dict[str, Any]:
-    row: dict[str, Any] = {"rollout_id": rollout_id, "prompt": sample.prompt, "response": sample.response}
+    named = {"step": rollout_id + 1, "rollout_id": rollout_id}
+    row: dict[str, Any] = {**named, "prompt": sample.prompt, "response": sample.response}
     if sample.messages is not None:
         row["messages"] = [*sample.messages, {"role": "assistant", "content": sample.response}]
     return row | {"reward": reward, "label": sample.label, "metadata": sample.metadata}

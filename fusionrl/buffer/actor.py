@@ -10,41 +10,54 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fusionrl import sandbox
 from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.accepted import AcceptedSamples
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
+from fusionrl.buffer.rollout_facts import glimpses, rollout_facts
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, rollout_metrics, set_metrics
+from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
+from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function, user_code
+from fusionrl.config.validate_sandbox import uses_sandbox
 from fusionrl.data.build import build_shards, response_mask, take_shards
+from fusionrl.data.checked import read_samples
 from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.sample import Sample, Status
-from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS
+from fusionrl.engines.http import ROUTER_URLS
+from fusionrl.environment import ROUTER_KEY
+from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import json_line, to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
-from fusionrl.rewards.dispatch import RewardError, batched_async_rm, take_lost
+from fusionrl.rewards.dispatch import batched_async_rm, take_lost
 from fusionrl.rewards.length import length_reward
+from fusionrl.rewards.registry import runs_programs
 from fusionrl.rollout.sft_rollout import to_sft_sample
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.teacher import score_samples
 from fusionrl.rollout.types import RolloutAborted, as_eval_output, as_train_output, check_samples, flatten
+from fusionrl.rollout.versions import fill_versions, noting_answers, take_warnings
+
+logger = logging.getLogger(__name__)
 
 SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
 DROPPED = "rollout/dropped_"  # metrics of this prefix count groups; they add up over calls
@@ -57,7 +70,7 @@ class EngineEndpoints:
 
     router_url: str = ""
     engine_urls: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     rm_urls: tuple[str, ...] = ()
     teacher_urls: tuple[str, ...] = ()
 
@@ -71,6 +84,9 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
     auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
+    warnings: list[str] = field(default_factory=list)  # for the console
+    facts: RolloutFacts | None = None  # for warnings; not in --mode sft
+    glimpses: list[Glimpse] = field(default_factory=list)  # --log-samples of its samples
 
 
 class BufferActor:
@@ -91,6 +107,7 @@ class BufferActor:
         self.endpoints = endpoints
         self._put = put or _ray_put
         self._writer = RolloutWriter(self.run_dir)
+        self._trained = TrainedSamples(self._writer)
         self._abort = threading.Event()
         self._phase = "idle"
         self._phase_since = time.monotonic()
@@ -128,10 +145,25 @@ class BufferActor:
             else:
                 self._source = await asyncio.to_thread(call_hook, "data_source_path", path, self._args())
             self._states[-1] = self._source_state()
+        await self._probe_sandbox()
+        with self._source_code():
+            num_prompts = len(self._source) if self._source is not None else 0
         return {
-            "num_prompts": len(self._source) if self._source is not None else 0,
+            "num_prompts": num_prompts,
             "num_too_long": getattr(self._source, "num_too_long", 0),
         }
+
+    async def _probe_sandbox(self) -> None:
+        """Say which sandbox this machine, on which the programs will run, gives to them.
+
+        Raises:
+            SandboxError: none, and the run or a row of its data needs one.
+        """
+        sandbox.allow_weak(self.config.reward.allow_weak_sandbox)
+        prompts = getattr(self._source, "prompts", ())  # a user's data source may have none
+        types = {sample.metadata.get("rm_type") for sample in prompts if isinstance(sample.metadata, dict)}
+        if uses_sandbox(self.config) or any(isinstance(one, str) and runs_programs(one) for one in types):
+            logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
 
     async def set_engines(self, engine_urls: Sequence[str]) -> None:
         """Where the engines are from the next rollout on."""
@@ -157,7 +189,8 @@ class BufferActor:
     async def save(self, path: str, rollout_id: int) -> None:
         """Write the data cursor as it was right after rollout `rollout_id` to `path` (JSON)."""
         if self._keeps_own_state():
-            self._source.save(rollout_id)
+            with self._source_code():
+                self._source.save(rollout_id)
         assert self._source is None or rollout_id in self._states, f"no state of rollout {rollout_id} is kept"
         source = self._states.get(rollout_id)
         state = {"rollout_id": rollout_id, "source": source}
@@ -169,16 +202,28 @@ class BufferActor:
         Raises:
             ValueError: the state does not fit the prompt data.
         """
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
-        if self._source is not None and state["source"] is not None:
-            if self._keeps_own_state():
-                self._source.load(state["rollout_id"])
-            if hasattr(self._source, "load_state_dict"):  # last: this is the state right after that rollout
-                self._source.load_state_dict(state["source"])
-            self._states[state["rollout_id"]] = state["source"]
+        try:
+            state = json.loads(Path(path).read_text(encoding="utf-8"))
+            rollout_id, source = state["rollout_id"], state["source"]
+            if type(rollout_id) is not int:
+                raise TypeError(f"rollout_id is {rollout_id!r:.40}")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: no state of the Buffer ({error!r:.300}); resume from another one") from error
+        if self._source is not None and source is not None:
+            with self._source_code():
+                if self._keeps_own_state():
+                    self._source.load(rollout_id)
+                if hasattr(self._source, "load_state_dict"):  # last: this is the state right after that rollout
+                    try:
+                        self._source.load_state_dict(source)
+                    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+                        raise ValueError(
+                            f"{path}: it is no state of this data source ({error!r:.300}); resume from another one"
+                        ) from error
+            self._states[rollout_id] = source
         if self.config.run.mode == "reject-sampling":
-            self._accepted.forget_after(state["rollout_id"])
-        return int(state["rollout_id"])
+            self._accepted.forget_after(rollout_id)
+        return rollout_id
 
     async def cursor(self) -> dict[str, Any] | None:
         """The data source's state, for comparisons."""
@@ -196,7 +241,8 @@ class BufferActor:
 
     def _source_state(self) -> dict[str, Any]:
         if hasattr(self._source, "state_dict"):
-            return self._source.state_dict()
+            with self._source_code():
+                return self._source.state_dict()
         return {}
 
     def _set_phase(self, phase: str) -> None:
@@ -217,6 +263,7 @@ class BufferActor:
             rollout_global_dataset=True,
             vocab_size=self.plan.shape.vocab_size,
             routed_experts_size=self._routed_experts_size(),
+            num_experts=self._limits()[1],
             save=str(self.run_dir / "checkpoints"),
             load=None,
             run_dir=str(self.run_dir),
@@ -235,19 +282,22 @@ class BufferActor:
         """Make rollout `rollout_id`: groups → rewards → shards in the object store.
 
         Raises:
-            RewardError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
+            HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept. A HookError
+                names the file of the samples that the user's function was at.
         """
         self._abort.clear()
-        self._set_phase(f"rollout {rollout_id}")
+        self._set_phase(f"rollout of step {rollout_id + 1}")
         start = time.perf_counter()
         try:
-            rollout = await asyncio.to_thread(self._generate, rollout_id)
+            with self._writing_blamed(rollout_id, "failed"):
+                rollout = await asyncio.to_thread(self._generate, rollout_id)
         finally:
             self._set_phase("idle")
         if self._source is not None:
             self._states[rollout_id] = self._source_state()
             for old in [key for key in self._states if key < rollout_id - 2]:
                 del self._states[old]
+        rollout.warnings += take_warnings()
         rollout.metrics["perf/time_generate_s"] = time.perf_counter() - start
         self._last_metrics = rollout.metrics
         return rollout
@@ -255,6 +305,7 @@ class BufferActor:
     def _generate(self, rollout_id: int) -> Rollout:
         mode = self.config.run.mode
         metrics: dict[str, float] = {}
+        facts, shown = None, list[Glimpse]()
         if self.config.run.load_debug_rollout_data:
             samples = self._load_saved(rollout_id)
         else:
@@ -275,7 +326,10 @@ class BufferActor:
             metrics.update({f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()})
             if len(self.config.data.prompt_data or []) > 1:
                 metrics.update(set_metrics(samples, raw))
-            self._writer.write(rollout_id, self.attempt, (s.to_row() for s in samples), kind="train")
+            facts = rollout_facts(self.config, samples, raw, rewards)
+            shown = glimpses(samples, raw, self.config.run.log_samples)
+            written = self._writer.write(rollout_id, self.attempt, (s.to_row() for s in samples), kind="train")
+            self._trained.wrote(written, samples)
         counts = self._accept(rollout_id, samples, raw) if mode == "reject-sampling" else {}
         if mode == "reject-sampling":
             metrics.update({f"rollout/{name}": float(count) for name, count in counts.items()})
@@ -283,15 +337,20 @@ class BufferActor:
         auxiliary_shards: list[Any] = []
         if self.plan.balance is not None and self.plan.batch is not None and mode in ("rl", "sft"):
             extra: dict[str, list[Any]] = {}
+            has_indices = True
             path = self.config.reward.custom_convert_samples_to_train_data_path
             if path is not None and mode == "rl":
                 field = "custom_convert_samples_to_train_data_path"
                 data = call_hook(field, path, self._args(), samples)
-                samples, rewards, raw, extra = samples_of(data, samples, f"{flag_of(field)} {path}")
+                where = f"{flag_of(field)} {path}"
+                samples, rewards, raw, extra = samples_of(data, samples, where)
+                check_samples(field, path, samples, self._args())
+                has_indices = "sample_indices" in data
             named: dict[str, Any] = {"rollout_id": rollout_id}
             if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
                 samples, rewards, raw, extra = self._pairs(samples, rewards, raw, extra)
                 named["by_groups"] = True
+            self._trained.gave(rollout_id, samples, has_indices)
             given, named["extra"] = (samples, rewards, raw), extra
             if (auxiliary := self.plan.auxiliary) is not None:
                 assert auxiliary.batch is not None
@@ -299,7 +358,15 @@ class BufferActor:
                 auxiliary_shards = [self._put(shard) for shard in cut]
             built = take_shards(*given, self.plan.batch, self.plan.balance, **named, freed=_give_memory_back)
             shards = list(map(self._put, built))  # no name holds a shard while the next one is made
-        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), auxiliary_shards)
+        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), auxiliary_shards, facts, shown)
+
+    async def add_trained(self, rollout_id: int, columns: Sequence[Any]) -> None:
+        """Write what the trainers found out about the samples of a rollout (`TrainerActor.sample_columns`).
+
+        columns  one part a data-parallel rank, or Ray references to them
+        """
+        parts = [part if isinstance(part, dict) else await part for part in columns]
+        await asyncio.to_thread(self._trained.add, rollout_id, parts)
 
     def _pairs(
         self, samples: list[Sample], rewards: list[float], raw: list[float], extra: dict[str, list[Any]]
@@ -344,9 +411,14 @@ class BufferActor:
         groups: list[list[Sample]] = []
         metrics: dict[str, float] = {}
         dropped: Counter[str] = Counter()
+        options = self.config.rollout
         for _ in range(MAX_REFILLS):
             args = self._args()
-            output = as_train_output(self._call_rollout(args, rollout_id))
+            with noting_answers(args, keeps_tokens=False) as answers:
+                output = as_train_output(self._call_rollout(args, rollout_id))
+            if options.rollout_function_path != type(options)().rollout_function_path and self.endpoints.router_url:
+                where = f"--rollout-function-path {options.rollout_function_path}"
+                fill_versions(flatten(output.samples), answers, where)
             dropped.update({k: v for k, v in output.metrics.items() if k.startswith(DROPPED)})
             metrics.update(output.metrics)
             groups += self._finish(args, output.samples, dropped)
@@ -359,7 +431,7 @@ class BufferActor:
             )
         if len(groups) > wanted:
             dropped[f"{DROPPED}surplus"] += len(groups) - wanted
-        options, args = self.config.rollout, self._args()
+        args = self._args()
         if options.rollout_all_samples_process_path:
             path = options.rollout_all_samples_process_path
             call_hook("rollout_all_samples_process_path", path, args, groups, self._source.get_samples)
@@ -368,7 +440,7 @@ class BufferActor:
             call_hook("rollout_sample_filter_path", options.rollout_sample_filter_path, args, groups)
         for position, group in enumerate(groups):
             _number_group(group, position)
-            check_samples("rollout_function_path", options.rollout_function_path, group)
+            check_samples("rollout_function_path", options.rollout_function_path, group, args)
         return flatten(groups), {**metrics, **dropped}
 
     def _call_rollout(self, args: Any, rollout_id: int, evaluation: bool = False) -> Any:
@@ -379,13 +451,33 @@ class BufferActor:
         function = self._eval_function if evaluation else self._rollout_function
         keywords = {"evaluation": True} if evaluation else {}
         if path == type(rollout)().rollout_function_path:
+            with self._source_code():  # of the user's functions in it, only the data source does not name itself
+                return function(args, rollout_id, self._source, **keywords)
+        with user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,)):
             return function(args, rollout_id, self._source, **keywords)
+
+    def _source_code(self) -> AbstractContextManager[None]:
+        """A block in which what a user's data source raises names it."""
+        path = self.config.data.data_source_path
+        return user_code(f"--data-source-path {path}", path, only_theirs=True)
+
+    @contextmanager
+    def _writing_blamed(self, rollout_id: int, kind: str) -> Iterator[None]:
+        """Write the samples at which a user's function raised to a file of the run, and name it in the error."""
         try:
-            return function(args, rollout_id, self._source, **keywords)
-        except (RolloutAborted, RewardError, HookError):
-            raise  # these say themselves whose fault it was
-        except Exception as error:  # a user's function may raise anything
-            raise HookError(f"{flag_of(field)} {path}: {type(error).__name__}: {error}") from error
+            yield
+        except HookError as error:
+            samples = [sample for sample in error.samples if isinstance(sample, Sample)]
+            if samples:
+                try:
+                    rows = (sample.to_row() | {"error": str(error)} for sample in samples)
+                    path = self._writer.write(rollout_id, self.attempt, rows, kind=kind)
+                except Exception as failure:  # attributes of a user's may not be writable; the user's error goes first
+                    logger.warning("the samples at which a user's function raised cannot be written: %s", failure)
+                else:
+                    count = f"the {len(samples)} samples" if len(samples) > 1 else "the sample"
+                    error.add(f"{count} that it was at: {path}")
+            raise
 
     def _finish(self, args: Any, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
         """Rewards that are still missing are computed; groups that got them here are filtered here."""
@@ -409,10 +501,14 @@ class BufferActor:
         args = self._args()
         path = self.config.reward.custom_reward_post_process_path
         if path is not None:
-            raw, rewards = call_hook("custom_reward_post_process_path", path, args, samples)
+            found = call_hook("custom_reward_post_process_path", path, args, samples)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                said = f"it returned {type(found).__name__}; a tuple (raw rewards, rewards) is wanted"
+                raise HookError(f"--custom-reward-post-process-path {path}: {said}")
+            raw, rewards = found
             if len(raw) != len(samples) or len(rewards) != len(samples):
                 raise ValueError(
-                    f"--custom-reward-post-process-path {self.config.reward.custom_reward_post_process_path}:"
+                    f"--custom-reward-post-process-path {path}:"
                     f" it returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples"
                 )
             raw, rewards = [float(r) for r in raw], [float(r) for r in rewards]
@@ -467,16 +563,24 @@ class BufferActor:
         path = Path(str(self.config.run.load_debug_rollout_data).format(rollout_id=rollout_id))
         if not path.is_file():
             raise ValueError(f"--load-debug-rollout-data: there is no {path}")
-        with path.open(encoding="utf-8") as lines:  # not splitlines: a response may hold other ends of lines
-            return [Sample.from_dict(json.loads(line)) for line in lines]
+        try:
+            return read_samples(path, *self._limits())
+        except ValueError as error:
+            raise ValueError(f"--load-debug-rollout-data: {error}") from error
+
+    def _limits(self) -> tuple[int, int | None]:
+        """(tokens of the vocabulary, experts of a layer or None): what numbers in samples are checked against."""
+        shape = self.plan.shape
+        return shape.vocab_size, shape.moe.num_experts if shape.moe is not None else None
 
     # -------------------------------------------------------------------------------- evaluation
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json."""
-        self._set_phase(f"evaluation {rollout_id}")
+        self._set_phase(f"evaluation after step {rollout_id}")
         start = time.perf_counter()
         try:
-            output = await asyncio.to_thread(self._call_rollout, self._args(), rollout_id, evaluation=True)
+            with self._writing_blamed(rollout_id, "eval-failed"):
+                output = await asyncio.to_thread(self._call_rollout, self._args(), rollout_id, evaluation=True)
         finally:
             self._set_phase("idle")
         result = as_eval_output(output)
@@ -486,7 +590,8 @@ class BufferActor:
         self._write_summary(rollout_id, result.data)
         path = self.config.rollout.custom_eval_rollout_log_function_path
         field, args = "custom_eval_rollout_log_function_path", self._args()
-        itself = path is not None and call_hook(field, path, rollout_id, args, result.data, result.metrics)
+        with self._writing_blamed(rollout_id, "eval-failed"):
+            itself = path is not None and call_hook(field, path, rollout_id, args, result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),
             **{f"eval/reward_{reason}": float(count) for reason, count in take_lost().items()},

@@ -199,11 +199,19 @@ class RolloutDataSourceWithBuffer:
                 "--prompt-data-weights: they are not those of when the checkpoint was saved"
                 f" ({', '.join(one['share'] for one in state['sets'])}); a resume needs the same ones"
             )
+        counters = [state["num_groups"], state["num_samples"], *(one["num_drawn"] for one in state["sets"])]
+        if any(type(count) is not int or count < 0 for count in counters):
+            raise ValueError("the data cursor in the checkpoint is no whole number; resume from another one")
         for sequence, then in zip(self._mixture.sequences, state["sets"], strict=True):
             sequence.num_drawn = then["num_drawn"]
         self.num_groups, self.num_samples = state["num_groups"], state["num_samples"]
-        self.metadata = unpack(state["metadata"])
-        self.buffer = [[unpack_sample(sample) for sample in group] for group in state["buffer"]]
+        try:
+            self.metadata = dict(unpack(state["metadata"]))
+            self.buffer = [[unpack_sample(sample) for sample in group] for group in state["buffer"]]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"what the checkpoint's data cursor holds cannot be read ({error!r:.300}); resume from another one"
+            ) from error
 
     def save(self, rollout_id: int) -> None:
         """Write the state of now to a file of its own under `args.save`."""

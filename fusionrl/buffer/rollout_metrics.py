@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
 from fusionrl.data.build import response_mask
 from fusionrl.data.sample import Sample, Status
+from fusionrl.rewards.code_run import REASONS
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
 
@@ -27,6 +29,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index
                 parts.setdefault(name, []).append(value)
     return {
         **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
+        **_code_failures(samples),
         **_distance_to_teacher(samples),
         "rollout/raw_reward": float(rewards.mean()),
         "rollout/raw_reward_std": float(rewards.std()),
@@ -39,6 +42,16 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index
         "rollout/num_samples": float(len(samples)),
         "rollout/num_tokens": float(lengths.sum()),
     }
+
+
+def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
+    """Per reason for which programs failed tests (`code_run.REASONS`): how many samples have such a test."""
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        reasons = (sample.metadata or {}).get("code_failures")  # a user's data may have a column of that name
+        if isinstance(reasons, dict):
+            counts.update(name for name in reasons if name in REASONS)
+    return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}
 
 
 def _distance_to_teacher(samples: Sequence[Sample]) -> dict[str, float]:

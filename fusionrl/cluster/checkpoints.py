@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fusionrl.file_hashes import check_facts, facts_of, plain_name
+
 _NAME = re.compile(r"step_(\d{6,})")
 _MANIFEST = "manifest.json"
 _WRITING = ".writing_"
+_DESCRIPTIONS = ("fusionrl.json",)  # of a trainer's folder: it has the hashes of the other files, made when written
+_MAX_MANIFEST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,41 @@ class Checkpoint:
     path: Path
     rollout_id: int
     manifest: dict[str, Any] = field(default_factory=dict)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint in `path`.
+
+    Raises:
+        ValueError: it is damaged, or of another checkpoint.
+    """
+    where = f"checkpoint {path}: it is damaged or incomplete"
+    if path.is_symlink() or (path / _MANIFEST).is_symlink():
+        raise ValueError(f"{where}: it is a link to elsewhere")
+    try:
+        if (path / _MANIFEST).stat().st_size > _MAX_MANIFEST_BYTES:
+            raise ValueError("it is too large")
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {_MANIFEST} cannot be read ({str(error)[:200]})") from error
+    saved = manifest.get("rollout_id") if isinstance(manifest, dict) else None
+    if type(saved) is not int or path.name != f"step_{saved + 1:06d}":
+        raise ValueError(
+            f"{where}: {_MANIFEST} has rollout_id {str(saved)[:40]!r}, which does not belong to {path.name}"
+        )
+    if not isinstance(manifest.get("metrics", {}), dict):
+        raise ValueError(f"{where}: the metrics in {_MANIFEST} are no JSON object")
+    return manifest
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """Sizes and hashes: of the folder's files, and of those of its subfolders that say them of the others."""
+    subfolders = [path for path in folder.iterdir() if path.is_dir()]
+    descriptions = {path.name: [name for name in _DESCRIPTIONS if (path / name).is_file()] for path in subfolders}
+    return {
+        "files": facts_of(folder, [path.name for path in folder.iterdir() if path.is_file()]),
+        "folders": {path.name: facts_of(path, descriptions[path.name]) for path in subfolders},
+    }
 
 
 class Checkpoints:
@@ -41,7 +80,25 @@ class Checkpoints:
         """(folder, manifest) of every checkpoint that was published, in no order."""
         for path in self.folder.glob("step_*"):
             if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
-                yield path, json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+                yield path, _read_manifest(path)
+
+    @staticmethod
+    def check(checkpoint: Checkpoint) -> None:
+        """Compare a checkpoint with what its manifest says of it, but for the trainers' files, which they check.
+
+        Raises:
+            ValueError: a file or folder is missing, is not what was saved, or is a link to elsewhere.
+        """
+        where = f"checkpoint {checkpoint.path}: it is damaged or incomplete"
+        check_facts(checkpoint.path, checkpoint.manifest.get("files"), where)
+        folders = checkpoint.manifest.get("folders")
+        if not isinstance(folders, dict):
+            raise ValueError(f"{where}: its manifest names no folders")
+        for name, facts in folders.items():
+            folder = checkpoint.path / plain_name(name, where)
+            if folder.is_symlink() or not folder.is_dir():
+                raise ValueError(f"{where}: {name} is missing, or a link")
+            check_facts(folder, facts, f"{where}, in {name}")
 
     def prune(self, keep: int, best_by: str | None = None) -> list[Path]:
         """Delete all but the newest `keep` checkpoints, and the one whose manifest has the highest `best_by`.
@@ -77,7 +134,8 @@ class Checkpoints:
         A kill on the way leaves every earlier checkpoint as it was.
         """
         final = self.folder / f"step_{rollout_id + 1:06d}"
-        manifest = {"rollout_id": rollout_id, "time": time.time(), **facts}
+        contents = _contents(temporary)
+        manifest = {"step": rollout_id + 1, "rollout_id": rollout_id, "time": time.time(), **facts, **contents}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         if final.exists():  # the same step, saved again by a later attempt
             shutil.rmtree(final)

@@ -3,6 +3,7 @@
 Ray's own processes watch each other, but not all at every moment: an agent that is still starting when its raylet
 is killed can live on. Every process of a run on this machine inherits a token in its environment; the guard notes
 who has it until the pipe from the driver closes, gives them a few seconds to end by themselves, and kills the rest.
+Then it removes the run's private folder, which has Ray's files and sockets.
 Standard library alone: it must start at once and outlive everything else.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,12 +29,15 @@ _LOOKS = 20  # ten seconds
 class Guard:
     """Held by the driver; `close` when all has been ended, so that what is left is swept at once."""
 
-    def __init__(self) -> None:
-        """Start the guard, before any process that it is to guard: they inherit the token from this one."""
+    def __init__(self, folder: Path | None = None, env: dict[str, str] | None = None) -> None:
+        """Start the guard, before any process that it is to guard: they inherit the token from this one.
+
+        `folder` is removed at the end; `env` is the guard's environment.
+        """
         self.token = uuid.uuid4().hex
-        command = [sys.executable, str(Path(__file__).resolve()), self.token]
+        command = [sys.executable, str(Path(__file__).resolve()), self.token, *([str(folder)] if folder else [])]
         # A session of its own: a Ctrl-C at the terminal must not end it. Its environment has no token yet.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
         os.environ[TOKEN_VARIABLE] = self.token
 
     def close(self) -> None:
@@ -119,13 +124,15 @@ def sweep(watch: Watch, grace_s: float = _GRACE_S) -> None:
         time.sleep(_POLL_S)
 
 
-def main(token: str) -> None:
-    """Watch until the driver closes its end of the pipe, or is gone; then sweep."""
+def main(token: str, folder: str | None = None) -> None:
+    """Watch until the driver closes its end of the pipe, or is gone; then sweep, and remove the folder."""
     watch = Watch(token)
     while not select.select([sys.stdin], [], [], _WATCH_S)[0]:
         watch.look()
     sweep(watch)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -21,6 +27,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 # A CPU has no device that Ray counts: nodes carry this logical one instead, so that placement is the same code.
 CPU_DEVICE_RESOURCE = "fusionrl_device"
 LOOPBACK = "127.0.0.1"
+_FIRST_WITH_TOKENS = (2, 52)  # the first version of Ray that can ask for a token
+_TOKEN = secrets.token_hex(32)  # of local clusters that this process starts: Ray reads it once
+_OPEN = "open"
+# Whether Ray answers somebody without a token; a process of its own, as Ray reads its mode once.
+_PROBE = f"""
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).internal_kv_keys(b"none", None, timeout=10)
+print({_OPEN!r})
+"""
 
 
 @dataclass(frozen=True)
@@ -34,15 +50,34 @@ class Bundle:
     device_id: int  # GPU id on its node; a running number on a CPU
 
 
-def start_ray(device: str, num_devices: int, *, address: str | None, dashboard: bool) -> bool:
+def start_ray(
+    device: str,
+    num_devices: int,
+    *,
+    address: str | None,
+    dashboard: bool,
+    folder: Path | None = None,
+    allow_open: bool = False,
+) -> bool:
     """Join the cluster at `address`, or start a local one with `num_devices` devices. True if it was started here.
 
+    A local one asks for a token made here, listens on loopback alone, and keeps its files in `folder`, which its user
+    has made private. With `allow_open` a cluster may be joined that asks nobody for a token.
+
     Raises:
-        ValueError: no cluster answers at `address`.
+        ValueError: no cluster answers at `address`, or one that is open; or this Ray cannot ask for a token.
     """
+    version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
+    if version < _FIRST_WITH_TOKENS:
+        raise ValueError(
+            f"ray {ray.__version__} cannot ask for a token, so that everybody could run code in its cluster; install"
+            f" ray>={'.'.join(map(str, _FIRST_WITH_TOKENS))}"
+        )
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is not None:
         _refuse_dead_address(address)
+        if not allow_open:
+            _refuse_open_cluster(address)
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError) as error:
@@ -50,6 +85,11 @@ def start_ray(device: str, num_devices: int, *, address: str | None, dashboard: 
         return False
     # Ray's workers, and the engines that are their children, would run at niceness 15: starved by anything else.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Whoever reaches a cluster without a token can run code in it.
+    _ask_for_token()
+    # Ray takes a loopback address for a mistake, and listens on all addresses, unless there can be no other node.
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
     # It would also start a worker a core that nobody uses: actors have environments, and so processes, of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     resources: dict[str, Any] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
@@ -59,6 +99,7 @@ def start_ray(device: str, num_devices: int, *, address: str | None, dashboard: 
         _node_ip_address=LOOPBACK,
         object_store_memory=_object_store_bytes(),
         configure_logging=True,
+        _temp_dir=None if folder is None else str(folder),
         **resources,
         **quiet,
     )
@@ -74,6 +115,31 @@ def _refuse_dead_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
         raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error})") from error
+
+
+def _ask_for_token() -> None:
+    """Let Ray's processes that start from here ask for this process's token, and this one show it."""
+    from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, Config, get_authentication_mode
+
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
+    Config.initialize("")  # it was read from the environment when ray was imported
+    AuthenticationTokenLoader.instance().reset_cache()
+    assert get_authentication_mode() == AuthenticationMode.TOKEN, "Ray does not ask for a token"
+
+
+def _refuse_open_cluster(address: str) -> None:
+    """Raise ValueError where a Ray cluster lets anybody in who has no token."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    environ["RAY_AUTH_MODE"] = "disabled"
+    probe = subprocess.run(
+        [sys.executable, "-c", _PROBE, address], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    if _OPEN in probe.stdout:
+        raise ValueError(
+            f"--ray-address {address}: this cluster asks nobody for a token, so whoever reaches it can run code as its"
+            " user; start its nodes with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN, or pass --allow-open-ray where"
+            " nobody else reaches it"
+        )
 
 
 def _object_store_bytes() -> int:

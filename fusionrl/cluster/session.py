@@ -6,6 +6,8 @@ import hashlib
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,22 +29,26 @@ from fusionrl.cluster.ray_cluster import (
 )
 from fusionrl.cluster.recovery import Recovery
 from fusionrl.cluster.trainers import TrainerGroups
-from fusionrl.cluster.workers import BufferWorker, EngineWorker, TrainerWorker
+from fusionrl.cluster.workers import BufferWorker, EngineWorker, Settled, TrainerWorker
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
+from fusionrl.environment import child_environment, hook_secrets, not_passed_on, without_secrets
+from fusionrl.observe.run_dir import umask_of
 from fusionrl.plan.auxiliary import Role, auxiliary_config
-from fusionrl.plan.plan import Plan
+from fusionrl.plan.plan import Plan, pinned
 from fusionrl.weights.disk_push import drop_files, push_by_disk
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
 from fusionrl.weights.push import push_weights
+from fusionrl.weights.stores import FOLDER_VARIABLE, PEERS_VARIABLE
 from fusionrl.weights.verify import WeightMismatch, verify_push
 
 logger = logging.getLogger(__name__)
 
 _TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ENGINE_STOP_TIMEOUT_S = 20.0
+_ADD_TIMEOUT_S = 5.0  # for the Buffer to write the last of what training found out about samples
 _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die meanwhile
 
 
@@ -73,11 +79,14 @@ class Session:
         self.buffer: Any = None
         self.router: Router | None = None
         self.api_key: str | None = None
+        self._private: Path | None = None  # Ray's files and the stores of process groups, for this user alone
+        self._hook_secrets: dict[str, str] = {}
         self._group: PlacementGroup | None = None
         self._guard: Guard | None = None
         self._started_ray = False
         self.rng_restored = False  # whether `load` found the layout of these trainers
         self._num_pushes = 0
+        self._adding: Any = None  # reference of the last `add_trained`
         self._version = 0  # of the last push
         self._recovery: Recovery | None = None  # --use-fault-tolerance
         self._bundles: list[Bundle] = []
@@ -93,17 +102,29 @@ class Session:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, RuntimeError | OSError | ray.exceptions.RayError):
+            self._keep_ray_logs()
         self.close()
 
     def _start(self) -> None:
         plan, cluster = self.plan, self.config.cluster
         self.say("starting Ray")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        self._guard = Guard()
-        self._started_ray = start_ray(
-            plan.device, plan.num_bundles, address=cluster.ray_address, dashboard=self.config.run.dashboard
-        )
+        self._hook_secrets = hook_secrets(self.config.run.hook_env)
+        if withheld := not_passed_on(self.config.run.hook_env):
+            logger.info("not passed on to the run's processes: %s (see --hook-env)", ", ".join(withheld))
+        self._private = _private_folder()
+        self._guard = Guard(self._private, child_environment("guard"))
+        with without_secrets("ray"):  # its processes, and the actors, inherit this one's environment
+            self._started_ray = start_ray(
+                plan.device,
+                plan.num_bundles,
+                address=cluster.ray_address,
+                dashboard=self.config.run.dashboard,
+                folder=self._private / "ray",
+                allow_open=cluster.allow_open_ray,
+            )
         self.on_ray()
         self.alone = is_alone()
         if plan.num_bundles:
@@ -134,6 +155,10 @@ class Session:
         """Environment of every actor: imports from the folder the command ran in, one collective interface."""
         paths = [str(Path(__file__).resolve().parents[2]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
         env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
+        if self.alone and self._private is not None:
+            env[FOLDER_VARIABLE] = str(self._private / "stores")
+        else:
+            env[PEERS_VARIABLE] = ",".join(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
         interface = interface_of(LOOPBACK if self.alone else address or LOOPBACK)
         if interface:
             env["GLOO_SOCKET_IFNAME"] = interface
@@ -144,6 +169,10 @@ class Session:
             if interface and not self.alone:
                 env["NCCL_SOCKET_IFNAME"] = interface
         return env
+
+    @property
+    def _umask(self) -> int:
+        return umask_of(self.config.run.run_dir_mode)
 
     def _log(self, role: str) -> str:
         return str(self.run_dir / "logs" / f"{role}.a{self.attempt}.log")
@@ -210,7 +239,7 @@ class Session:
             role=role,
         )
         return actor_on(EngineWorker, first, self._group, env=self._env(first.node_address), max_concurrency=8).remote(
-            spec, self._log(f"{role}-actor-{index}")
+            spec, self._log(f"{role}-actor-{index}"), Settled(self._umask)
         )
 
     def _all_engines(self) -> list[Any]:
@@ -249,6 +278,7 @@ class Session:
                     LOOPBACK if self.alone else bundle.node_address,
                     self._log(f"{role or 'trainer'}-{rank}"),
                     role,
+                    Settled(self._umask, self._hook_secrets),
                 )
             )
         return made
@@ -279,7 +309,13 @@ class Session:
             teacher_urls=scorer_urls.get("teacher", ()),
         )
         self.buffer = actor_on(BufferWorker, None, None, env=self._env()).remote(
-            self.config, self.plan, str(self.run_dir), self.attempt, endpoints, self._log("buffer")
+            self.config,
+            self.plan,
+            str(self.run_dir),
+            self.attempt,
+            endpoints,
+            self._log("buffer"),
+            Settled(self._umask, self._hook_secrets),
         )
         return self.buffer.setup.remote()
 
@@ -452,7 +488,19 @@ class Session:
         before = self._faults()
         rollout = self._watched(self.buffer.generate.remote(rollout_id))
         self._add_faults(rollout.metrics, "rollout", before)
+        for text in rollout.warnings:
+            logger.warning("%s", text)
         return rollout
+
+    def add_trained(self, rollout_id: int) -> None:
+        """Let the Buffer write what training found out about single samples; does not wait for it."""
+        self._finish_adding()
+        self._adding = self.buffer.add_trained.remote(rollout_id, self.trainers.sample_columns(rollout_id))
+
+    def _finish_adding(self) -> None:
+        adding, self._adding = self._adding, None
+        if adding is not None:
+            ray.get(adding)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of an evaluation on every set."""
@@ -530,6 +578,16 @@ class Session:
         self.rng_restored = all(facts["rng_restored"] for facts in restored)
 
     # ------------------------------------------------------------------------------------ end
+    def _keep_ray_logs(self) -> None:
+        """After a failure: Ray's own logs, which are removed with its other files, in the run's folder."""
+        if self._private is None or not (found := list(self._private.glob("ray/session_2*/logs"))):
+            return
+        target = self.run_dir / "logs" / f"ray.a{self.attempt}"
+        try:
+            shutil.copytree(found[0], target, ignore=shutil.ignore_patterns("export_events", "old"))
+        except (shutil.Error, OSError) as error:  # files that are still written; must not hide the failure
+            logger.debug("Ray's logs could not all be kept: %s", error)
+
     def close(self) -> None:
         """End every process of the run. Idempotent; never raises what would hide the error that led here."""
         try:
@@ -537,10 +595,13 @@ class Session:
                 self._end_actors()
         finally:
             if self._guard is not None:
-                self._guard.close()
-                self._guard = None
+                self._guard.close()  # it removes the private folder
+                self._guard, self._private = None, None
 
     def _end_actors(self) -> None:
+        if self._adding is not None:
+            ray.wait([self._adding], timeout=_ADD_TIMEOUT_S)  # its failure may be the consequence of another
+            self._adding = None
         stops = [engine.shutdown.remote() for engine in self._all_engines()]
         if self.router is not None:
             self.router.shutdown()
@@ -559,17 +620,10 @@ class Session:
         ray.shutdown()
 
 
-def pinned(config: Config, plan: Plan) -> Config:
-    """The configuration with the plan's answers in place of `auto` and of what was left open."""
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"num_rollout": plan.num_rollout}),
-            "cluster": config.cluster.model_copy(
-                update={"device": plan.device, "train_num_threads": plan.train_num_threads}
-            ),
-            "model": config.model.model_copy(update={"precision": plan.precision}),
-            "train": config.train.model_copy(
-                update={"num_steps_per_rollout": plan.batch.num_steps if plan.batch else None}
-            ),
-        }
-    )
+def _private_folder() -> Path:
+    """A new folder that this user alone can read, by a path that is short enough for Ray's sockets (107 characters)."""
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="fusionrl-", dir=parent if len(parent) <= 24 else "/tmp"))
+    for name in ("ray", "stores"):
+        (folder / name).mkdir(mode=0o700)
+    return folder

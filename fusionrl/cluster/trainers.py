@@ -10,7 +10,7 @@ import ray
 
 from fusionrl.cluster.ray_cluster import gather
 from fusionrl.config.config import Config
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
 
 
@@ -39,6 +39,13 @@ class TrainerGroups:
         theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
         train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
         return train(rollout_id, own, theirs, auxiliary.layout)
+
+    def sample_columns(self, rollout_id: int) -> list[Any]:
+        """References to what training found out about single samples, a part for each data-parallel rank."""
+        layout = self.plan.layout
+        assert layout is not None
+        last = [layout.rank(RankCoordinates(tp=0, cp=0, dp=dp, pp=layout.pp - 1)) for dp in range(layout.dp)]
+        return [self.actors[rank].sample_columns.remote(rollout_id) for rank in last]
 
     # Between the two groups columns go by reference, of one rank of each replica.
     def _train_with_prm(

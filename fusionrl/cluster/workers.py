@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,42 @@ from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.http import EndpointError
-from fusionrl.observe.log import setup_logging
+from fusionrl.environment import take_secrets
+from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.plan import Plan
 
 
+@dataclass(frozen=True)
+class Settled:
+    """What an actor's process takes over before anything else: the rights of its files, and secrets."""
+
+    umask: int
+    hook_secrets: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def apply(self) -> None:
+        """Take it over. On a cluster that the run has joined, the process has the environment of that cluster."""
+        os.umask(self.umask)
+        take_secrets(self.hook_secrets)
+
+
 def _log_to(path: str, role: str, level: str = "info") -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    setup_logging(level, Path(path), role=role)
+    write_whole_lines()
+    setup_logging(level, Path(path), role=role, terminal=False)
 
 
 class EngineWorker(EngineActor):
     """An engine's actor process."""
 
-    def __init__(self, spec: EngineSpec, log: str) -> None:
+    def __init__(self, spec: EngineSpec, log: str, settled: Settled) -> None:
+        settled.apply()
         _log_to(log, f"{spec.role}-{spec.index}")
         super().__init__(spec)
 
@@ -66,7 +83,10 @@ class EngineWorker(EngineActor):
 class BufferWorker(BufferActor):
     """The Buffer's actor process."""
 
-    def __init__(self, config: Config, plan: Plan, run_dir: str, attempt: int, endpoints: Any, log: str) -> None:
+    def __init__(
+        self, config: Config, plan: Plan, run_dir: str, attempt: int, endpoints: Any, log: str, settled: Settled
+    ) -> None:
+        settled.apply()
         _log_to(log, "buffer", config.run.log_level)
         super().__init__(config, plan, run_dir, attempt, endpoints)
 
@@ -84,7 +104,10 @@ class TrainerWorker:
         host: str,
         log: str,
         role: Role | None = None,
+        settled: Settled | None = None,
     ) -> None:
+        if settled is not None:
+            settled.apply()
         _log_to(log, f"{role or 'trainer'}-{rank}", config.run.log_level)
         import torch
 
@@ -103,12 +126,8 @@ class TrainerWorker:
         self._writer: Any = None
 
     def node_address(self) -> tuple[str, int]:
-        """Rendezvous of the ranks, asked of rank 0: this node's address and a port.
-
-        The port's store is bound here and stays so; torch's rendezvous in this process joins it (multi-tenant), so
-        that no other process can take the port in between.
-        """
-        from fusionrl.weights.group import create_group_store
+        """Rendezvous of the ranks, asked of rank 0: this node's address, and the port of a store made here."""
+        from fusionrl.weights.stores import create_group_store
 
         self._store = create_group_store(self._host, 60.0 * self._config.cluster.distributed_timeout_minutes)
         return self._host, self._store.port
@@ -224,6 +243,10 @@ class TrainerWorker:
     def train(self, rollout_id: int, shard: Any, columns: Any = ()) -> dict[str, float]:
         """The optimizer steps of one rollout."""
         return self._trainer.train(rollout_id, shard, columns)
+
+    def sample_columns(self, rollout_id: int) -> Any:
+        """What training found out about single samples; see `TrainerActor.sample_columns`."""
+        return self._trainer.sample_columns(rollout_id)
 
     def values(self, shard: Any) -> tuple[None, Any]:
         """A critic's values, as a second object: the driver waits for the first and never sees them."""

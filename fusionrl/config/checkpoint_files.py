@@ -6,6 +6,8 @@ import json
 import struct
 from pathlib import Path
 
+from fusionrl.file_hashes import plain_name
+
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -33,8 +35,11 @@ def _weight_files(folder: Path, flag: str) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{flag} {folder}: {index.name} is malformed ({error!r})") from error
+        for name in names:
+            if not plain_name(name, f"{flag} {folder}: {index.name}").endswith(".safetensors"):
+                raise ValueError(f"{flag} {folder}: {index.name} names {name!r}; convert the weights to safetensors")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{flag} {folder}: {index.name} names files that are missing: {', '.join(missing[:5])}")
@@ -60,8 +65,10 @@ def _check_file(path: Path, flag: str) -> list[str]:
         try:
             header = json.loads(file.read(length))
             ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"{flag} {path}: malformed safetensors header ({error!r})") from error
+    if any(type(end) is not int or end < 0 for end in ends.values()):
+        raise ValueError(f"{flag} {path}: malformed safetensors header (places of tensors that are no numbers)")
     expected = 8 + length + max(ends.values(), default=0)
     if size != expected:
         raise ValueError(

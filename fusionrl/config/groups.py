@@ -30,6 +30,14 @@ class RunGroup(Group):
     )
     name: str = Field("run", description="Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
     run_dir: str | None = Field(None, description="Folder of the run. Default: runs/<name>-<time>.")
+    run_dir_mode: Literal["700", "750", "755", "770", "775"] = Field(
+        "700", description="Rights of the run's folders, in octal; files have the same less execution."
+    )
+    hook_env: list[str] = Field(
+        default_factory=list,
+        description="Environment variables with secrets (names such as OPENAI_API_KEY) that your functions get. No"
+        " process of the run gets others; docs/security.md.",
+    )
     resume: bool = Field(
         False,
         description="Go on in --run-dir from its last checkpoint (from the start where there is none yet).",
@@ -43,6 +51,12 @@ class RunGroup(Group):
     dry_run: bool = Field(False, description="Check everything, print the plan and stop before Ray starts.")
     dashboard: bool = Field(False, description="Start Ray's dashboard with a cluster that is started here.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the log files.")
+    log_samples: int = Field(
+        0,
+        description="Samples of each rollout (rl, reject-sampling) that the console shows, a line each: reward, label,"
+        " answer, prompt. `fusionrl show` shows all of them afterwards.",
+        ge=0,
+    )
     custom_config_path: str | None = Field(
         None, description="YAML file of names and values of one's own, which hooks find in their `args`."
     )
@@ -64,6 +78,9 @@ class ClusterGroup(Group):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of engines and trainers.")
     ray_address: str | None = Field(
         None, description="Address of a Ray cluster that runs already; by default a local one is started."
+    )
+    allow_open_ray: bool = Field(
+        False, description="Join a Ray cluster that asks nobody for a token: whoever reaches it can run code in it."
     )
     actor_num_nodes: int = Field(1, description="Nodes of the trainers.", ge=1)
     actor_num_gpus_per_node: int = Field(
@@ -330,6 +347,12 @@ class RewardGroup(Group):
     )
     reward_num_processes: int | None = Field(
         None, description="Processes that run reward functions which are not async. Default: one a core.", ge=1
+    )
+    allow_weak_sandbox: bool = Field(
+        False,
+        description="Run programs of a model (--rm-type code, the Python tool) also where the kernel grants no"
+        " namespaces. Then they are kept from other processes, files and the network by seccomp and Landlock alone,"
+        " and without Landlock they read and write every file of their user; the plan says what is lacking.",
     )
     overlong_buffer_len: int | None = Field(
         None, description="Last tokens of --rollout-max-response-len in which a penalty grows from 0 (DAPO).", ge=1

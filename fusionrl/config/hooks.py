@@ -1,19 +1,34 @@
 """Loading of user functions: from `package.module.function` or from `path/to/file.py:function`.
 
-A hook is loaded when the command starts, before Ray does, and again by name in the process that calls it.
+A hook is loaded when the command starts, before Ray does, and again by name in the process that calls it. What a file
+imports beside it is found by `hook_files`; what a hook raises is told by `user_code`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from fusionrl.config.hook_files import import_file, register_folder
+from fusionrl.config.user_code import HookError, last_user_line, user_code
+
+__all__ = [
+    "OPTIONAL",
+    "SIGNATURES",
+    "HookError",
+    "awaited_hook",
+    "call_hook",
+    "check_hook",
+    "flag_of",
+    "hook_paths",
+    "load_function",
+    "register_hooks",
+    "user_code",
+]
 
 # Per flag: the call as fusionrl makes it (positional count, keywords), and how the signature reads for people.
 SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
@@ -81,10 +96,6 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}
 
 
-class HookError(RuntimeError):
-    """A user's function raised; the message names the flag, the function and what it said."""
-
-
 def call_hook(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
     """Call the function `path` of the flag of `field`.
 
@@ -92,25 +103,16 @@ def call_hook(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
         HookError: whatever the function raised.
     """
     function = load_function(path)
-    try:
+    with user_code(f"{flag_of(field)} {path}", path, *args):
         return function(*args, **kwargs)
-    except Exception as error:  # a user's function may raise anything; all of it is said the same way
-        raise _told(field, path, error) from error
 
 
 async def awaited_hook(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
     """As `call_hook`; what the function returns is awaited if it can be."""
-    result = call_hook(field, path, *args, **kwargs)
-    if not inspect.isawaitable(result):
-        return result
-    try:
-        return await result
-    except Exception as error:  # as in `call_hook`
-        raise _told(field, path, error) from error
-
-
-def _told(field: str, path: str, error: Exception) -> HookError:
-    return HookError(f"{flag_of(field)} {path}: {type(error).__name__}: {error}")
+    function = load_function(path)
+    with user_code(f"{flag_of(field)} {path}", path, *args):
+        result = function(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
 
 
 def flag_of(field: str) -> str:
@@ -131,12 +133,14 @@ def load_function(path: str) -> Callable[..., Any]:
     if ":" in path and not Path(module_name).is_file():
         raise ValueError(f"{path!r}: there is no file {module_name!r}")
     try:
-        module = _load_file(Path(module_name)) if ":" in path else importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything at import; all of it is the user's to mend
+        module = import_file(Path(module_name)) if ":" in path else importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything; all of it is the user's to mend
         hint = ""
         if isinstance(error, ImportError) and (error.name or "").startswith("megatron.training"):
             hint = "; megatron.training is Megatron-LM's and no part of megatron-core: import from megatron.core"
-        raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+        line = last_user_line(error, path)
+        at = f" at {line}" if line else ""
+        raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}{at}{hint}") from error
     found = getattr(module, name, None)
     if found is None:
         raise ValueError(f"{path!r}: the module {module_name!r} has no {name!r}")
@@ -145,23 +149,19 @@ def load_function(path: str) -> Callable[..., Any]:
     return found
 
 
-def _load_file(path: Path) -> Any:
-    resolved = path.resolve()
-    # The same in every process, so that what a hook makes can be handed from one to another.
-    module_name = f"fusionrl_hook_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, resolved)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{str(path)!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
+def hook_paths(args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(field, path) of each function that the flags `args` name."""
+    for field in SIGNATURES:
+        paths = args.get(field) or []
+        for path in [paths] if isinstance(paths, str) else paths:
+            yield field, path
+
+
+def register_hooks(args: Mapping[str, Any]) -> None:
+    """Let this process unpickle what the functions of the flags `args` made in others: objects of their own classes."""
+    for _, path in hook_paths(args):
+        if ":" in path:
+            register_folder(Path(path.rpartition(":")[0]))
 
 
 def check_hook(field: str, path: str) -> str | None:

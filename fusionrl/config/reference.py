@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.parser import COMING, flag_of, inner_type
+from fusionrl.config.plan_flags import PLAN_FLAGS
 
 _HEAD = """# Flags
 
@@ -32,6 +33,9 @@ def render_reference() -> str:
         for field, info in model.model_fields.items():
             text = (info.description or "").replace("|", "\\|")  # a bare bar would end the cell
             parts.append(f"| `{flag_of(field)}` | {_values(info)} | {_default(info)} | {text} |\n")
+    parts.append("\n## Of `fusionrl plan` alone\n\n| flag | values | default | |\n|---|---|---|---|\n")
+    for flag, (values, default, text) in PLAN_FLAGS.items():
+        parts.append(f"| `{flag}` | {values} | {f'`{default}`' if default else ''} | {text} |\n")
     parts.append("\n## Still to come\n\nRefused by name, never ignored: ")
     parts.append(", ".join(f"`{flag_of(field)}`" for field in sorted(COMING)) + ".\n")
     return "".join(parts)

@@ -22,6 +22,7 @@ SGLANG_OWNED: dict[str, str] = {
     "host": "the node's own address",
     "port": "a free port",
     "api_key": "a key made for the run",
+    "admin_api_key": "a key made for the run",
     "device": "--device",
     "dtype": "--rollout-dtype",
     "tp_size": "--rollout-num-gpus-per-engine",

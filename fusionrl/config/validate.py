@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fusionrl.config.checkpoint_files import check_weight_files
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
-from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
+from fusionrl.config.hooks import check_hook, flag_of, hook_paths
 from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.config.presets import ACCURACY, NONZERO_STD
 from fusionrl.config.quantization import BlockFp8, read_quantization
@@ -22,21 +22,27 @@ from fusionrl.config.quiet import quiet
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
 from fusionrl.config.validate_lengths import length_errors
+from fusionrl.config.validate_sandbox import sandbox_of_run
 from fusionrl.config.validate_scorers import scorer_errors
-from fusionrl.data.prompts import PromptColumns, check_file, load_prompts
+from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
+from fusionrl.data.template_probe import TemplateProbe
+from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
 from fusionrl.weights.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks read on the way: the model's shape (None: it could not be read), the number of prompts, and the
-    quantisation of the model's weights."""
+    """What the checks read on the way: the model's shape (None: it could not be read), the number of prompts, the
+    quantisation of the model's weights, what is odd about the data that can be trained on all the same, and the sandbox
+    that this machine gives (None: the run has no use for it)."""
 
     shape: ModelShape | None
     num_prompts: int
     quantization: BlockFp8 | None = None
+    data_warnings: tuple[str, ...] = ()
+    sandbox: str | None = None
 
 
 T = TypeVar("T")
@@ -58,10 +64,12 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     _check_parallel(config, shape, errors)
     _check_rollout(config, shape, errors)
     _check_rewards(config, errors)
+    sandbox = _attempt(errors, lambda: sandbox_of_run(config))
     errors += scorer_errors(config, shape)
     _check_hooks(config, errors)
-    num_prompts = _check_data(config, errors)
-    _check_eval(config, errors)
+    warnings: list[str] = []
+    num_prompts = _check_data(config, errors, warnings)
+    _check_eval(config, errors, warnings)
     _check_path_templates(config, errors)
     errors += length_errors(config, shape)
     errors += algorithm_errors(config)
@@ -79,7 +87,15 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
         )
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
-    return Checked(shape, num_prompts, quantization), errors
+    return Checked(shape, num_prompts, quantization, tuple(warnings), sandbox), errors
+
+
+def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
+    """The mistakes that flags and the model's shape alone show: for a cluster elsewhere, of which nothing is read."""
+    errors: list[str] = []
+    _check_parallel(config, shape, errors)
+    _check_rollout(config, shape, errors)
+    return errors + algorithm_errors(config) + routing_errors(config, shape)
 
 
 def _attempt(errors: list[str], check: Callable[[], T | None]) -> T | None:
@@ -314,12 +330,9 @@ def _check_rewards(config: Config, errors: list[str]) -> None:
 
 
 def _check_hooks(config: Config, errors: list[str]) -> None:
-    flat = vars(config.to_args())
-    for field in SIGNATURES:
-        paths = flat.get(field) or []
-        for path in [paths] if isinstance(paths, str) else paths:
-            if error := check_hook(field, path):
-                errors.append(error)
+    for field, path in hook_paths(vars(config.to_args())):
+        if error := check_hook(field, path):
+            errors.append(error)
 
 
 def prompt_columns(config: Config) -> PromptColumns:
@@ -336,8 +349,26 @@ def prompt_columns(config: Config) -> PromptColumns:
     )
 
 
-def _check_prompt_data(config: Config, errors: list[str]) -> int:
-    """Number of prompts of all sets: those that --num-epoch counts."""
+def _tokenizer_files(config: Config) -> TokenizerFiles | None:
+    folder = config.model.hf_checkpoint
+    return read_tokenizer_files(folder) if folder is not None and Path(folder).is_dir() else None
+
+
+def _template_probe(config: Config, files: TokenizerFiles | None, columns: PromptColumns) -> TemplateProbe | None:
+    if files is None:
+        return None
+
+    def load() -> Any:
+        from fusionrl.rollout.sglang_rollout import load_tokenizer
+
+        return load_tokenizer(str(config.model.hf_checkpoint))
+
+    loss_mask_type = config.data.loss_mask_type if config.run.mode == "sft" else None
+    return template_probe(files, columns, load, loss_mask_type)
+
+
+def _check_prompt_data(config: Config, errors: list[str], warnings: list[str]) -> int:
+    """Number of prompts of all sets, which --num-epoch counts; 0 where it is not known."""
     data, is_sft = config.data, config.run.mode == "sft"
     specs, weights, columns = data.prompt_data or [], data.prompt_data_weights, prompt_columns(config)
     given = f"--prompt-data-weights {' '.join(map(str, weights))}"
@@ -350,25 +381,26 @@ def _check_prompt_data(config: Config, errors: list[str]) -> int:
     except ValueError as error:
         errors.append(str(error))
         return 0
-    total, num_errors = 0, len(errors)
+    total, num_errors, files = 0, len(errors), _tokenizer_files(config)
+    probe, tokens = _template_probe(config, files, columns), files.special_tokens if files else ()
     for spec in specs:
-        count, found = check_file(spec, columns, "--prompt-data", "--input-key", is_sft=is_sft)
-        errors += found
-        total += count
-        if is_sft and not found and _has_template(config) is False:
+        check = check_file(
+            spec, columns, "--prompt-data", "--input-key", is_sft=is_sft, special_tokens=tokens, probe=probe
+        )
+        errors += check.errors
+        warnings += check.warnings
+        total += check.num_rows
+        if is_sft and not check.errors and _has_template(config) is False:
             first = next(read_rows(spec))[1][data.input_key]
             if isinstance(first, list):
                 errors.append(
                     f"--mode sft: conversations need a chat template; the tokenizer of --hf-checkpoint"
                     f" {config.model.hf_checkpoint} has none"
                 )
+    if len(errors) > num_errors:
+        return 0  # how many rows of a bad set are prompts is nothing to count epochs by
     is_filtered = data.rollout_max_prompt_len is not None and not is_sft
-    if (
-        is_filtered
-        and config.run.num_rollout is None
-        and len(errors) == num_errors
-        and _has_template(config) is not None
-    ):
+    if is_filtered and config.run.num_rollout is None and _has_template(config) is not None:
         return _count_prompts(config, specs, columns, errors)
     return total
 
@@ -386,10 +418,10 @@ def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, err
         return 0
 
 
-def _check_data(config: Config, errors: list[str]) -> int:
+def _check_data(config: Config, errors: list[str], warnings: list[str]) -> int:
     data, count = config.data, 0
     if data.prompt_data is not None and config.run.mode != "eval":
-        count = _check_prompt_data(config, errors)
+        count = _check_prompt_data(config, errors, warnings)
     if data.apply_chat_template and _has_template(config) is False:
         errors.append(
             f"--apply-chat-template: the tokenizer of --hf-checkpoint {config.model.hf_checkpoint} has no chat template"
@@ -397,7 +429,7 @@ def _check_data(config: Config, errors: list[str]) -> int:
     return count
 
 
-def _check_eval(config: Config, errors: list[str]) -> None:
+def _check_eval(config: Config, errors: list[str], warnings: list[str]) -> None:
     pairs, file = config.eval.eval_prompt_data, config.eval.eval_config
     if len(pairs) % 2:
         errors.append(f"--eval-prompt-data {' '.join(pairs)}: give pairs of name and file")
@@ -410,6 +442,7 @@ def _check_eval(config: Config, errors: list[str]) -> None:
     except ValueError as error:
         errors += str(error).splitlines()
         return
+    files = _tokenizer_files(config)
     for one in sets:
         flag = "--eval-prompt-data" if file is None else f"--eval-config {file}: set {one.name}:"
         where = f"{flag} {one.name}:" if file is None else flag
@@ -420,11 +453,18 @@ def _check_eval(config: Config, errors: list[str]) -> None:
             )
         if [other.name for other in sets].count(one.name) > 1:
             errors.append(f"{where} two sets have this name")
-        columns = PromptColumns(
-            one.input_key, one.label_key, one.metadata_key, one.tool_key, config.data.apply_chat_template
+        columns = replace(
+            prompt_columns(config),
+            input_key=one.input_key,
+            label_key=one.label_key,
+            metadata_key=one.metadata_key,
+            tool_key=one.tool_key,
         )
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
-        errors += check_file(one.path, columns, flag, key_flag, is_sft=is_sft)[1]
+        probe, tokens = _template_probe(config, files, columns), files.special_tokens if files else ()
+        check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, special_tokens=tokens, probe=probe)
+        errors += check.errors
+        warnings += check.warnings
         if file is not None and not is_sft:
             errors += [f"{flag} {error}" for error in _eval_set_errors(config, one)]
 

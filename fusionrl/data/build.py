@@ -1,7 +1,8 @@
 """Samples → train shards: one balanced shard per data-parallel rank.
 
 Every rank gets, in each optimizer step, the same number of micro-batches; the counts over which a loss is averaged
-are those of the whole step, so that no split changes the loss.
+are those of the whole step, so that no split changes the loss. Every sample of a step counts, also one that a filter
+removed: with `sequence_mean` and `constant` the gradient of the others does not grow when more are removed.
 """
 
 from __future__ import annotations
@@ -88,11 +89,10 @@ def _plan_steps(
     for first, end in itertools.pairwise(bounds):
         chosen = samples[first:end]
         num_tokens = sum(int(response_mask(sample).sum()) for sample in chosen)
-        num_samples = sum(bool(response_mask(sample).any()) for sample in chosen)
         for rank, bins in enumerate(_divide(chosen, plan.dp_size, balance)):
             members = sorted(i for b in bins for i in b)
             local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
-            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, num_samples))
+            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, len(chosen)))
             per_rank[rank] += [first + i for i in members]
     return per_rank, steps
 

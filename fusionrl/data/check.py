@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
-from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_row, row_error
-from fusionrl.data.rows import Row, scan_rows
+from fusionrl.data.findings import Finding, Findings
+from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, render_prompt, special_tokens_of
+from fusionrl.data.row_checks import PromptColumns, RowChecker, template_finding
+from fusionrl.data.rows import line_finding, scan_rows
+from fusionrl.data.strict_json import Row
 
 
 @dataclass
@@ -29,56 +31,72 @@ class DataCheck:
     num_rows: int = 0
     lengths: list[int] = field(default_factory=list)
     _seen: dict[bytes, tuple[str, Any]] = field(default_factory=dict)
+    _masks: MultiTurnLossMaskGenerator | None = None
 
-    def problems(self, spec: str) -> Iterator[str]:
-        """One message a mistake in the set, as it is found."""
-        num_before = self.num_rows
+    def problems(self, spec: str) -> tuple[list[str], list[str]]:
+        """(errors, warnings) of a set: one text a cause, with the number of rows and the first of them."""
+        tokens = special_tokens_of(self.tokenizer) if self.tokenizer is not None else ()
+        checker = RowChecker(self.columns, is_sft=self.is_sft, special_tokens=tokens)
+        findings, unreadable = Findings(), []
         try:
             for place, row in scan_rows(spec, ""):
-                self.num_rows += 1
-                for problem in [row] if isinstance(row, str) else self._row_problems(row, f"{spec}: {place}"):
-                    yield f"{spec}: {place}: {problem}"
+                findings.num_rows += 1
+                if isinstance(row, ValueError):
+                    findings.add(place, line_finding(row))
+                    continue
+                for finding in self._row_findings(row, checker, f"{spec}: {place}"):
+                    findings.add(place, finding)
         except ValueError as error:
-            yield str(error).strip()
-        else:
-            if self.num_rows == num_before:
-                yield f"{spec}: it has no rows"
+            unreadable = [str(error).strip()]
+        self.num_rows += findings.num_rows
+        if not findings.num_rows and not unreadable:
+            unreadable = [f"{spec}: it has no rows"]
+        errors = [f"{spec}: {text}" for text in findings.errors()] + unreadable
+        return errors, [f"{spec}: {text}" for text in findings.warnings()]
 
-    def _row_problems(self, row: Row, where: str) -> Iterator[str]:
-        error = row_error(row, self.columns, "--input-key", is_sft=self.is_sft)
-        if error:
-            yield error
-            return
-        yield from self._duplicate(row, where)
+    def _row_findings(self, row: Row, checker: RowChecker, where: str) -> list[Finding]:
+        found = checker.findings(row)
+        if not all(finding.is_warning for finding in found):
+            return found
+        found += self._duplicate(row, where)
         if self.tokenizer is None:
-            return
+            return found
         try:
             length = self._prompt_length(row)
         except ValueError as mistake:
-            yield str(mistake)
-            return
-        self.lengths.append(length)
+            return [*found, template_finding(self.columns.input_key, str(mistake))]
         limit = self.columns.max_prompt_len
-        if limit is not None and length > limit:
-            yield f"the prompt has {length} tokens, --rollout-max-prompt-len is {limit}"
+        if length is not None:
+            self.lengths.append(length)
+        if limit is not None and (length is None or length > limit):
+            detail = f"{length} tokens" if length is not None else "by its characters alone; tokens were not counted"
+            return [*found, Finding(f"the prompt is longer than --rollout-max-prompt-len {limit}", detail)]
+        return found
 
-    def _prompt_length(self, row: Row) -> int:
-        prompt = row[self.columns.input_key]
+    def _prompt_length(self, row: Row) -> int | None:
+        """Tokens of the prompt; None where its characters alone are too many."""
+        prompt, tools = row[self.columns.input_key], metadata_and_tools(row, self.columns)[1]
         if not self.is_sft:
-            prompt = render_row(row, self.tokenizer, self.columns)
+            prompt = render_prompt(prompt, self.tokenizer, self.columns, tools)
+            if is_surely_too_long(prompt, self.columns.max_prompt_len):
+                return None
         elif isinstance(prompt, list):
-            kind, kwargs = self.loss_mask_type, self.columns.chat_template_kwargs
-            masks = MultiTurnLossMaskGenerator(self.tokenizer, kind, kwargs)
-            return conversation_to_sample(prompt, masks, metadata_and_tools(row, self.columns)[1]).prompt_length
+            if self._masks is None:
+                kwargs = self.columns.chat_template_kwargs
+                self._masks = MultiTurnLossMaskGenerator(self.tokenizer, self.loss_mask_type, kwargs)
+            return conversation_to_sample(prompt, self._masks, tools).prompt_length
         return len(self.tokenizer.encode(prompt, add_special_tokens=False))
 
-    def _duplicate(self, row: Row, where: str) -> Iterator[str]:
+    def _duplicate(self, row: Row, where: str) -> list[Finding]:
         prompt, label = row[self.columns.input_key], row.get(self.columns.label_key or "")
         tools = row.get(self.columns.tool_key or "")
         text = json.dumps([prompt, tools], sort_keys=True, default=repr)
         first, other = self._seen.setdefault(hashlib.sha256(text.encode()).digest(), (where, label))
-        if first != where:
-            yield f"the same prompt as {first}" + ("" if other == label else ", with another label")
+        if first == where:
+            return []
+        if other == label:
+            return [Finding("the same prompt as an earlier row", first, is_warning=True)]
+        return [Finding("the same prompt as an earlier row, with another label", first)]
 
     def summary(self) -> str:
         """Number of rows, and the range of prompt lengths where they are known."""

@@ -1,4 +1,4 @@
-"""Reading of prompt data: rows → `Sample`s with token ids.
+"""Prompt data: rows are checked, and become `Sample`s with token ids.
 
 Nothing is skipped in silence: a malformed line is an error with its number; a prompt that is too long is left out
 and counted.
@@ -6,29 +6,29 @@ and counted.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fusionrl.data.chat import is_trained
-from fusionrl.data.rows import read_rows, scan_rows
+from fusionrl.data.chat import MultiTurnLossMaskGenerator
+from fusionrl.data.findings import Findings
+from fusionrl.data.row_checks import (
+    MAX_PROMPT_CHARACTERS,
+    MAX_TOKEN_CHARACTERS,
+    PromptColumns,
+    RowChecker,
+    read_metadata,
+    read_tools,
+)
+from fusionrl.data.rows import line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
+from fusionrl.data.template_probe import Messages, TemplateProbe, writes_parts_as_python
+from fusionrl.data.tokenizer_files import TokenizerFiles
 
-
-@dataclass(frozen=True)
-class PromptColumns:
-    """Which column is what, and how a prompt becomes tokens."""
-
-    input_key: str
-    label_key: str | None = None
-    metadata_key: str = "metadata"
-    tool_key: str | None = None
-    apply_chat_template: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_prompt_len: int | None = None
+__all__ = ["PromptColumns", "PromptDataset", "check_file", "load_conversations", "load_prompts", "render_prompt"]
 
 
 @dataclass
@@ -39,100 +39,85 @@ class PromptDataset:
     num_too_long: int
 
 
-def check_file(
-    path: str | Path, columns: PromptColumns, flag: str, key_flag: str, *, is_sft: bool = False
-) -> tuple[int, list[str]]:
-    """Number of rows of a prompt file, and every mistake found in it (at most 20), each with its place.
+@dataclass
+class FileCheck:
+    """What a look at all rows of a set found: one text a cause, each with its places."""
 
-    is_sft  the rows are conversations, or texts with their responses as labels, to be trained on as they stand.
-    """
-    errors: list[str] = []
-    count = 0
+    num_rows: int
+    errors: list[str]
+    warnings: list[str]
+
+
+def check_file(
+    path: str | Path,
+    columns: PromptColumns,
+    flag: str,
+    key_flag: str,
+    *,
+    is_sft: bool = False,
+    special_tokens: Iterable[str] = (),
+    probe: TemplateProbe | None = None,
+) -> FileCheck:
+    """Check every row of a set; arguments as those of `RowChecker`."""
+    checker = RowChecker(columns, key_flag, is_sft=is_sft, special_tokens=special_tokens, probe=probe)
+    findings, errors = Findings(), []
     try:
         for place, row in scan_rows(path, flag):
-            count += 1
-            error = row if isinstance(row, str) else row_error(row, columns, key_flag, is_sft=is_sft)
-            if error:
-                errors.append(f"{flag} {path}: {place}: {error}")
-                if len(errors) == 20:
-                    break
+            findings.num_rows += 1
+            found = checker.findings(row) if isinstance(row, dict) else [line_finding(row)]
+            for finding in found:
+                findings.add(place, finding)
     except ValueError as error:
         errors.append(str(error))
-    if not count and not errors:
+    if not findings.num_rows and not errors:
         errors.append(f"{flag} {path}: it has no rows")
-    return count, errors
+    errors = [f"{flag} {path}: {text}" for text in findings.errors()] + errors
+    return FileCheck(findings.num_rows, errors, [f"{flag} {path}: {text}" for text in findings.warnings()])
 
 
-def row_error(row: dict[str, Any], columns: PromptColumns, key_flag: str, *, is_sft: bool = False) -> str | None:
-    """What is wrong with a row, or None; `key_flag` is the flag of the prompt's column (--input-key or its like)."""
-    key = columns.input_key
-    if key not in row:
-        return f"no column {key!r} ({key_flag}); it has {sorted(row)}"
-    prompt = row[key]
-    if not isinstance(prompt, str) and not _is_messages(prompt):
-        return f"column {key!r} is neither text nor a list of messages"
-    if not (prompt.strip() if isinstance(prompt, str) else prompt):
-        return f"column {key!r} is empty"
-    if columns.label_key is not None and columns.label_key not in row:
-        return f"no column {columns.label_key!r} ({key_flag.replace('input', 'label')}); it has {sorted(row)}"
-    try:
-        metadata_and_tools(row, columns)
-    except ValueError as error:
-        return str(error)
-    if is_sft:
-        return _sft_row_error(row, columns)
-    if isinstance(prompt, list) and not columns.apply_chat_template:
-        return f"column {key!r} is a list of messages: add --apply-chat-template"
-    return None
+def template_probe(
+    files: TokenizerFiles, columns: PromptColumns, load: Callable[[], Any], loss_mask_type: str | None = None
+) -> TemplateProbe | None:
+    """Asks the chat template of a folder; None where there is none, or it is not used.
+
+    load            loads the tokenizer; called where the template seems to refuse something
+    loss_mask_type  of supervised training on conversations; None: the rows are prompts
+    """
+    is_sft = loss_mask_type is not None
+    if not files.templates or not (is_sft or columns.apply_chat_template):
+        return None
+
+    def confirm(messages: Messages, tools: Any) -> str | None:
+        try:
+            if loss_mask_type is None:
+                render_prompt(list(messages), load(), columns, tools)
+            else:
+                masks = MultiTurnLossMaskGenerator(load(), loss_mask_type, columns.chat_template_kwargs)
+                masks.get_loss_mask(list(messages), tools)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return None
+
+    return TemplateProbe(files, columns.chat_template_kwargs or {}, confirm, for_answer=not is_sft)
+
+
+def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
+    """Texts that a loaded tokenizer reads as one control token."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return tuple(sorted({*getattr(tokenizer, "all_special_tokens", ()), *(str(one) for one in added if one.special)}))
 
 
 def metadata_and_tools(row: dict[str, Any], columns: PromptColumns) -> tuple[dict[str, Any], list[Any] | None]:
-    """Both columns of a row; either may be JSON as text, since a table's column has one type in all its rows."""
-    metadata = _from_json(row.get(columns.metadata_key), columns.metadata_key)
-    if metadata is not None and not isinstance(metadata, dict):
-        raise ValueError(f"column {columns.metadata_key!r} is no JSON object")
-    metadata = dict(metadata or {})
-    tools = _from_json(row.get(columns.tool_key), columns.tool_key) if columns.tool_key else None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"column {columns.tool_key!r} (--tool-key) is no list of tools")
+    """Both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
+
+    Raises:
+        ValueError: another kind of value.
+    """
+    metadata = read_metadata(row.get(columns.metadata_key), columns.metadata_key)
+    tools = read_tools(row.get(columns.tool_key), columns.tool_key) if columns.tool_key else None
     if tools is not None:
         metadata["tools"] = tools
     return metadata, tools
-
-
-def _from_json(value: Any, key: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value else None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"column {key!r} is text, but not valid JSON ({error})") from error
-
-
-def _sft_row_error(row: dict[str, Any], columns: PromptColumns) -> str | None:
-    prompt = row[columns.input_key]
-    if isinstance(prompt, list):
-        try:
-            masks = [is_trained(message) for message in prompt if message["role"] == "assistant"]
-        except ValueError as error:
-            return f"column {columns.input_key!r}: {error}"
-        if any(masks):
-            return None
-        if masks:
-            return f"column {columns.input_key!r}: step_loss_mask is 0 on every turn; nothing is left to train on"
-        return f"column {columns.input_key!r} is a conversation without an assistant turn to train on"
-    if columns.label_key is None:
-        return f"column {columns.input_key!r} is text: name the column of its response with --label-key"
-    if not isinstance(row[columns.label_key], str):
-        return f"column {columns.label_key!r} (--label-key) must be the response as text in --mode sft"
-    return None
-
-
-def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | list | None)
-        for m in value
-    )
 
 
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
@@ -142,9 +127,9 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
         ValueError: a malformed row, with its line number.
     """
     samples: list[Sample] = []
+    checker = RowChecker(columns, is_sft=True)
     for place, row in read_rows(path, flag):
-        error = row_error(row, columns, "--input-key", is_sft=True)
-        if error:
+        if error := checker.error(row):
             raise ValueError(f"{flag} {path}: {place}: {error}")
         metadata, _ = metadata_and_tools(row, columns)
         label = row.get(columns.label_key) if columns.label_key else None
@@ -164,17 +149,22 @@ def load_prompts(
     """
     samples: list[Sample] = []
     too_long = 0
+    checker = RowChecker(columns, special_tokens=special_tokens_of(tokenizer))
     for place, row in read_rows(path, flag):
+        if problem := checker.error(row):
+            raise ValueError(f"{flag} {path}: {place}: {problem}")
+        prompt, (metadata, tools) = row[columns.input_key], metadata_and_tools(row, columns)
         try:
-            text = render_row(row, tokenizer, columns)
+            text = render_prompt(prompt, tokenizer, columns, tools)
+            if is_surely_too_long(text, columns.max_prompt_len):
+                too_long += 1
+                continue
         except ValueError as error:
             raise ValueError(f"{flag} {path}: {place}: {error}") from error
-        prompt = row[columns.input_key]
         tokens = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         if columns.max_prompt_len is not None and len(tokens) > columns.max_prompt_len:
             too_long += 1
             continue
-        metadata, _ = metadata_and_tools(row, columns)
         label = row.get(columns.label_key) if columns.label_key else None
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         samples.append(
@@ -191,16 +181,20 @@ def load_prompts(
     return PromptDataset(samples, too_long)
 
 
-def render_row(row: dict[str, Any], tokenizer: Any, columns: PromptColumns) -> str:
-    """The text of a row's prompt, with its tools.
+def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
+    """Whether a text is over the limit of tokens by its characters alone: counting its tokens could take minutes.
 
     Raises:
-        ValueError: a malformed row, or as `render_prompt`.
+        ValueError: there is no limit, and the text has more characters than are counted.
     """
-    error = row_error(row, columns, "--input-key")
-    if error:
-        raise ValueError(error)
-    return render_prompt(row[columns.input_key], tokenizer, columns, metadata_and_tools(row, columns)[1])
+    if max_prompt_len is not None:
+        return len(text) > min(MAX_PROMPT_CHARACTERS, MAX_TOKEN_CHARACTERS * max_prompt_len)
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise ValueError(
+            f"the rendered prompt has {len(text):,} characters, over the limit of {MAX_PROMPT_CHARACTERS:,}; shorten"
+            " it, or let --rollout-max-prompt-len leave such prompts out"
+        )
+    return False
 
 
 def render_prompt(prompt: str | list[dict[str, Any]], tokenizer: Any, columns: PromptColumns, tools: Any = None) -> str:
@@ -210,8 +204,6 @@ def render_prompt(prompt: str | list[dict[str, Any]], tokenizer: Any, columns: P
         ValueError: a list of messages without --apply-chat-template, or a tokenizer without a template, or a
             template that refuses the messages.
     """
-    import jinja2
-
     if not columns.apply_chat_template:
         if not isinstance(prompt, str):
             raise ValueError("the prompt is a list of messages: add --apply-chat-template")
@@ -220,12 +212,18 @@ def render_prompt(prompt: str | list[dict[str, Any]], tokenizer: Any, columns: P
         raise ValueError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages,
             tools=tools,
             tokenize=False,
             add_generation_prompt=True,
             **(columns.chat_template_kwargs or {}),
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except Exception as error:  # a template is code of the model's folder, and raises what it likes
         raise ValueError(f"the chat template of --hf-checkpoint refuses it ({error})") from error
+    if writes_parts_as_python(messages, text):
+        raise ValueError(
+            "the chat template of --hf-checkpoint does not know contents that are lists of parts, and writes them as"
+            " Python prints them; give the content as text"
+        )
+    return str(text)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fusionrl.data.findings import Finding
 from fusionrl.data.shards import choose_split, find_splits
+from fusionrl.data.strict_json import MAX_LINE_BYTES, DuplicateKey, Row, StrictDecoder, read_array, read_lines
 
 FORMATS = "a .jsonl, .json or .parquet file, a folder of such files (FOLDER:SPLIT), or one of datasets.save_to_disk"
 _SPEC = re.compile(r"(?:([\w-]+)=)?(.+?)(?:@\[(-?\d+)?:(-?\d+)?\])?")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,22 @@ def read_rows(spec: str | Path, flag: str = "--prompt-data") -> Iterator[tuple[s
         ValueError: nothing readable there, or a line that is no JSON object; names `flag`, file and place.
     """
     for place, row in scan_rows(spec, flag):
-        if isinstance(row, str):
-            raise ValueError(f"{flag} {spec}: {place}: {row}")
+        if isinstance(row, ValueError):
+            raise ValueError(f"{flag} {spec}: {place}: {line_finding(row)}")
         yield place, row
 
 
-def scan_rows(spec: str | Path, flag: str) -> Iterator[tuple[str, Row | str]]:
-    """As `read_rows`, but a line that is no row comes as the message of what is wrong with it."""
+def line_finding(error: ValueError) -> Finding:
+    """What is wrong with a line that is no row."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return Finding("not valid JSON", str(error))
+    if isinstance(error, DuplicateKey):
+        return Finding("a key stands twice in one object", str(error))
+    return Finding(str(error))
+
+
+def scan_rows(spec: str | Path, flag: str) -> Iterator[tuple[str, Row | ValueError]]:
+    """As `read_rows`, but a line that is no row comes as the error that says why."""
     found = parse_set(spec, flag)
     try:
         rows = _read(found)
@@ -101,7 +111,7 @@ def scan_rows(spec: str | Path, flag: str) -> Iterator[tuple[str, Row | str]]:
         raise ValueError(f"{flag} {spec}: {error}") from error
 
 
-def _read(found: PromptSet) -> Iterator[tuple[str, Row | str]]:
+def _read(found: PromptSet) -> Iterator[tuple[str, Row | ValueError]]:
     path = found.path
     if path.is_dir():
         return _read_folder(path, found.split)
@@ -112,47 +122,58 @@ def _read(found: PromptSet) -> Iterator[tuple[str, Row | str]]:
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"unknown suffix {path.suffix!r}; give {FORMATS}")
     if path.suffix == ".json":
-        with path.open("rb") as file:
-            while (character := file.read(1)).isspace():
-                pass
-        if character == b"[":
-            return _read_array(path)
-    return _read_lines(path)
+        return _read_json(path)
+    return read_lines(path)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Row | str]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    row = f"not valid JSON ({error})"
-                else:
-                    row = row if isinstance(row, dict) else "no JSON object"
-                yield f"line {number}", row
+def _read_json(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
+    """An array, or an object a line as in .jsonl."""
+    with path.open("rb") as file:
+        head = file.read(3)
+        if head != b"\xef\xbb\xbf":  # the byte order mark of UTF-8
+            file.seek(0)
+        while (character := file.read(1)).isspace():
+            pass
+        line = character + file.readline(MAX_LINE_BYTES)
+    if character == b"[":
+        return read_array(path)
+    if character == b"{" and not _is_object(line) and path.stat().st_size <= MAX_LINE_BYTES:
+        whole = path.read_bytes()
+        if _is_object(whole):
+            raise ValueError("one JSON object over several lines; give an array of objects, or one object a line")
+    return read_lines(path)
 
 
-def _read_array(path: Path) -> Iterator[tuple[str, Row | str]]:
+def _is_object(text: bytes) -> bool:
     try:
-        rows = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not a valid JSON array ({error})") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row if isinstance(row, dict) else "no JSON object"
+        return isinstance(StrictDecoder().parse(text.decode("utf-8-sig")), dict)
+    except ValueError:
+        return False
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Row | str]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
+        _check_names(file.schema_arrow.names)
         yield from _numbered(batch.to_pylist() for batch in file.iter_batches())
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise ValueError(f"not a readable parquet file ({error})") from error
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"not a readable parquet file ({_first_line(error)})") from error
 
 
-def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | str]]:
+def _check_names(names: list[str]) -> None:
+    double = [name for name, count in Counter(names).items() if count > 1]
+    if double:
+        raise ValueError(f"several columns have the name {double[0]!r}")
+
+
+def _first_line(error: Exception) -> str:
+    """Messages of Arrow go on with what they know of its own source lines."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
+
+
+def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | ValueError]]:
     if find_splits(path) and not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         for file in choose_split(path, split, str(path)):
             yield from ((f"{file.name}, {place}", row) for place, row in _read(PromptSet(file)))
@@ -160,25 +181,45 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | str
     import pyarrow.ipc
 
     if (path / "dataset_dict.json").is_file():
-        splits: list[str] = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = [str(name) for name in _json_object(path / "dataset_dict.json").get("splits") or ()]
         if split is None and len(splits) == 1:
             split = splits[0]
         if split is None or split not in splits:
-            raise ValueError(f"choose one of its splits {', '.join(splits)}, as in {path}:{splits[0]}")
+            example = f", as in {path}:{splits[0]}" if splits else ""
+            raise ValueError(f"choose one of its splits {', '.join(splits)}{example}")
         path = path / split
     elif split is not None:
         raise ValueError(f"it has no splits, so none named {split!r}")
     if not (path / "state.json").is_file():
         raise ValueError(f"{path} is no folder that datasets.save_to_disk wrote (it has no state.json); give {FORMATS}")
-    files = json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
-    yield from _numbered(
-        batch.to_pylist()
-        for file in files
-        for batch in pyarrow.ipc.open_stream(pyarrow.memory_map(str(path / file["filename"])))
-    )
+    names = [str(file["filename"]) for file in _json_object(path / "state.json").get("_data_files") or ()]
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"state.json names the file {name!r}, which is not in the folder")
+    try:
+        streams = (pyarrow.ipc.open_stream(pyarrow.memory_map(str(path / name))) for name in names)
+        yield from _numbered(_batches(streams))
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"not a readable Arrow file ({_first_line(error)})") from error
 
 
-def _numbered(batches: Iterable[list[Row]]) -> Iterator[tuple[str, Row | str]]:
+def _batches(streams: Iterable[Any]) -> Iterator[list[Row]]:
+    for stream in streams:
+        _check_names(stream.schema.names)
+        yield from (batch.to_pylist() for batch in stream)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = StrictDecoder().parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return found
+
+
+def _numbered(batches: Iterable[list[Row]]) -> Iterator[tuple[str, Row | ValueError]]:
     rows = (row for batch in batches for row in batch)
     for number, row in enumerate(rows, start=1):
         yield f"row {number}", row

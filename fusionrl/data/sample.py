@@ -24,6 +24,7 @@ class Status(str, Enum):
 
 
 _Status = Status  # the annotation inside Sample, where `Status` is a class attribute for hooks
+UNKNOWN_VERSION = -1  # in weight_versions: nobody said which weights sampled the token
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _ARRAY_DTYPES = {
     "tokens": np.int32,
@@ -44,7 +45,8 @@ class Sample:
                        rollout made it, any sequence of ints where a user's function did
     loss_mask          [response_length], 1 = trained on; None: all of the response is
     rollout_log_probs  [response_length], the engine's log-prob of each response token (0 where the mask is 0)
-    weight_versions    [response_length], weight version that generated each token
+    weight_versions    [response_length], weight version that generated each token, of a tool's tokens that of the token
+                       before; -1: not known. slime has a list with one entry a turn here
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
                        each of the model's layers (--use-rollout-routing-replay); -1 where that is not known
@@ -100,7 +102,9 @@ class Sample:
 
         tokens, log_probs  [n]; log_probs are required when `trainable`; tokens of a tool or an environment
         (`trainable=False`) get mask 0 and log-prob 0.
-        meta_info          what SGLang's /generate answers under this name: its weight version and, with
+        versions           of each token, or one for all. Default: what `meta_info` says; without it, of tokens of a
+        tool the version of the token before, else -1, not known (after a generate function, `post` fills these in).
+        meta_info          what SGLang's /generate answers under this name: its weight versions and, with
         `update_terminal_info`, its finish reason stand for `versions` and `finish_reason` where these are not given.
 
         Raises:
@@ -113,18 +117,21 @@ class Sample:
             raise ValueError(f"{count} response tokens, but {len(log_probs)} log-probs")
         if meta_info is not None:
             if versions is None:
-                versions = as_version(meta_info.get("weight_version", 0))
+                versions = token_versions(meta_info, count)
             if finish_reason is None and update_terminal_info:
                 reason = meta_info.get("finish_reason")
                 finish_reason = reason.get("type") if isinstance(reason, dict) else reason
-        versions = 0 if versions is None else versions
+        if versions is None:
+            versions = UNKNOWN_VERSION
+            if not trainable and self.weight_versions is not None and len(self.weight_versions):
+                versions = int(self.weight_versions[-1])
         self.validate()
         mask = np.full(count, 1 if trainable else 0, np.int32)
         kept = np.asarray(log_probs, np.float32) if trainable else np.zeros(count, np.float32)
         version = np.broadcast_to(np.asarray(versions, np.int32), (count,))
         self.loss_mask = _joined(self._response_field("loss_mask", 1), mask)
         self.rollout_log_probs = _joined(self._response_field("rollout_log_probs", 0), kept)
-        self.weight_versions = _joined(self._response_field("weight_versions", 0), version)
+        self.weight_versions = _joined(self._response_field("weight_versions", UNKNOWN_VERSION), version)
         self.tokens = _joined(np.asarray(self.tokens, np.int32), np.asarray(tokens, np.int32))
         if count:
             self.teacher_log_probs = None  # the teacher has not seen these tokens: it is asked for all of them
@@ -133,6 +140,23 @@ class Sample:
         self.response += text
         if finish_reason is not None:
             self.status = _FINISH_STATUS.get(finish_reason, Status.COMPLETED)
+
+    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
+        """Take over the finish reason and the weight version of what SGLang's /generate answered last (slime's).
+
+        The versions are of the response's last tokens, as many as the answer had; call it after each turn, when its
+        tokens are in the sample. A finish reason that is none of stop, length and abort leaves the status as it is.
+        """
+        known = 0 if self.weight_versions is None else len(self.weight_versions)
+        num_new = self.response_length - known
+        if num_new > 0:
+            count = min(num_new, int(meta_info.get("completion_tokens", num_new)))
+            unknown = np.full(num_new - count, UNKNOWN_VERSION, np.int32)
+            before = np.zeros(0, np.int32) if not known else np.asarray(self.weight_versions, np.int32)
+            self.weight_versions = np.concatenate([before, unknown, token_versions(meta_info, count)])
+        reason = meta_info.get("finish_reason")
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        self.status = _FINISH_STATUS.get(str(kind), self.status)
 
     def _response_field(self, name: str, default: int) -> np.ndarray:
         value = getattr(self, name)
@@ -213,6 +237,23 @@ def is_trained_on(sample: Sample) -> bool:
 def as_version(version: Any) -> int:
     """The pushed version of what an engine says; what it calls a checkpoint that it loaded itself is version 0."""
     return int(version) if str(version).lstrip("-").isdigit() else 0
+
+
+def token_versions(meta_info: dict[str, Any], count: int) -> np.ndarray:
+    """[count] int32: the weight version of each token of an answer of SGLang's /generate; -1 where it does not say.
+
+    `weight_versions` are spans over the answer's tokens, where weights changed meanwhile; else there is one
+    `weight_version`. Tokens that the caller cut off at the end have none.
+    """
+    found = np.full(count, UNKNOWN_VERSION, np.int32)
+    if "weight_version" in meta_info:
+        found[:] = as_version(meta_info["weight_version"])
+    start = 0
+    for span in meta_info.get("weight_versions") or ():
+        end = int(span["end"])
+        found[start:end] = as_version(span["version"])
+        start = end
+    return found
 
 
 def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:

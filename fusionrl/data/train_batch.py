@@ -36,7 +36,7 @@ FIELDS: dict[str, FieldSpec] = {
     "rollout_routed_experts": FieldSpec(
         "token", np.int16, False, "[layers, topk]: the experts that the engine chose; -1: not known", trailing=2
     ),
-    "weight_versions": FieldSpec("response", np.int32, False, "weight version that generated each token"),
+    "weight_versions": FieldSpec("response", np.int32, False, "weight version of each token; -1: not known"),
     "rewards": FieldSpec("sample", np.float32, True, "reward that is trained on, after post-processing"),
     "raw_rewards": FieldSpec("sample", np.float32, True, "reward as the reward function gave it"),
     "sample_index": FieldSpec("sample", np.int64, True, "Sample.index"),
@@ -60,7 +60,7 @@ class TrainStep:
 
     micro_batches: list[list[int]]  # indices into the shard's samples
     num_tokens: int  # response tokens with loss_mask, over all ranks
-    num_samples: int  # samples with at least one such token, over all ranks
+    num_samples: int  # samples of the step over all ranks, those without such a token included: removed, masked, failed
 
 
 @dataclass

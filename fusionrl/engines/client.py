@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 import orjson
 
+from fusionrl.engines.asked import AnswerError, Asked
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parsers import Parsers
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 ROUTING_KEY = "X-SMG-Routing-Key"  # as the router knows it
 _FIRST_BACKOFF_S = 0.25
 _SHORT_TOKENS = 64
+_LONGEST_ERROR_BYTES = 1 << 16  # of the text of an error status
 _LONGEST_BACKOFF_S = 8.0  # a router that lost its engines' health for a moment gets them back
 # Of an answer sampled with no more than these, another engine can go on at any token. A stop string, a grammar or a
 # penalty looks back at all of the answer, and an engine that goes on sees its own part alone.
@@ -48,6 +50,7 @@ class GenerateClient:
         num_tries: int = 10,
         stream_responses: bool = False,
         worker_urls: Sequence[str] = (),
+        engine_urls: Sequence[str] = (),
     ) -> None:
         """`timeout_s` bounds one request, retries included; `max_connections` the requests under way.
 
@@ -60,6 +63,10 @@ class GenerateClient:
 
         With `worker_urls`, requests go to these engines and not to `base_url`, for the router drops fields that it does
         not know: to the engine of a routing key, else to the one with the fewest under way.
+
+        Every answer is checked (`generation.parse_generation`). A request whose answer is refused is sent once more: to
+        another of `engine_urls` (default: of `worker_urls`), so that an engine that errs is passed by, and is named
+        where it errs too.
         """
         self._vocab_size = vocab_size
         self._num_tries = num_tries
@@ -68,9 +75,18 @@ class GenerateClient:
         """Requests sent again, after a broken connection or a 5xx answer."""
         self.num_tokens_kept = 0
         """Tokens of engines that died, after which another engine went on."""
+        self.num_answers_refused = 0
+        """Answers that were no answer to their request, by `Asked`."""
         self._url = base_url.rstrip("/") + "/generate"
-        self._under_way = {url.rstrip("/") + "/generate": 0 for url in worker_urls or [base_url]}
-        self._headers = {"Content-Type": "application/json", **auth_headers(api_key)}
+        self._urls = [url.rstrip("/") + "/generate" for url in worker_urls or [base_url]]
+        self._under_way = dict.fromkeys(self._urls, 0)
+        self._engines = [url.rstrip("/") + "/generate" for url in engine_urls or worker_urls or [base_url]]
+        # No compression: a small body could become any size in memory.
+        self._headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            **auth_headers(api_key),
+        }
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
@@ -85,7 +101,8 @@ class GenerateClient:
 
         `return_logprob` is set unless the payload has it. Broken connections and 5xx answers are tried
         again with growing pauses. Raises RuntimeError with the server's text for a 4xx
-        answer at once and for the last failed try, TimeoutError after `timeout_s` seconds.
+        answer at once and for the last failed try, AnswerError for the second answer that is refused, TimeoutError
+        after `timeout_s` seconds.
         """
         params = payload.get("sampling_params", {})
         if params.get("n", 1) != 1:
@@ -112,67 +129,97 @@ class GenerateClient:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         tokens: list[int] = []
         part, attempt, finished = 1, 0, False
+        url, refused_at = "", ""
         while True:
             before = len(tokens)
+            url = self._elsewhere(refused_at) if refused_at else self._target(routing_key, attempt)
+            request = {"return_logprob": True, **_continued(payload, tokens), "stream": True}
+            asked = Asked.by(request, self._vocab_size)
             try:
-                async with aclosing(
-                    self._events(_continued(payload, tokens), routing_key, deadline, attempt)
-                ) as events:
-                    parser = StreamParser()
+                async with aclosing(self._events(url, request, asked, routing_key, deadline)) as events:
+                    parser = StreamParser(asked)
                     async for event in events:
                         piece = parser.parse(event)
                         tokens += piece.tokens.tolist()
                         finished = bool(piece.finish_reason)
                         yield replace(piece, part=part)
-                error = RuntimeError(f"{self._url}: the stream ended before the last token")
+                error: RuntimeError | None = RuntimeError(f"{url}: the stream ended before the last token")
+            except AnswerError as cause:
+                self._refuse(url, cause, is_second=bool(refused_at))
+                refused_at, error = url, None
             except EndpointError as cause:
                 if cause.status < 500:
                     raise
                 error = cause
             except aiohttp.ClientError as cause:
-                error = RuntimeError(f"{self._url} did not answer to the end: {cause!r}")
+                error = RuntimeError(f"{url} did not answer to the end: {cause!r}")
             if finished:
                 return
             if len(tokens) > before:
                 self.num_tokens_kept += len(tokens) - before
                 part, attempt = part + 1, 0
-            await self._before_retry(attempt, error)
-            attempt += 1
+            if error is not None:
+                await self._before_retry(attempt, error)
+                attempt += 1
 
     async def _events(
-        self, payload: dict[str, Any], routing_key: str | None, deadline: float, attempt: int
-    ) -> AsyncGenerator[dict[str, Any], None]:
+        self, url: str, payload: dict[str, Any], asked: Asked, routing_key: str | None, deadline: float
+    ) -> AsyncGenerator[Any, None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
-        body = orjson.dumps({"return_logprob": True, **payload, "stream": True}, option=orjson.OPT_SERIALIZE_NUMPY)
-        url = self._target(routing_key, attempt)
+        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         with self._counted(url):
             async with asyncio.timeout_at(deadline):
                 response = await self._open().post(url, data=body, headers=self._headers_of(routing_key))
             # Closing it before its end breaks the connection, which is how the engine learns that nobody waits.
-            async with aclosing(_lines(response, deadline)) as lines:
+            async with aclosing(_lines(response, deadline, asked)) as lines:
                 if response.status >= 400:
-                    text = b"\n".join([line async for line in lines]).decode(errors="replace")
+                    text = b"\n".join([line async for line, _ in lines]).decode(errors="replace")
                     raise EndpointError(url, response.status, text)
-                async for line in lines:
+                _check_plain(response)
+                async for line, is_whole in lines:
                     data = line.removeprefix(b"data:").strip()
                     if data == line.strip() or data == b"[DONE]":
                         continue  # no event, or the end
                     try:
                         event = orjson.loads(data)
-                    except orjson.JSONDecodeError as error:  # it ended within an event: as good as a broken connection
+                    except orjson.JSONDecodeError as error:
+                        if is_whole:
+                            raise AnswerError(f"the body: an event is no JSON ({error}): {data[:80]!r}") from error
+                        # It ended within an event: as good as a broken connection.
                         raise EndpointError(url, 502, f"half an event of a stream: {data[:200]!r}") from error
-                    error = event.get("error")
-                    reason = (event.get("meta_info") or {}).get("finish_reason") or {}
-                    if error is not None:  # the status line said 200 before the request was looked at
-                        raise EndpointError(url, int(error.get("code") or 500), str(error.get("message")))
-                    if reason.get("type") == "abort" and reason.get("status_code") is not None:
-                        raise EndpointError(url, int(reason["status_code"]), str(reason.get("message")))
+                    _check_event(url, event)
                     yield event
 
     async def _request(self, payload: dict[str, Any], routing_key: str | None = None) -> list[Generation]:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+        asked = Asked.by(payload, self._vocab_size)
+        refused_at: str | None = None
         async with asyncio.timeout(self._timeout_s):
-            return await self._parsers.parse(await self._send(body, routing_key))
+            while True:
+                url, answer = await self._send(body, asked, routing_key, refused_at)
+                try:
+                    if isinstance(answer, AnswerError):
+                        raise answer
+                    return await self._parsers.parse(answer, asked)
+                except AnswerError as error:
+                    self._refuse(url, error, is_second=refused_at is not None)
+                refused_at = url
+
+    def _refuse(self, url: str, error: AnswerError, is_second: bool) -> None:
+        """Count an answer that was refused.
+
+        Raises:
+            AnswerError: it is the second one to a request.
+        """
+        self.num_answers_refused += 1
+        if is_second:
+            raise AnswerError(f"{url}: the answer is refused, as one before it was: {error}") from error
+        logger.warning("%s: the answer is refused (%s); the request is sent once more, elsewhere", url, error)
+
+    def _elsewhere(self, url: str) -> str:
+        """Another engine than that of `url`, the one with the fewest under way; the same where there is one."""
+        others = [one for one in self._engines if one != url]
+        return min(others, key=lambda one: self._under_way.get(one, 0)) if others else url
 
     async def _generate_together(self, payload: dict[str, Any]) -> Generation:
         """Send short siblings as one request: equal requests made in one turn of the event loop.
@@ -200,8 +247,6 @@ class GenerateClient:
             payload["input_ids"] = [payload["input_ids"]] * len(waiting)
         try:
             answers = await self._request(payload)
-            if len(answers) != len(waiting):
-                raise RuntimeError(f"{self._url}: {len(answers)} answers to a request for {len(waiting)}")
         except BaseException as error:  # whatever ended the request ends the wait of everyone who shares it
             for future in waiting:
                 if not future.done():
@@ -223,18 +268,24 @@ class GenerateClient:
                 f"is the tokenizer the model's?"
             )
 
-    async def _send(self, body: bytes, routing_key: str | None = None) -> bytes:
+    async def _send(
+        self, body: bytes, asked: Asked, routing_key: str | None, refused_at: str | None
+    ) -> tuple[str, bytes | AnswerError]:
+        """(who answered, the body of the answer, or what is wrong with it before it is read).
+
+        refused_at  who gave the answer before, which was refused; this one comes from elsewhere.
+        """
         headers = self._headers_of(routing_key)
         attempt = 0
         while True:
-            url = self._target(routing_key, attempt)
+            url = self._elsewhere(refused_at) if refused_at is not None else self._target(routing_key, attempt)
             try:
                 with self._counted(url):
                     async with self._open().post(url, data=body, headers=headers) as response:
-                        answer = await response.read()
-                if response.status < 400:
-                    return answer
-                error: RuntimeError = EndpointError(url, response.status, answer.decode(errors="replace"))
+                        if response.status < 400:
+                            return url, await _body(response, asked)
+                        text = await response.content.read(_LONGEST_ERROR_BYTES)
+                error: RuntimeError = EndpointError(url, response.status, text.decode(errors="replace"))
                 if response.status < 500:
                     raise error
             except aiohttp.ClientError as cause:
@@ -252,7 +303,7 @@ class GenerateClient:
 
     def _target(self, routing_key: str | None, attempt: int) -> str:
         """Where try number `attempt` goes: each to another engine, where there are several."""
-        urls = list(self._under_way)
+        urls = self._urls
         if routing_key is not None:
             first = zlib.crc32(routing_key.encode())
             return urls[(first + attempt) % len(urls)]
@@ -260,7 +311,7 @@ class GenerateClient:
 
     @contextmanager
     def _counted(self, url: str) -> Iterator[None]:
-        self._under_way[url] += 1
+        self._under_way[url] = self._under_way.get(url, 0) + 1
         try:
             yield
         finally:
@@ -275,6 +326,7 @@ class GenerateClient:
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 # The whole request has its bound in `generate`; aiohttp's own default is five minutes.
                 timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
             )
         return self._session
 
@@ -300,8 +352,58 @@ def _is_short(payload: dict[str, Any]) -> bool:
     return payload.get("sampling_params", {}).get("max_new_tokens", 128) <= _SHORT_TOKENS
 
 
-async def _lines(response: aiohttp.ClientResponse, deadline: float) -> AsyncGenerator[bytes, None]:
-    """The lines of a body, of any length (aiohttp's own reader has a limit), until the loop's time `deadline`."""
+def _check_plain(response: aiohttp.ClientResponse) -> None:
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise AnswerError(f"the body is compressed ({encoding}), which was not asked for")
+
+
+async def _body(response: aiohttp.ClientResponse, asked: Asked) -> bytes | AnswerError:
+    """The body, or what is wrong with it; no more of it is in memory than an answer can have."""
+    try:
+        _check_plain(response)
+        if response.content_length is not None:  # aiohttp reads no more than that
+            asked.check_size(response.content_length)
+            return await response.read()
+        parts, size = [], 0
+        async for data in response.content.iter_any():
+            size += len(data)
+            asked.check_size(size)
+            parts.append(data)
+    except AnswerError as error:
+        return error
+    return b"".join(parts)
+
+
+def _check_event(url: str, event: Any) -> None:
+    """Raise what an event says went wrong.
+
+    Raises:
+        EndpointError: the engine refuses or gives up the request, though the status line said 200.
+        AnswerError: the event has no form that is known.
+    """
+    if not isinstance(event, dict):
+        raise AnswerError(f"an event of the stream is no JSON object: {str(event)[:80]}")
+    error = event.get("error")
+    if error is not None:
+        code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
+        raise EndpointError(url, _as_status(code), str(text))
+    meta = event.get("meta_info")
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code") is not None:
+        raise EndpointError(url, _as_status(reason["status_code"]), str(reason.get("message")))
+
+
+def _as_status(code: Any) -> int:
+    """An HTTP status; 500 for what is none."""
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+async def _lines(
+    response: aiohttp.ClientResponse, deadline: float, asked: Asked
+) -> AsyncGenerator[tuple[bytes, bool], None]:
+    """(a line of a body, whether it came to its end). Lines have any length that an answer can have (aiohttp's own
+    reader has a limit); `deadline` is the loop's time."""
     rest = b""
     try:
         while True:
@@ -310,9 +412,10 @@ async def _lines(response: aiohttp.ClientResponse, deadline: float) -> AsyncGene
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")
+            asked.check_size(len(rest))
             for line in lines:
-                yield line
-        yield rest
+                yield line, True
+        yield rest, False
         response.release()
     finally:
         response.close()

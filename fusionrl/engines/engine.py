@@ -75,6 +75,7 @@ class EngineActor:
             server_command(self.spec, port, nccl_port),
             os.path.join(self.spec.log_dir, f"{self.spec.role}-{self.spec.index}.log"),
             env=env,
+            secret=self.spec.api_key,
         )
 
     def _wait_ready(self, server: ChildProcess) -> None:

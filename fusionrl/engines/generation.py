@@ -12,6 +12,11 @@ from typing import Any
 import numpy as np
 import orjson
 
+from fusionrl.engines.asked import AnswerError, Asked, log_prob_entries, token_ids
+
+_ANYTHING = Asked()
+FINISH_REASONS = ("stop", "length", "abort")
+
 
 @dataclass
 class Generation:
@@ -34,64 +39,114 @@ class Generation:
     """Which request made the end of it: over 1 where an engine died, and another one went on."""
 
 
-def parse_answer(body: bytes) -> list[Generation]:
+def parse_answer(body: bytes, asked: Asked = _ANYTHING) -> list[Generation]:
     """The generations of the body of an answer: one, or one for each prompt of the request.
 
-    Raises RuntimeError as `parse_generation` does, ValueError for what is no JSON.
+    Raises:
+        AnswerError: no JSON, another number of answers, or one that `parse_generation` refuses.
     """
-    answer = orjson.loads(body)
-    return [parse_generation(one) for one in (answer if isinstance(answer, list) else [answer])]
+    asked.check_size(len(body))
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise AnswerError(f"the body is no JSON ({error}): {body[:80]!r}") from error
+    answers = answer if isinstance(answer, list) else [answer]
+    if asked.num_answers is not None and len(answers) != asked.num_answers:
+        raise AnswerError(f"the body has {len(answers)} answers to a request for {asked.num_answers}")
+    return [parse_generation(one, asked) for one in answers]
 
 
-def parse_generation(answer: dict[str, Any]) -> Generation:
-    """Turn the JSON of one `/generate` answer into a `Generation`.
+def parse_generation(answer: Any, asked: Asked = _ANYTHING) -> Generation:
+    """Turn the JSON of one `/generate` answer into a `Generation`. The one place where answers are checked.
 
-    Raises RuntimeError when tokens and log-probs do not belong together.
+    Raises:
+        AnswerError: a field is missing, of another type, or out of its range (`Asked`); or fields do not belong
+            together.
     """
-    meta = answer["meta_info"]
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
+        raise AnswerError("meta_info is missing")
     # Entries are [log-prob, token, text or null].
-    entries = meta.pop("output_token_logprobs", None) or []
+    entries, field = meta.pop("output_token_logprobs", None) or [], "meta_info.output_token_logprobs"
+    values, sampled = log_prob_entries(entries, field)
     ids = answer.get("output_ids")
     if ids is None:
-        ids = [entry[1] for entry in entries]
-    if entries and [entry[1] for entry in entries] != ids:
-        raise RuntimeError(
-            f"request {meta.get('id')}: the engine returned {len(ids)} tokens and {len(entries)} log-probs of others"
-        )
+        ids = sampled
+    tokens = token_ids(ids, "output_ids", asked)
+    if entries and sampled != ids:
+        raise AnswerError(f"{field} has {len(entries)} log-probs of other tokens than the {len(ids)} of output_ids")
+    finish = finish_reason(meta)
+    if asked.log_probs and len(tokens) and not entries:
+        raise AnswerError(f"{field} is missing; the request asked for log-probs")
+    if asked.max_new_tokens and not len(tokens) and finish not in ("", "abort"):
+        raise AnswerError(f"output_ids holds no token, with the finish reason {finish}")
+    text = answer.get("text")
+    if not isinstance(text, str | None):
+        raise AnswerError(f"text is a {type(text).__name__}")
     return Generation(
-        tokens=np.array(ids, dtype=np.int32),
-        log_probs=np.fromiter((entry[0] for entry in entries), dtype=np.float32, count=len(entries)),
-        text=answer.get("text") or "",
-        finish_reason=(meta.get("finish_reason") or {}).get("type", "abort"),
+        tokens=tokens,
+        log_probs=values.astype(np.float32),
+        text=text or "",
+        finish_reason=finish or "abort",
         weight_versions=_version_spans(meta, len(ids)),
-        prompt_tokens=int(meta.get("prompt_tokens", 0)),
-        cached_tokens=int(meta.get("cached_tokens", 0)),
+        prompt_tokens=_count(meta, "prompt_tokens"),
+        cached_tokens=_count(meta, "cached_tokens"),
         meta_info=meta,
     )
 
 
+def finish_reason(meta: dict[str, Any]) -> str:
+    """ "stop", "length" or "abort"; "" where the answer goes on.
+
+    Raises:
+        AnswerError: anything else.
+    """
+    reason = meta.get("finish_reason")
+    if reason is None:
+        return ""
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    if kind not in FINISH_REASONS:
+        raise AnswerError(f"meta_info.finish_reason is {reason!r}; known are {', '.join(FINISH_REASONS)}")
+    return kind
+
+
+def _count(meta: dict[str, Any], name: str) -> int:
+    value = meta.get(name)
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise AnswerError(f"meta_info.{name} is {value!r}, not a number of tokens")
+    return value
+
+
 def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | str, int]]:
     """`weight_versions` where the server has it, else one span of `weight_version`."""
+    spans = meta.get("weight_versions")
     if num_tokens == 0:
         return []
-    spans = meta.get("weight_versions")
     if not spans:
         return [(_as_version(meta.get("weight_version", "default")), num_tokens)]
     found = []
     covered = 0
-    for span in spans:
-        end = min(int(span["end"]), num_tokens)
-        if end > covered:
-            found.append((_as_version(span["version"]), end - covered))
-            covered = end
+    try:
+        for span in spans:
+            end = min(int(span["end"]), num_tokens)
+            if end > covered:
+                found.append((_as_version(span["version"]), end - covered))
+                covered = end
+    except (KeyError, TypeError, ValueError) as error:
+        raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end") from error
     if covered != num_tokens:
-        raise RuntimeError(f"request {meta.get('id')}: weight_versions {spans} do not cover {num_tokens} tokens")
+        raise AnswerError(f"meta_info.weight_versions {spans!r:.200} do not cover {num_tokens} tokens")
     return found
 
 
 def _as_version(version: Any) -> int | str:
+    if isinstance(version, bool) or not isinstance(version, int | str):
+        raise AnswerError(f"meta_info.weight_version is {version!r:.80}, neither text nor a number")
     text = str(version)
-    return int(text) if text.isdecimal() else text
+    # A version is counted from 0 by the pushes; a longer number is a name that somebody gave.
+    return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
 class StreamParser:
@@ -102,7 +157,8 @@ class StreamParser:
     that repeats what was sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Asked = _ANYTHING) -> None:
+        self._asked = asked
         self._num_tokens = 0
         self._text = ""
 
@@ -110,27 +166,44 @@ class StreamParser:
         """The tokens that are new in `event`; the finish reason is "" in all but the last one.
 
         The versions are those of the moment; `join` takes the exact ones of the last event.
-        Raises RuntimeError when tokens are missing.
+        Raises:
+            AnswerError: tokens are missing, or a field is wrong (`parse_generation`).
         """
-        meta = event["meta_info"]
-        total, ids = int(meta["completion_tokens"]), event.get("output_ids") or []
+        meta = event.get("meta_info") if isinstance(event, dict) else None
+        if not isinstance(meta, dict) or "completion_tokens" not in meta:
+            raise AnswerError("meta_info.completion_tokens is missing in an event of a stream")
+        total, ids = _count(meta, "completion_tokens"), event.get("output_ids") or []
         num_new = total - self._num_tokens
-        if not 0 <= num_new <= len(ids):
-            raise RuntimeError(
-                f"request {meta.get('id')}: the stream brought {len(ids)} tokens where {num_new} of {total} were due"
-            )
+        if not isinstance(ids, list) or not 0 <= num_new <= len(ids):
+            brought = f"{len(ids)} tokens" if isinstance(ids, list) else f"{ids!r:.80}"
+            raise AnswerError(f"output_ids: the stream brought {brought} where {num_new} of {total} were due")
+        most = self._asked.max_new_tokens
+        if most is not None and total > most:
+            raise AnswerError(f"the stream brought {total} tokens; the request asked for at most {most}")
         text = event.get("text") or ""
+        if not isinstance(text, str):
+            raise AnswerError(f"text is a {type(text).__name__}")
         if len(ids) != num_new:  # all so far, or the repetition
             text = text[len(self._text) :] if len(ids) == total else ""
         entries = meta.get("output_token_logprobs") or []
-        finish = (meta.get("finish_reason") or {}).get("type", "")
+        if not isinstance(entries, list):
+            raise AnswerError(f"meta_info.output_token_logprobs is {entries!r:.80}")
+        finish = finish_reason(meta)
+        if most and not total and finish not in ("", "abort"):
+            raise AnswerError(f"output_ids: the stream brought no token, with the finish reason {finish}")
         spans = meta.get("weight_versions")
+        try:
+            moved = spans and [{**span, "end": int(span["end"]) - self._num_tokens} for span in spans]
+        except (KeyError, TypeError, ValueError) as error:
+            raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end") from error
         own = {
             **meta,
             "output_token_logprobs": entries[len(entries) - num_new :] if entries else [],
-            "weight_versions": spans and [{**span, "end": int(span["end"]) - self._num_tokens} for span in spans],
+            "weight_versions": moved,
         }
-        piece = parse_generation({"output_ids": ids[len(ids) - num_new :], "text": text, "meta_info": own})
+        # Events without a token are usual: the last one may bring the finish reason alone.
+        asked = replace(self._asked, max_new_tokens=None)
+        piece = parse_generation({"output_ids": ids[len(ids) - num_new :], "text": text, "meta_info": own}, asked)
         self._num_tokens, self._text = total, self._text + text
         return replace(piece, finish_reason=finish, meta_info=own | {"weight_versions": spans})
 

@@ -7,6 +7,8 @@ from typing import Any
 import orjson
 import requests
 
+LONGEST_ANSWER = 256 << 20  # bytes: control endpoints answer kilobytes, checksums of a large model some megabytes
+
 
 class EndpointError(RuntimeError):
     """An endpoint answered with an error status; `status` holds it."""
@@ -16,8 +18,8 @@ class EndpointError(RuntimeError):
         self.status = status
 
 
-# In the environment of the process that holds the rollout, for functions of users that ask engines themselves.
-ROUTER_KEY, ROUTER_URLS = "FUSIONRL_ROUTER_KEY", "FUSIONRL_ROUTER_URLS"
+# In the environment of the processes that run users' functions, which may ask the engines; beside ROUTER_KEY.
+ROUTER_URLS = "FUSIONRL_ROUTER_URLS"
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
@@ -36,7 +38,7 @@ def call(
     """Send one request; return the decoded JSON, the text where it is none, or None for an empty answer.
 
     Raises `EndpointError` (a RuntimeError with endpoint, status and text) for a status of 400 or more, and
-    RuntimeError when there is no answer within `timeout_s` seconds.
+    RuntimeError when there is no answer within `timeout_s` seconds, or one of over `LONGEST_ANSWER` bytes.
     """
     with requests.Session() as session:
         session.trust_env = False  # a proxy from the environment has no route to an engine
@@ -45,16 +47,30 @@ def call(
                 method,
                 url,
                 data=None if payload is None else orjson.dumps(payload),
-                headers={"Content-Type": "application/json", **auth_headers(api_key)},
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **auth_headers(api_key)},
                 timeout=timeout_s,
+                stream=True,
             )
+            content = _bounded(response)
         except requests.RequestException as error:
             raise RuntimeError(f"{url} did not answer: {error}") from error
+    text = content.decode(errors="replace")
     if response.status_code >= 400:
-        raise EndpointError(url, response.status_code, response.text)
-    if not response.content:
+        raise EndpointError(url, response.status_code, text)
+    if not content:
         return None
     try:
-        return orjson.loads(response.content)
+        return orjson.loads(content)
     except orjson.JSONDecodeError:
-        return response.text
+        return text
+
+
+def _bounded(response: requests.Response) -> bytes:
+    """The body; what it becomes when it is unpacked is bounded, too."""
+    parts, size = [], 0
+    for part in response.iter_content(1 << 20):
+        size += len(part)
+        if size > LONGEST_ANSWER:
+            raise RuntimeError(f"{response.url} answered with over {LONGEST_ANSWER} bytes")
+        parts.append(part)
+    return b"".join(parts)

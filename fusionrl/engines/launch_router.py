@@ -1,21 +1,18 @@
 """Start SGLang's router: `python -m fusionrl.engines.launch_router <the router's arguments>`.
 
-The only difference to `python -m sglang_router.launch_router` is that the API key comes from the
-environment, as a command line can be read by every user of the machine.
+The only difference to `python -m sglang_router.launch_router` is that the API key comes by standard input, as every
+user of the machine can read a command line, and every process of the same user the environment.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-
-API_KEY_VARIABLE = "FUSIONRL_ENGINE_API_KEY"
 
 
 def main(argv: list[str]) -> None:
     """Parse the router's arguments and route until a signal ends the process."""
-    api_key = os.environ.pop(API_KEY_VARIABLE, None)
-    if api_key is not None:
+    api_key = sys.stdin.read()
+    if api_key:
         argv = [*argv, "--api-key", api_key]
 
     from sglang_router.launch_router import launch_router, parse_router_args

@@ -3,8 +3,8 @@
 It adds four things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
 `cpu_boot` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
 parent's main module again, has them too; and SGLang's own children are forked instead, as below. The API key
-comes from the environment, as a command line can be read by every user of the machine. And nothing of SGLang is
-imported before that, so a spawned child that is not SGLang's pays nothing.
+comes by standard input, as every user of the machine can read a command line, and every process of the same user the
+environment. And nothing of SGLang is imported before that, so a spawned child that is not SGLang's pays nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import sys
 
+from fusionrl.engines import rendezvous
+
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
-API_KEY_VARIABLE = "FUSIONRL_ENGINE_API_KEY"
 
 if os.environ.get(DEVICE_VARIABLE) == "cpu":
     from fusionrl.engines import cpu_boot
@@ -40,10 +41,11 @@ def _fork_children() -> None:
 
 def main(argv: list[str]) -> None:
     """Parse SGLang's arguments and serve until a signal ends the process."""
-    api_key = os.environ.pop(API_KEY_VARIABLE, None)
-    if api_key is not None:
+    api_key = sys.stdin.read()
+    if api_key:
         argv = [*argv, "--api-key", api_key]
 
+    rendezvous.install()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -57,5 +59,7 @@ def main(argv: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where there is a GPU
+    rendezvous.install()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -7,7 +7,9 @@ the child and is not inherited by grandchildren. It is a child subreaper, so a d
 process group or whose parent dies is still found. It imports the standard library alone: starting it takes
 about 30 ms.
 
-Protocol: the minder writes the command's pid as one line; a byte `T` from the starter sends the command
+Protocol: the starter writes a line, the length of a secret (0: none), and the secret. The minder gives it to the
+command on its standard input, and writes the command's output with *** in its place, as SGLang prints its arguments,
+key and all. Then the minder writes the command's pid as one line; a byte `T` from the starter sends the command
 SIGTERM. The minder ends as the command ended, with the same exit code or by the same signal.
 """
 
@@ -100,10 +102,74 @@ def _end_like(status: int) -> None:
     os._exit(os.WEXITSTATUS(status))
 
 
+class _Output:
+    """The command's output on its way to this program's own, with *** in place of the secret."""
+
+    _HIDDEN = b"***"
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self.pipe, self.theirs = os.pipe()
+        os.set_blocking(self.pipe, False)
+        self._held = b""  # an end of what was read that may be the secret's beginning
+
+    def pump(self) -> bool:
+        """Write what is there. False when no process has the pipe any more."""
+        while True:
+            try:
+                part = os.read(self.pipe, 65536)
+            except BlockingIOError:
+                return True
+            text = (self._held + part).replace(self._secret, self._HIDDEN)
+            keep = 0
+            if part:
+                longest = min(len(self._secret) - 1, len(text))
+                keep = next((n for n in range(longest, 0, -1) if text.endswith(self._secret[:n])), 0)
+            self._held = text[len(text) - keep :]
+            _write_all(text[: len(text) - keep])
+            if not part:
+                return False
+
+
+def _write_all(data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(1, data) :]
+        except OSError:
+            return  # a full disk must not end the command, which would go on after the same error of its own
+
+
+def _read_secret(starter: socket.socket) -> bytes:
+    length = b""
+    while not length.endswith(b"\n"):
+        part = starter.recv(1)
+        if not part:
+            os._exit(0)  # the starter is gone already
+        length += part
+    secret = b""
+    while len(secret) < int(length):
+        part = starter.recv(int(length) - len(secret))
+        if not part:
+            os._exit(0)
+        secret += part
+    return secret
+
+
+def _input_with(secret: bytes) -> int:
+    """A descriptor from which `secret` can be read, and then the end of the file."""
+    read, write = os.pipe()
+    os.write(write, secret)
+    os.close(write)
+    return read
+
+
 def main() -> None:
     """Start the command, then wait for its end or the starter's."""
     starter = socket.socket(fileno=int(sys.argv[1]))
     starter.set_inheritable(False)
+    secret = _read_secret(starter)
+    output = _Output(secret) if secret else None
+    given = _input_with(secret) if secret else subprocess.DEVNULL
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
@@ -114,7 +180,9 @@ def main() -> None:
     try:
         child = subprocess.Popen(
             sys.argv[2:],
-            stdin=subprocess.DEVNULL,
+            stdin=given,
+            stdout=output.theirs if output else None,
+            stderr=output.theirs if output else None,
             preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         ).pid
         starter.sendall(f"{child}\n".encode())
@@ -126,13 +194,21 @@ def main() -> None:
     poller = select.poll()
     poller.register(starter, select.POLLIN)
     poller.register(wake_read, select.POLLIN)
+    if output:
+        os.close(given)
+        os.close(output.theirs)
+        poller.register(output.pipe, select.POLLIN)
     while True:
         ready = {fd for fd, _ in poller.poll()}
+        if output and output.pipe in ready and not output.pump():
+            poller.unregister(output.pipe)
         if wake_read in ready:
             os.read(wake_read, 4096)
             status = _reap(child)
             if status is not None:
                 _kill_descendants()
+                if output:
+                    output.pump()
                 _end_like(status)
         if starter.fileno() in ready:
             try:
@@ -141,6 +217,8 @@ def main() -> None:
                 message = b""
             if not message:
                 _kill_descendants()
+                if output:
+                    output.pump()
                 _end_like(signal.SIGKILL)
             os.kill(child, signal.SIGTERM)
 

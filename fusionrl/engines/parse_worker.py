@@ -2,8 +2,8 @@
 
     python -m fusionrl.engines.parse_worker DESCRIPTOR
 
-In: the body of an answer behind its length. Out: a pickled list of `Generation`s, or None where there is something
-wrong with the answer. It ends when the other end of the connection is closed.
+In: a pickled `Asked`, then the body of an answer behind its length. Out: a pickled list of `Generation`s, or None where
+there is something wrong with the answer. It ends when the other end of the connection is closed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import signal
 import socket
 import sys
 
+from fusionrl.engines.asked import Asked
 from fusionrl.engines.generation import Generation, parse_answer
-from fusionrl.frames import frame, receive_bytes
+from fusionrl.frames import frame, receive, receive_bytes
 
 
 def main(descriptor: int) -> None:
@@ -22,14 +23,15 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as connection:
         try:
             while True:
-                connection.sendall(frame(_parsed(receive_bytes(connection))))
+                asked = receive(connection)
+                connection.sendall(frame(_parsed(receive_bytes(connection), asked)))
         except (EOFError, ConnectionError):
             return
 
 
-def _parsed(body: bytes) -> list[Generation] | None:
+def _parsed(body: bytes, asked: Asked) -> list[Generation] | None:
     try:
-        return parse_answer(body)
+        return parse_answer(body, asked)
     except Exception:  # the other end parses it again and raises the same, in its own process
         return None
 

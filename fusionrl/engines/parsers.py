@@ -15,8 +15,10 @@ import subprocess
 import sys
 from collections import deque
 
+from fusionrl.engines.asked import Asked
 from fusionrl.engines.generation import Generation, parse_answer
-from fusionrl.frames import LENGTH
+from fusionrl.environment import child_environment
+from fusionrl.frames import LENGTH, frame
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
 LONG_BYTES = 48 * 1024  # about 1,100 tokens with log-probs
@@ -33,10 +35,11 @@ class Parsers:
         self._starting: asyncio.Task[None] | None = None
         self._room = asyncio.Semaphore(self._num_processes * IN_HAND)
 
-    async def parse(self, body: bytes) -> list[Generation]:
+    async def parse(self, body: bytes, asked: Asked | None = None) -> list[Generation]:
         """As `parse_answer`."""
+        asked = asked or Asked()
         if len(body) < LONG_BYTES:
-            return parse_answer(body)
+            return parse_answer(body, asked)
         async with self._room:
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start())
@@ -44,10 +47,10 @@ class Parsers:
             living = [helper for helper in self._helpers if helper.is_living]
             if living:
                 helper = min(living, key=lambda one: len(one.waiting))
-                found = await helper.parse(body)
+                found = await helper.parse(body, asked)
                 if found is not None:
                     return found
-        return parse_answer(body)  # raises what is wrong with it, if that is why
+        return parse_answer(body, asked)  # raises what is wrong with it, if that is why
 
     async def _start(self) -> None:
         for _ in range(self._num_processes):
@@ -77,16 +80,18 @@ class _Helper:
                 [sys.executable, "-m", "fusionrl.engines.parse_worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=child_environment("answer-parser"),
             )
 
     async def connect(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=1 << 20)
         self._listening = asyncio.create_task(self._listen())
 
-    def parse(self, body: bytes) -> asyncio.Future[list[Generation] | None]:
+    def parse(self, body: bytes, asked: Asked) -> asyncio.Future[list[Generation] | None]:
         """None: it died, or the answer is none."""
         future: asyncio.Future[list[Generation] | None] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
+        self._writer.write(frame(asked))
         self._writer.write(LENGTH.pack(len(body)))
         self._writer.write(body)
         return future

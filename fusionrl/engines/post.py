@@ -7,10 +7,13 @@ import os
 from typing import Any
 
 import aiohttp
+import orjson
 
-from fusionrl.engines.http import ROUTER_KEY, ROUTER_URLS, auth_headers
+from fusionrl.engines.http import LONGEST_ANSWER, ROUTER_URLS, auth_headers
+from fusionrl.environment import ROUTER_KEY
 
 _LONGEST_PAUSE_S = 8.0
+_LONGEST_ERROR = 1 << 16  # bytes of the text of an error status
 
 
 async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
@@ -19,7 +22,8 @@ async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers
     Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s.
 
     Raises:
-        RuntimeError: a 4xx answer, or the last failed try; with the server's text.
+        RuntimeError: a 4xx answer, or the last failed try, with the server's text; an answer that is no JSON, or that
+            has over `LONGEST_ANSWER` bytes.
     """
     key = os.environ.get(ROUTER_KEY)
     if key and any(f"{url}/".startswith(f"{known}/") for known in os.environ.get(ROUTER_URLS, "").split()):
@@ -29,8 +33,9 @@ async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers
             try:
                 async with session.post(url, json=payload, headers=headers) as response:
                     if response.status < 400:
-                        return await response.json(content_type=None)
-                    told = f"{url} answered {response.status}: {(await response.text())[:500]}"
+                        return _decoded(url, await _bounded(url, response))
+                    text = (await response.content.read(_LONGEST_ERROR)).decode(errors="replace")
+                    told = f"{url} answered {response.status}: {text[:500]}"
                     if response.status < 500:
                         raise RuntimeError(told)
             except aiohttp.ClientError as error:
@@ -38,3 +43,21 @@ async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers
             if attempt + 1 < max_retries:
                 await asyncio.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE_S))
     raise RuntimeError(f"{told} ({max_retries} tries)")
+
+
+async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
+    """The body; what it becomes when it is unpacked is bounded, too."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > LONGEST_ANSWER:
+            raise RuntimeError(f"{url} answered with over {LONGEST_ANSWER} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _decoded(url: str, body: bytes) -> Any:
+    try:
+        return orjson.loads(body) if body else None
+    except orjson.JSONDecodeError as error:
+        raise RuntimeError(f"{url} answered what is no JSON ({error}): {body[:80]!r}") from error

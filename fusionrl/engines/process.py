@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from fusionrl.signal_names import signal_name
+
 _MINDER = Path(__file__).with_name("minder.py")
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|\b(errno|os error) 98\b", re.IGNORECASE)
 
@@ -50,7 +52,7 @@ class ChildProcess:
     """A command in a session of its own that dies, with all its descendants, when this object's process does.
 
     The command runs under `minder.py`, which see. Its standard output and error are appended to `log_path`;
-    its standard input is empty. Collecting this object ends the command too.
+    its standard input is empty, or has a secret. Collecting this object ends the command too.
     """
 
     def __init__(
@@ -60,8 +62,12 @@ class ChildProcess:
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
+        secret: str | None = None,
     ) -> None:
-        """Start `command`. Raises OSError when the log cannot be opened; `alive` tells the rest."""
+        """Start `command`. Raises OSError when the log cannot be opened; `alive` tells the rest.
+
+        The command reads `secret` from its standard input, and its log has *** in its place.
+        """
         self.log_path = Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
@@ -83,6 +89,11 @@ class ChildProcess:
             raise
         finally:
             theirs.close()
+        given = (secret or "").encode()
+        try:
+            ours.sendall(b"%d\n" % len(given) + given)
+        except OSError:
+            pass  # the minder is dead already, which `alive` tells
         self._ours = ours
         _starter_ends.add(ours)
         self.pid = self._read_pid()
@@ -124,7 +135,7 @@ class ChildProcess:
         code = self._poll()
         if code is None:
             return "running"
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
     def log_tail(self, num_lines: int = 40) -> str:
         """The last `num_lines` lines that this child wrote (at most the last 64 KiB)."""

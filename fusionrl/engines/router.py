@@ -11,14 +11,16 @@ from typing import Any
 from urllib.parse import quote
 
 from fusionrl.engines.http import EndpointError, call
-from fusionrl.engines.launch_router import API_KEY_VARIABLE
 from fusionrl.engines.process import ChildProcess, PortReservation, base_url, start_on_free_ports
 from fusionrl.engines.spec import to_flags
+from fusionrl.environment import child_environment
 
 _REQUEST_TIMEOUT_S = 7 * 24 * 3600
 """The router's default of half an hour ends long generations and requests that wait out a paused engine."""
 
 _DEFAULTS: dict[str, Any] = {
+    # It asks nobody for a key; the run itself reads it on this machine.
+    "prometheus_host": "127.0.0.1",
     "policy": "cache_aware",
     "health_check_interval_secs": 5,
     "health_check_timeout_secs": 20,
@@ -70,12 +72,12 @@ class Router:
 
         Raises ValueError when a port the user fixed is in use, RuntimeError with the log's end when it dies.
         """
-        for flag, port in (
-            ("--router-port", self._fixed_port),
-            ("--router-prometheus-port", self._fixed_prometheus_port),
+        for flag, host, port in (
+            ("--router-port", self._host, self._fixed_port),
+            ("--router-prometheus-port", self._args["prometheus_host"], self._fixed_prometheus_port),
         ):
             if port is not None:
-                PortReservation(self._host, int(port), flag=flag).release()
+                PortReservation(host, int(port), flag=flag).release()
         self._process = start_on_free_ports(self._host, 2, self._spawn, self._wait_ready)
         return self.url
 
@@ -84,23 +86,20 @@ class Router:
         self.url = base_url(self._host, port)
         # Its default is one fixed port, which a second router on the machine could not have.
         prometheus_port = self._fixed_prometheus_port or ports[1]
-        self._metrics_url = base_url(self._host, prometheus_port) + "/metrics"
+        self._metrics_url = base_url(self._args["prometheus_host"], prometheus_port) + "/metrics"
         flags = to_flags(
             {
                 **self._args,
                 "host": self._host,
                 "port": port,
                 "prometheus_port": prometheus_port,
-                "prometheus_host": self._host,
             }
         )
-        env = dict(os.environ)
+        env = child_environment("router")
         package_root = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
-        if self._api_key is not None:
-            env[API_KEY_VARIABLE] = self._api_key
         command = [sys.executable, "-m", "fusionrl.engines.launch_router", *flags]
-        return ChildProcess(command, self._log_path, env=env)
+        return ChildProcess(command, self._log_path, env=env, secret=self._api_key)
 
     def _wait_ready(self, process: ChildProcess) -> None:
         def answers() -> bool:

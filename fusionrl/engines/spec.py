@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fusionrl.config.scorers import read_scorer
-from fusionrl.engines.launch_server import API_KEY_VARIABLE, DEVICE_VARIABLE
+from fusionrl.engines.launch_server import DEVICE_VARIABLE
 from fusionrl.engines.process import interface_of
+from fusionrl.environment import child_environment
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 
 OWNED_FIELDS = frozenset(
     ("model_path", "device", "dtype", "tp_size", "host", "port", "nccl_port")
-    + ("base_gpu_id", "gpu_id_step", "random_seed", "api_key")
+    + ("base_gpu_id", "gpu_id_step", "random_seed", "api_key", "admin_api_key")
 )
 """Fields of SGLang's ServerArgs that the specification sets; `server_args` may not hold them."""
 
@@ -59,7 +60,7 @@ class EngineSpec:
     """Physical device numbers on the node, one a tensor-parallel rank, evenly spaced; ignored on a CPU."""
     host: str
     """Address to bind; the one by which other nodes reach this engine."""
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     log_dir: str
     seed: int
     start_timeout_s: float = 300.0
@@ -137,13 +138,11 @@ def to_flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def server_environment(spec: EngineSpec) -> dict[str, str]:
-    """Environment of the server: this process's, with what `spec` decides and the defaults of a CPU run."""
-    env = dict(os.environ)
+    """Environment of the server: this process's without secrets, what `spec` decides, and the defaults of a CPU run."""
+    env = child_environment("engine")
     # gpu_ids are physical numbers, and a CUDA IPC handle names a device by the sender's numbering.
     env.pop("CUDA_VISIBLE_DEVICES", None)
     env[DEVICE_VARIABLE] = spec.device
-    if spec.api_key is not None:
-        env[API_KEY_VARIABLE] = spec.api_key
     # A health check that generates a token fails by design while generation is paused or memory released;
     # the router would take the engine out.
     env.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")

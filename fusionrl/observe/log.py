@@ -6,6 +6,7 @@ same without the libraries' warnings: of them only errors are worth a person's e
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Callable
@@ -44,12 +45,14 @@ def setup_logging(
     file: Path | None,
     role: str = "driver",
     console: Callable[[str], None] | None = None,
+    terminal: bool = True,
 ) -> None:
     """Set up the root logger of this process; calling it again replaces what it set up before.
 
     `level` holds for the program and its plugins; `file` is appended to and its folder made; `role` names the
     process ("driver", "trainer 3", "engine 0"). Terminal lines go through `console`, for instance
-    `Progress.print`, so that they do not tear the panel; default: stderr. Libraries that configure logging
+    `Progress.print`, so that they do not tear the panel; default: stderr. `terminal=False`: the process has none, as
+    its stderr is the file itself, where each record would appear twice. Libraries that configure logging
     when they are imported are silenced again by `quiet_libraries`. Raises ValueError for an unknown level.
     """
     if level.upper() not in LEVELS:
@@ -59,10 +62,13 @@ def setup_logging(
     for handler in [handler for handler in root.handlers if getattr(handler, _OURS, False)]:
         root.removeHandler(handler)
         handler.close()
-    terminal: logging.Handler = _ConsoleHandler(console) if console else logging.StreamHandler(sys.stderr)
-    terminal.setFormatter(_TerminalFormatter(role))
-    terminal.addFilter(_worth_the_terminal)
-    handlers = [terminal]
+    handlers: list[logging.Handler] = []
+    if terminal:
+        shown_on: logging.Handler = _ConsoleHandler(console) if console else logging.StreamHandler(sys.stderr)
+        shown_on.setFormatter(_TerminalFormatter(role))
+        if console or file is not None:  # else stderr is a log, and what is left out of it would be nowhere
+            shown_on.addFilter(_worth_the_terminal)
+        handlers.append(shown_on)
     if file is not None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         to_file = logging.FileHandler(file, mode="a", encoding="utf-8", delay=True)
@@ -76,6 +82,17 @@ def setup_logging(
     root.setLevel(number)
     logging.captureWarnings(True)
     quiet_libraries()
+
+
+def write_whole_lines() -> None:
+    """Write what `print` is given line by line from now on, each line at once.
+
+    Into a file, Python would keep it back until there are some KiB, and lose it where the process is killed; or, with
+    PYTHONUNBUFFERED, write a text and its end of line one after the other, between which other processes write.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def quiet_libraries() -> None:

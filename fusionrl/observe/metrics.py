@@ -147,9 +147,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # an integer of thousands of digits is a ValueError alone
                 line = None
-            if not isinstance(line, dict) or not {"step", "attempt"} <= line.keys():
+            if not isinstance(line, dict) or any(type(line.get(key)) is not int for key in ("step", "attempt")):
                 line = None
             if torn is not None and (line is None or line["attempt"] <= attempt):
                 raise ValueError(

@@ -119,6 +119,11 @@ class Progress:
             if self._live and not self._closed.is_set():
                 self._draw()
 
+    @property
+    def width(self) -> int:
+        """Columns that a line may fill: the terminal's, or what is sane in a log file."""
+        return max(self._size()[0] - 1, 40) if self._live else 160
+
     def close(self) -> None:
         """Draw the panel a last time, without status, and leave the cursor below it; safe to call twice."""
         with self._lock:

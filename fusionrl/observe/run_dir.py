@@ -13,16 +13,23 @@ import json
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
+from fusionrl.environment import hide_passwords
 from fusionrl.observe.metrics import next_attempt
 from fusionrl.observe.values import to_jsonable, write_atomically
 
 LOCK_FILE = "run.lock"
 SUB_FOLDERS = ("rollouts", "checkpoints", "logs")
+
+
+def umask_of(mode: str) -> int:
+    """The umask by which new folders have `mode` (octal digits, as --run-dir-mode takes them), and files no more."""
+    return 0o777 & ~int(mode, 8)
 
 
 class RunDir:
@@ -31,12 +38,12 @@ class RunDir:
     Attributes: `path`; `rollouts`, `checkpoints`, `logs` (its sub folders); `attempt` (1 for a new run).
     """
 
-    def __init__(self, path: Path | str, resume: bool = False) -> None:
-        """Make or reopen the folder and take its lock.
+    def __init__(self, path: Path | str, resume: bool = False, mode: int | None = None) -> None:
+        """Make or reopen the folder and take its lock. With a `mode` the folder gets it, also one that was there.
 
         Raises ValueError if the folder holds a run and `resume` is False, if it is no folder, or if a live
-        process (or one of another machine, which cannot be asked) holds it. The lock of a dead process is
-        taken over.
+        process (or one of another machine, which cannot be asked) holds it, or if something in it is a link, by
+        which the run would read or write elsewhere. The lock of a dead process is taken over.
         """
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
@@ -50,26 +57,33 @@ class RunDir:
                 f"--run-dir {self.path} already holds a run: pass --resume to go on with it, "
                 "or another --run-dir to start a new one"
             )
+        try:
+            _refuse_links(self.path)
+        except ValueError:
+            self._lock.release()
+            raise
+        if mode is not None and os.stat(self.path).st_uid == os.getuid():
+            os.chmod(self.path, mode)
         self.rollouts, self.checkpoints, self.logs = (self.path / name for name in SUB_FOLDERS)
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         self.attempt = next_attempt(self.path)
 
     def write_config(self, config: Mapping[str, Any]) -> Path:
-        """Write the resolved configuration and return the file that holds it.
+        """Write the resolved configuration, less passwords in URLs, and return the file that holds it.
 
         A resume whose configuration equals the last one written adds no file.
         """
         text = json.dumps(to_jsonable(config), indent=2, ensure_ascii=False) + "\n"
-        return self._write("config", "json", text)
+        return self._write("config", "json", hide_passwords(text))
 
     def write_plan(self, text: str) -> Path:
         """Write what the run is going to do, as `--dry-run` prints it; returns the file that holds it."""
-        return self._write("plan", "txt", text if text.endswith("\n") else text + "\n")
+        return self._write("plan", "txt", hide_passwords(text if text.endswith("\n") else text + "\n"))
 
     def _write(self, stem: str, suffix: str, text: str) -> Path:
         last = _last_version(self.path, stem, suffix)
-        if last is not None and last.read_text(encoding="utf-8") == text:
+        if last is not None and last.read_text(encoding="utf-8", errors="replace") == text:
             return last
         name = f"{stem}.{suffix}" if self.attempt == 1 else f"{stem}.a{self.attempt}.{suffix}"
         path = self.path / name
@@ -86,6 +100,22 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_links(path: Path) -> None:
+    """Raise ValueError where the folder has something else than files and folders, or one in the place of the other."""
+    for folder in (path, *(path / name for name in SUB_FOLDERS)):
+        if not folder.is_symlink() and not folder.exists():
+            continue
+        if folder is not path and (folder.is_symlink() or not folder.is_dir()):
+            raise ValueError(f"--run-dir {path}: {folder.name} is no folder of its own; a link would lead elsewhere")
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
+                    raise ValueError(
+                        f"--run-dir {path}: {Path(entry.path).relative_to(path)} is a link or a special file; the"
+                        " run would read or write elsewhere by it: remove it"
+                    )
 
 
 def _has_content(path: Path) -> bool:
@@ -141,7 +171,15 @@ class _Lock:
 
     @contextmanager
     def _exclusive(self) -> Iterator[IO[str]]:
-        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8") as file:
+        try:
+            # Not through a link, whose target would be emptied.
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise ValueError(f"--run-dir {self.path.parent}: {self.path.name} cannot be opened ({error})") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError(f"--run-dir {self.path.parent}: {self.path.name} is no file; remove it")
+        with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
@@ -157,9 +195,10 @@ def _parse(text: str) -> dict[str, Any] | None:
     """The holder a lock file names; None if free. Half a record is of a process that died writing it."""
     try:
         holder = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return holder if isinstance(holder, dict) and "pid" in holder else None
+    is_record = isinstance(holder, dict) and type(holder.get("pid")) is int and 0 < holder["pid"] < 2**31
+    return holder if is_record else None
 
 
 def _alive(holder: Mapping[str, Any]) -> bool:

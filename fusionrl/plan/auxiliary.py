@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.model_shape import ModelShape
 from fusionrl.plan.balance import Balance
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.layout import TrainerLayout
@@ -23,6 +24,7 @@ class AuxiliaryPlan:
     """The trainers of the critic, or of the process reward model."""
 
     role: Role
+    shape: ModelShape  # of what it trains
     layout: TrainerLayout
     bundles: tuple[int, ...]  # rank → bundle
     batch: BatchPlan | None

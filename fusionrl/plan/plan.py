@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.effects import effect_warnings
@@ -17,8 +18,10 @@ from fusionrl.config.validate_algorithm import algorithm_warnings, asks_for_rout
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
+from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
-from fusionrl.plan.memory import TrainerMemory, estimate_trainer_memory
+from fusionrl.plan.memory.advice import least_change
+from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.schedule import warm_up_notes
 from fusionrl.weights.plan import plan_for_layout, push_tensors
 
@@ -57,9 +60,10 @@ class Plan:
     batch: BatchPlan | None
     balance: Balance | None
     num_rollout: int
-    memory: TrainerMemory | None
     train_num_threads: int
     quantization: BlockFp8 | None = None  # of the engines' weights
+    memory: MemoryReport | None = None
+    sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
 
     @property
     def backend(self) -> str:
@@ -86,11 +90,45 @@ def make_plan(
     num_prompts: int,
     num_cores: int = 1,
     quantization: BlockFp8 | None = None,
+    machine: Machine | None = None,
+    imbalance: float = 1.0,
+    sandbox: str | None = None,
 ) -> Plan:
-    """Work out the plan.
+    """Work out the plan, and estimate its memory.
 
     num_prompts   rows of the prompt data, for --num-epoch; 0 where there is none.
     quantization  of --hf-checkpoint's weights
+    sandbox       the kind that this machine gives, for the plan's text
+    machine       what the memory is compared with; None: nothing
+    imbalance     of the experts: what the busiest rank gets, for each token of an even share
+
+    Raises:
+        ValueError: sizes that do not divide or do not fit, with the arithmetic.
+    """
+    plan = replace(_plan(config, shape, device, num_prompts, num_cores, quantization), sandbox=sandbox)
+    report = memory_report(plan, config, machine, imbalance)
+    if report.fits is not False:
+        return replace(plan, memory=report)
+
+    def try_plan(changed: Config) -> MemoryReport | None:
+        try:
+            other = _plan(changed, shape, device, num_prompts, num_cores, quantization)
+        except ValueError:  # such a layout cannot be: it is no cure
+            return None
+        return memory_report(other, changed, machine, imbalance, report.push)
+
+    return replace(plan, memory=replace(report, change=least_change(config, shape, try_plan)))
+
+
+def _plan(
+    config: Config,
+    shape: ModelShape,
+    device: Literal["cpu", "cuda"],
+    num_prompts: int,
+    num_cores: int,
+    quantization: BlockFp8 | None,
+) -> Plan:
+    """The plan without its memory.
 
     Raises:
         ValueError: sizes that do not divide or do not fit, with the arithmetic.
@@ -134,7 +172,6 @@ def make_plan(
     if layout and num_engines:
         wanted = config.weights.update_weight_transport
         transport = ("ipc" if cluster.colocate else "broadcast") if wanted == "auto" else wanted
-    memory = estimate_trainer_memory(shape, layout, precision, config.train.max_tokens_per_gpu) if layout else None
     threads = cluster.train_num_threads or max(1, num_cores // max(1, min(world_size, cluster.actor_num_gpus_per_node)))
     return Plan(
         device=device,
@@ -153,7 +190,6 @@ def make_plan(
         batch=_batch(config, layout),
         balance=_balance(config, layout, shape, device) if layout else None,
         num_rollout=_num_rollout(config, num_prompts),
-        memory=memory,
         train_num_threads=threads,
         quantization=quantization,
     )
@@ -227,7 +263,10 @@ def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> Au
     except ValueError as error:
         raise ValueError(f"{role} (--{role}-num-gpus, --{role}-…-parallel-size): {error}") from error
     places = range(layout.world_size) if count is None else range(first, first + count)
-    return AuxiliaryPlan(role, layout, tuple(places), _batch(config, layout), _balance(own, layout, shape, device))
+    trained = shape.with_value_head() if role == "critic" else shape
+    return AuxiliaryPlan(
+        role, trained, layout, tuple(places), _batch(config, layout), _balance(own, layout, shape, device)
+    )
 
 
 def _layout(config: Config, shape: ModelShape | None, world_size: int | None = None) -> TrainerLayout | None:
@@ -393,8 +432,10 @@ def _num_rollout(config: Config, num_prompts: int) -> int:
 def render_plan(plan: Plan, config: Config) -> str:
     """The plan as text: what runs where, and with what arithmetic."""
     shape = plan.shape
+    is_known = config.run.num_rollout is not None or plan.num_rollout or config.run.mode == "eval"
+    steps = f"{plan.num_rollout} rollout steps" if is_known else "number of rollout steps not given"
     lines = [
-        f"mode       {config.run.mode}, pipeline {config.run.pipeline}, {plan.num_rollout} rollout steps",
+        f"mode       {config.run.mode}, pipeline {config.run.pipeline}, {steps}",
         f"model      {shape.model_type}, {shape.num_parameters / 1e6:.2f} M parameters, {shape.num_layers} layers x "
         f"{shape.hidden_size}, {shape.num_attention_heads} heads, vocabulary {shape.vocab_size}",
         f"device     {plan.device}, trainers {plan.precision}, engines {plan.rollout_dtype}, "
@@ -408,7 +449,8 @@ def render_plan(plan: Plan, config: Config) -> str:
     if plan.auxiliary:
         lines.append(f"{plan.auxiliary.role:<11}{_ranks(plan.auxiliary.layout, plan.auxiliary.bundles)}")
     if plan.num_engines:
-        places = ", ".join(f"engine {i} on {list(bundles)}" for i, bundles in enumerate(plan.engine_bundles))
+        named = [f"engine {i} on {_devices(bundles)}" for i, bundles in enumerate(plan.engine_bundles)]
+        places = ", ".join(named if len(named) <= 8 else [*named[:3], "…", named[-1]])
         in_place = config.weights.pause_generation_mode == "in_place"
         cache = "; no prefix cache, for --pause-generation-mode in_place" if in_place else ""
         lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}{cache}")
@@ -423,16 +465,25 @@ def render_plan(plan: Plan, config: Config) -> str:
     if plan.batch:
         lines.append(f"batches    {plan.batch.describe()}")
     if plan.memory:
-        parts = ("weights", "gradients", "optimizer", "activations")
-        told = ", ".join(f"{part} {getattr(plan.memory, part) / 2**30:.2f}" for part in parts)
-        lines.append(f"memory     {plan.memory.total / 2**30:.2f} GiB a trainer rank, estimated: {told}")
+        lines += [f"{'memory' if not i else '':<11}{line}" for i, line in enumerate(plan.memory.lines())]
+        lines.append(f"verdict    {plan.memory.verdict()} (an estimate: docs/memory.md)")
     lines += [f"schedule   {text}" for text in warm_up_notes(config, _num_optimizer_steps(plan))]
-    lines += [f"warning    {text}" for text in [*algorithm_warnings(config), *effect_warnings(config)]]
+    if plan.sandbox is not None:
+        lines.append(f"sandbox    {plan.sandbox}")
+    warnings = [*algorithm_warnings(config), *effect_warnings(config), *chat_warnings(config)]
+    lines += [f"warning    {text}" for text in warnings]
     return "\n".join(lines) + "\n"
 
 
 def _num_optimizer_steps(plan: Plan) -> int:
     return plan.num_rollout * plan.batch.num_steps if plan.batch else 0
+
+
+def memory_warnings(plan: Plan) -> list[str]:
+    """What a run says loudly, and starts in spite of: an estimate may be wrong, and must not stop a run that works."""
+    if plan.memory is None or plan.memory.fits is not False:
+        return []
+    return [f"memory, by estimate: {plan.memory.verdict()}"]
 
 
 def push_bytes(plan: Plan) -> int:
@@ -468,7 +519,13 @@ def _torch_name(precision: Literal["fp32", "bf16"]) -> str:
 
 def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
     sizes = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} x DP {layout.dp} (EP {layout.ep})"
-    return f"{layout.world_size} ranks = {sizes} on devices {list(bundles)}"
+    return f"{layout.world_size} ranks = {sizes} on devices {_devices(bundles)}"
+
+
+def _devices(bundles: tuple[int, ...]) -> str:
+    """Devices as a list, or as first and last where many follow one another."""
+    follow = bundles == tuple(range(bundles[0], bundles[0] + len(bundles)))
+    return f"[{bundles[0]} … {bundles[-1]}]" if follow and len(bundles) > 8 else str(list(bundles))
 
 
 def _idle(plan: Plan) -> str:
@@ -477,3 +534,19 @@ def _idle(plan: Plan) -> str:
     used |= set(plan.auxiliary.bundles) if plan.auxiliary else set()
     idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
     return f", idle {idle} so that no engine spans two nodes" if idle else ""
+
+
+def pinned(config: Config, plan: Plan) -> Config:
+    """The configuration with the plan's answers in place of `auto` and of what was left open."""
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"num_rollout": plan.num_rollout}),
+            "cluster": config.cluster.model_copy(
+                update={"device": plan.device, "train_num_threads": plan.train_num_threads}
+            ),
+            "model": config.model.model_copy(update={"precision": plan.precision}),
+            "train": config.train.model_copy(
+                update={"num_steps_per_rollout": plan.batch.num_steps if plan.batch else None}
+            ),
+        }
+    )

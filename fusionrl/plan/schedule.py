@@ -1,4 +1,4 @@
-"""Notes on the learning-rate schedule for the plan."""
+"""The learning rate's schedule: its length, what its warm-up does, and whether Megatron's scheduler takes it. Pure."""
 
 from __future__ import annotations
 
@@ -25,3 +25,40 @@ def warm_up_notes(config: Config, num_steps: int) -> list[str]:
             f" --lr {train.lr:g}"
         )
     return notes
+
+
+def num_optimizer_steps(config: Config) -> int | None:
+    """Optimizer steps of the whole run, or None where the configuration does not say."""
+    train, rollout = config.train, config.rollout
+    if config.run.num_rollout is None:
+        return None
+    steps = train.num_steps_per_rollout
+    if steps is None and train.global_batch_size is not None and rollout.rollout_batch_size is not None:
+        steps = rollout.rollout_batch_size * rollout.n_samples_per_prompt // train.global_batch_size
+    return config.run.num_rollout * max(steps or 1, 1)
+
+
+def lr_decay_steps(config: Config, prefix: str = "") -> int:
+    """Optimizer steps over which the learning rate decays.
+
+    Args:
+        config: with `num_rollout` and `num_steps_per_rollout` as the plan has them, where no --lr-decay-iters is given.
+        prefix: of the flags of a critic or a prm ("critic-", "prm-"), for the message.
+
+    Raises:
+        ValueError: a decay whose length nothing gives, or one not longer than the warm-up.
+    """
+    train = config.train
+    steps = train.lr_decay_iters or num_optimizer_steps(config)
+    if train.lr_decay_style == "constant":
+        return max(steps or 1, train.lr_warmup_iters + 1)
+    if steps is None:
+        raise ValueError(
+            f"--lr-decay-style {train.lr_decay_style}: the length of the run is not known; give --lr-decay-iters"
+        )
+    if steps <= train.lr_warmup_iters:
+        raise ValueError(
+            f"--{prefix}lr-warmup-iters {train.lr_warmup_iters} is not below the {steps} steps of the decay; "
+            "lower it, or raise --lr-decay-iters"
+        )
+    return steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from fusionrl import sandbox
 from fusionrl.config.hooks import load_function
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.registry import REMOTE, grade
@@ -51,7 +52,7 @@ def call_reward(args: Any, target: Sample | list[Sample], **kwargs: Any) -> Any:
     """What the reward function returns for a sample, or for a group with --group-rm: a reward, or an awaitable.
 
     `model_score` is among the keywords where a reward model has scored the sample. The parts of a weighted sum are kept
-    in `sample.metadata["rewards"]`.
+    in `sample.metadata["rewards"]`, the tests that a program failed, by reason, in `sample.metadata["code_failures"]`.
     """
     path = args.custom_rm_path if isinstance(target, list) else reward_path(args, target)
     if path is not None:
@@ -59,10 +60,12 @@ def call_reward(args: Any, target: Sample | list[Sample], **kwargs: Any) -> Any:
     assert isinstance(target, Sample)
     metadata = _metadata(target)
     given = {"format_regex": getattr(args, "rm_format_regex", None)} | metadata
-    reward, parts = grade(rm_type_of(args, target), target.response, target.label, given, kwargs.get("model_score"))
-    if parts:  # a new dict: the samples of a group may share theirs
-        target.metadata = metadata | {"rewards": parts}
-    return reward
+    sandbox.allow_weak(bool(getattr(args, "allow_weak_sandbox", False)))
+    graded = grade(rm_type_of(args, target), target.response, target.label, given, kwargs.get("model_score"))
+    found = {"rewards": graded.parts, "code_failures": graded.failures}
+    if any(found.values()):  # a new dict: the samples of a group may share theirs
+        target.metadata = metadata | {name: value for name, value in found.items() if value}
+    return graded.reward
 
 
 def rm_type_of(args: Any, sample: Sample) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusionrl.config.config import HookArgs
+from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of, takes_a_list
 from fusionrl.rewards.model import model_score
@@ -27,7 +28,7 @@ _lost: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
-class RewardError(RuntimeError):
+class RewardError(HookError):
     """A reward function raised or returned what is no reward; the message names function and sample."""
 
 
@@ -68,7 +69,7 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
         return [_without_reward(args, sample, rewards, name) for sample in samples]
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
         raise RewardError(
-            f"{name}: of several samples it must return a list of {len(samples)} rewards, got {rewards!r}"
+            f"{name}: of several samples it must return a list of {len(samples)} rewards, got {rewards!r}", samples
         )
     return [_checked(reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
@@ -77,7 +78,7 @@ async def _model_score(args: Any, sample: Sample, name: str) -> float | Lost:
     try:
         score = await model_score(args, sample)
     except (RuntimeError, ValueError) as error:
-        raise RewardError(f"{name}: {error} at sample {sample.index}") from error
+        raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
     return score if isinstance(score, Lost) else _checked(score, name, sample)
 
 
@@ -106,7 +107,10 @@ async def _score(
     try:
         return await asyncio.wrap_future(future)
     except RewardRaised as error:
-        raise RewardError(f"{name}: {error} at sample {samples[0].index}") from error
+        blamed = [samples[position] for position in error.positions] or list(samples)
+        error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full
+        at = f"at sample {blamed[0].index}"
+        raise RewardError(with_frames(f"{name}: {error} {at}", error.frames), blamed) from error
 
 
 def _plain(args: Any) -> bytes:
@@ -141,4 +145,5 @@ def _checked(reward: Any, name: str, sample: Sample) -> Any:
         return reward
     if hasattr(reward, "__float__") and math.isfinite(reward):
         return float(reward)
-    raise RewardError(f"{name}: it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted")
+    said = f"it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted"
+    raise RewardError(f"{name}: {said}", [sample])

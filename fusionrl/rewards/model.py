@@ -15,6 +15,7 @@ import numpy as np
 
 from fusionrl.config.scorers import read_scorer, same_tokens
 from fusionrl.data.sample import Sample
+from fusionrl.engines.asked import AnswerError, score
 from fusionrl.engines.http import auth_headers
 from fusionrl.engines.post import post
 from fusionrl.rewards.pool import Lost
@@ -33,6 +34,7 @@ async def model_score(args: Any, sample: Sample) -> float | Lost:
     Raises:
         ValueError: there is no reward model, or it cannot read the sample.
         RuntimeError: a 4xx answer, or the last failed try.
+        AnswerError: the answer holds no score.
     """
     urls = getattr(args, "rm_urls", None)
     if not urls:
@@ -46,7 +48,10 @@ async def model_score(args: Any, sample: Sample) -> float | Lost:
                 answer = await post(url, payload, max_retries=MAX_TRIES, headers=auth_headers(args.api_key))
         except TimeoutError:
             return Lost("timeout")
-    return answer["embedding"][0]
+    try:
+        return score(answer)
+    except AnswerError as error:
+        raise AnswerError(f"{url}: {error}") from error
 
 
 def input_ids(args: Any, sample: Sample) -> list[int]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import json
+import logging
 import mmap
 import os
 import pickle
@@ -30,7 +32,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.data.sample import Sample
+from fusionrl.environment import child_environment, secrets_of_hooks
 from fusionrl.frames import LENGTH, frame
+from fusionrl.observe.log import LEVELS
 
 # What a process is at, in memory that both see: beats of its event loop, number of the job whose code runs.
 STATE = struct.Struct("QQ")
@@ -53,7 +57,16 @@ class Lost:
 
 
 class RewardRaised(Exception):
-    """The reward function raised; the text is what it said."""
+    """The reward function raised; the text is what it said.
+
+    frames     the user's own lines of its traceback, as `user_frames` gives them
+    trace      all of the traceback
+    positions  which of the job's samples it was at; empty where that is not known
+    """
+
+    def __init__(self, text: str, frames: str = "", trace: str = "", positions: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.frames, self.trace, self.positions = frames, trace, tuple(positions)
 
 
 @dataclass
@@ -98,12 +111,19 @@ class _Process:
         self._selector = selector
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
+        level = logging.getLevelName(logging.getLogger().level)
+        level = level if level in LEVELS else "WARNING"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fusionrl.rewards.worker", str(theirs.fileno()), str(self._memory), kind],
+                [sys.executable, "-m", "fusionrl.rewards.worker", str(theirs.fileno()), str(self._memory), kind, level],
                 pass_fds=[theirs.fileno(), self._memory],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
+                env=child_environment("reward-worker"),
             )
+        assert self._process.stdin is not None
+        # Not by its environment, which every process of this user can read.
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(secrets_of_hooks()).encode())
         selector.register(self.connection, selectors.EVENT_READ, self)
 
     def give(self, job: _Job) -> None:
@@ -293,7 +313,7 @@ class RewardPool:
             if job is None or job.future.done():
                 continue
             if kind == "error":
-                job.settle(error=RewardRaised(value))
+                job.settle(error=RewardRaised(value, *changes))
                 continue
             for sample, changed in zip(job.samples, changes, strict=True):
                 for name, new in changed.items():

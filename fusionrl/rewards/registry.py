@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fusionrl.config.aliases import value_hint
 from fusionrl.rewards import math_utils, text
-from fusionrl.rewards.code import code, code_all
+from fusionrl.rewards.code import CodeGrade, code, code_all, grade_all, grade_share
 from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
 from fusionrl.rewards.format import format_reward
 from fusionrl.rewards.gpqa import compute_gpqa_reward
@@ -40,6 +41,8 @@ RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
 }
 REMOTE = "remote_rm"  # a server's, by --rm-url: see `remote.py`
 MODEL = "reward_model"  # an engine's, by --rm-model: see `model.py`
+# These say, beside the reward, for which reasons how many tests failed; and they run programs in the sandbox.
+EXPLAINED: dict[str, Callable[[str, Any], CodeGrade]] = {"code": grade_share, "code_all": grade_all}
 NEED_METADATA = frozenset({"gpqa", "ifeval", "format"})  # grade(response, label, metadata)
 READ_BOXES = frozenset({"math", "math_verl", "dapo"})  # with boxed_ these get the box, not what is in it
 PACKAGES = {"math": "math_verify", "math_verl": "math_verify", "deepscaler": "math_verify", "ifeval": "langdetect"}
@@ -55,10 +58,11 @@ class Part(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """A reward; of a weighted sum its unweighted parts by name, else none."""
+    """A reward; of a weighted sum its unweighted parts by name, else none; failed tests of programs by reason."""
 
     reward: Reward
     parts: dict[str, float]
+    failures: dict[str, int]
 
 
 @functools.cache
@@ -131,25 +135,45 @@ def grade(
     parts = parse_rm_type(rm_type)
     if MODEL in parts and model_score is None:
         raise ValueError(f"{rm_type}: {MODEL} is asked for by async_rm(args, sample), not by a grader")
+    failures: Counter[str] = Counter()
     rewards = {
-        written: model_score if part.name == MODEL else _grade_part(part, response, label, metadata)
+        written: model_score if part.name == MODEL else _grade_part(part, response, label, metadata, failures)
         for written, part in parts.items()
     }
     if _is_single(rm_type, parts):
-        return Graded(next(iter(rewards.values())), {})
+        return Graded(next(iter(rewards.values())), {}, dict(failures))
     values = {
         written: float(reward[DICT_KEY[parts[written].name]] if isinstance(reward, dict) else reward)
         for written, reward in rewards.items()
     }
-    return Graded(sum(parts[written].weight * value for written, value in values.items()), values)
+    total = sum(parts[written].weight * value for written, value in values.items())
+    return Graded(total, values, dict(failures))
 
 
-def _grade_part(part: Part, response: str, label: Any, metadata: dict[str, Any] | None) -> Reward:
+def runs_programs(rm_type: str | None) -> bool:
+    """Whether a part of it runs programs in the sandbox; False for what is no reward."""
+    try:
+        return (
+            rm_type is not None
+            and rm_type != REMOTE
+            and any(p.name in EXPLAINED for p in parse_rm_type(rm_type).values())
+        )
+    except ValueError:
+        return False  # whoever grades by it says what is wrong
+
+
+def _grade_part(
+    part: Part, response: str, label: Any, metadata: dict[str, Any] | None, failures: Counter[str]
+) -> Reward:
     if part.is_boxed:
         answer = math_utils.extract_answer(response)
         if answer is None:
             response = ""
         else:
             response = f"\\boxed{{{answer}}}" if part.name in READ_BOXES else answer
+    if part.name in EXPLAINED:
+        graded = EXPLAINED[part.name](response, label)
+        failures.update(graded.failures)
+        return graded.reward
     function = RM_TYPES[part.name]
     return function(response, label, metadata) if part.name in NEED_METADATA else function(response, label)

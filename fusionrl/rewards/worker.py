@@ -1,11 +1,13 @@
 """A process that scores samples for the `RewardPool`: one after the other, or many at once on an event loop.
 
-    python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async
+    python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
 Messages are pickles behind their length. In: ("args", key, args), ("job", number, key, call, kwargs, pickled samples).
-Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, []), and first of all
-(0, "ready", None, []). It ends when the pool's end of the connection is closed.
+Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, [what else `RewardRaised`
+takes]), and first of all (0, "ready", None, []). It ends when the pool's end of the connection is closed.
 
+What a reward function prints, or logs from LEVEL on, goes where the output of the pool's process goes: to the Buffer's
+log.
 The memory of the descriptor MEMFD says what the process is at, even while it answers nothing (see `pool.STATE`).
 """
 
@@ -15,6 +17,7 @@ import asyncio
 import contextvars
 import ctypes
 import inspect
+import json
 import mmap
 import os
 import pickle
@@ -22,13 +25,17 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
+from fusionrl.config.hooks import register_hooks
+from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
 from fusionrl.frames import frame, receive
-from fusionrl.rewards.calls import call_reward
+from fusionrl.observe.log import setup_logging, write_whole_lines
+from fusionrl.rewards.calls import call_reward, reward_path
 from fusionrl.rewards.pool import STATE
 
 BEAT_S = 0.1
@@ -61,7 +68,16 @@ class _Job:
             return self.failure(error)
 
     def failure(self, error: BaseException) -> bytes:
-        return frame((self.number, "error", f"{type(error).__name__}: {error}", []))
+        path = reward_path(self.args, self.samples[0])
+        blamed = set(map(id, blamed_samples(error, path)))
+        positions = [position for position, sample in enumerate(self.samples) if id(sample) in blamed]
+        return _failure(self.number, error, path, positions)
+
+
+def _failure(number: int, error: BaseException, path: str | None, positions: Sequence[int]) -> bytes:
+    trace = "".join(traceback.format_exception(error))
+    text = f"{type(error).__name__}: {error}"
+    return frame((number, "error", text, [user_frames(error, path), trace, list(positions)]))
 
 
 def _attributes(sample: Sample) -> dict[str, bytes]:
@@ -73,6 +89,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._args: dict[bytes, Any] = {}
+        self._registered = b""  # the arguments whose hooks' folders this process knows
 
     def take(self, message: tuple[Any, ...]) -> _Job | bytes | None:
         """A job to do, the frame of its failure, or None: the message was no job."""
@@ -81,9 +98,13 @@ class _Inbox:
             return None
         _, number, key, call, kwargs, payload = message
         try:
-            return _Job(number, pickle.loads(self._args[key]), call, kwargs, payload)
+            args = pickle.loads(self._args[key])
+            if key != self._registered:  # samples may hold objects of classes in other hooks' files
+                register_hooks(vars(args))
+                self._registered = key
+            return _Job(number, args, call, kwargs, payload)
         except Exception as error:  # unpickling runs code of the user's classes
-            return frame((number, "error", f"{type(error).__name__}: {error}", []))
+            return _failure(number, error, None, ())
 
 
 def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
@@ -192,8 +213,11 @@ async def _marked(coroutine: Coroutine[Any, Any, Any], state: mmap.mmap, number:
 def main(arguments: Sequence[str]) -> None:
     """See the module."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_whole_lines()
+    setup_logging(arguments[3], None, role="reward")
     # One that hangs would not notice that the pool is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(json.loads(sys.stdin.read() or "{}"))  # the secrets of the user's functions
     descriptor, memory, kind = int(arguments[0]), int(arguments[1]), arguments[2]
     with socket.socket(fileno=descriptor) as connection, mmap.mmap(memory, STATE.size) as state:
         try:

@@ -13,17 +13,18 @@ import asyncio
 import functools
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fusionrl.config.hooks import call_hook
+from fusionrl.config.hooks import call_hook, user_code
 from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import Generation
-from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer, prompt_tokens, room
+from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer, note_no_room, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 
 
@@ -116,16 +117,15 @@ def append_text(args: Any, sample: Sample, sampling_params: dict[str, Any], text
 
 
 def append_tokens(args: Any, sample: Sample, sampling_params: dict[str, Any], tokens: list[int], text: str) -> bool:
-    """Append tokens that the model did not sample: mask 0, and the weight version of the turn before.
+    """Append tokens that the model did not sample: mask 0, log-prob 0, and the weight version of the token before.
 
     Where they would leave no room for another turn, nothing is appended, the sample is TRUNCATED, and False returned.
     """
     if len(tokens) >= room(args, sample, sampling_params):
+        note_no_room(sample)
         sample.status = Sample.Status.TRUNCATED
         return False
-    versions = sample.weight_versions
-    version = int(versions[-1]) if versions is not None and len(versions) else 0
-    sample.append_response_tokens(args, tokens=tokens, trainable=False, versions=version, text=text)
+    sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
     return True
 
 
@@ -168,7 +168,11 @@ class ToolResult:
 
 
 async def call_tool(args: Any, tools: Sequence[Tool], call: ToolCall) -> ToolResult:
-    """Run one call. Whatever the model did wrong is told to the model; what a tool did wrong is raised."""
+    """Run one call. Whatever the model did wrong is told to the model; what a tool did wrong is raised.
+
+    Raises:
+        HookError: what a tool of --tools-path raised.
+    """
     import jsonschema
 
     by_name = {tool_name(tool): tool for tool in tools}
@@ -183,15 +187,22 @@ async def call_tool(args: Any, tools: Sequence[Tool], call: ToolCall) -> ToolRes
     except (json.JSONDecodeError, jsonschema.ValidationError) as error:
         told = error.message if isinstance(error, jsonschema.ValidationError) else str(error)
         return ToolResult(f"error: wrong arguments for {call.name}: {told}", True)
-    try:
-        async with asyncio.timeout(args.tool_timeout_s) as limit:
-            return ToolResult(await tool(**arguments))
-    except ToolError as error:
-        return ToolResult(f"error: {error}", True)
-    except TimeoutError:
-        if not limit.expired():  # the tool's own
-            raise
-        return ToolResult(f"error: {call.name} took longer than {args.tool_timeout_s:g} s", True)
+    with _named_tool(args, call.name):
+        try:
+            async with asyncio.timeout(args.tool_timeout_s) as limit:
+                return ToolResult(await tool(**arguments))
+        except ToolError as error:
+            return ToolResult(f"error: {error}", True)
+        except TimeoutError:
+            if not limit.expired():  # the tool's own
+                raise
+            return ToolResult(f"error: {call.name} took longer than {args.tool_timeout_s:g} s", True)
+
+
+def _named_tool(args: Any, name: str) -> AbstractContextManager[None]:
+    if args.tools_path is None:  # a tool of a user's generate function, which is named with what the tool raises
+        return nullcontext()
+    return user_code(f"--tools-path {args.tools_path}: the tool {name!r}", args.tools_path)
 
 
 async def parse_tool_calls(

@@ -11,30 +11,31 @@ import copy
 import functools
 import inspect
 import json
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-import pybase64
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.hooks import awaited_hook, call_hook, load_function
+from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, as_version, reward_value
+from fusionrl.engines.asked import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation, abort_all
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.length import length_reward
 from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.types import (
+    NO_ROOM_AFTER,
     DynamicFilterOutput,
     RolloutAborted,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     check_samples,
 )
+from fusionrl.rollout.versions import Before, fill_versions, noting_answers
 
 ABORT_TIMEOUT_S = 30.0  # for engines to let go of what is aborted
 MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that keeps next to nothing ends the run
@@ -168,6 +169,8 @@ def _turn_payload(args: Any, sample: Sample, sampling_params: dict[str, Any], do
     """The request that goes on from `sample.tokens`; None, with the status set, where there is nothing to ask."""
     limit = min(sampling_params["max_new_tokens"] - done, room(args, sample, sampling_params))
     if limit < 1:
+        if not done:  # else the turn is one that an earlier rollout began
+            note_no_room(sample)
         sample.append_response_tokens(args, tokens=[], log_probs=[], finish_reason="length")
         return None
     if getattr(args, "is_stopping", None) is not None and args.is_stopping():
@@ -186,20 +189,18 @@ def _add_routed_experts(args: Any, sample: Sample, answer: Generation) -> None:
     of the request's tokens and the answer's.
 
     Raises:
-        RuntimeError: the engine did not say, or spoke of another number of tokens.
+        AnswerError: the engine did not say, or spoke of another number of tokens or of other experts.
     """
     if not getattr(args, "routed_experts_size", None) or answer.finish_reason == "abort":
         return  # what is aborted is gone on with, and then the engine tells of all tokens
-    data = answer.meta_info.get("routed_experts")
     size = (len(sample.tokens) - 1, *args.routed_experts_size)
-    found = None if data is None else np.frombuffer(pybase64.b64decode(data), np.int32)
-    if found is None or found.size != math.prod(size):
-        said = "no routed_experts" if found is None else f"{found.size} values of routed_experts"
-        raise RuntimeError(
-            f"--use-rollout-routing-replay: sample {sample.index}: the engine returned {said}, and not {size} (tokens,"
-            " layers, experts of a token); does its SGLang know --enable-return-routed-experts?"
-        )
-    sample.rollout_routed_experts = found.reshape(size).astype(np.int16)
+    try:
+        sample.rollout_routed_experts = routed_experts(answer.meta_info, size, getattr(args, "num_experts", None))
+    except AnswerError as error:
+        raise AnswerError(
+            f"--use-rollout-routing-replay: sample {sample.index}: {error}; does the engine's SGLang know"
+            " --enable-return-routed-experts?"
+        ) from error
 
 
 def _routing(sample: Sample) -> dict[str, str]:
@@ -227,6 +228,21 @@ def room(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
     if args.rollout_max_context_len is not None:
         return args.rollout_max_context_len - len(sample.tokens)
     return sampling_params["max_new_tokens"] - sample.response_length
+
+
+def note_no_room(sample: Sample) -> None:
+    """Note in the metadata after how many turns of the model no room was left; the run warns where it was one.
+
+    Turns are counted as stretches of tokens that are trained on: what tools say between them has mask 0.
+    """
+    sample.metadata[NO_ROOM_AFTER] = _num_turns(sample)
+
+
+def _num_turns(sample: Sample) -> int:
+    if sample.loss_mask is None:
+        return int(sample.response_length > 0)
+    mask = np.asarray(sample.loss_mask) != 0
+    return int(mask[:1].sum() + (mask[1:] & ~mask[:-1]).sum())
 
 
 def prompt_tokens(args: Any, sample: Sample) -> np.ndarray:
@@ -282,9 +298,13 @@ async def _custom_generate(path: str, args: Any, sample: Sample, params: dict[st
     """
     takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
     keywords = {"evaluation": evaluation} if takes_evaluation else {}
-    field = "custom_generate_function_path"
-    result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
-    check_samples(field, path, result if isinstance(result, list) else [result])
+    field, before = "custom_generate_function_path", Before.of(sample)
+    with noting_answers(args) as answers:
+        result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
+    samples = result if isinstance(result, list) else [result]
+    made = [one for one in samples if isinstance(one, Sample)]
+    fill_versions(made, answers, f"--custom-generate-function-path {path}", before)
+    check_samples(field, path, samples, args)
     return result
 
 
@@ -295,7 +315,7 @@ async def _hooked(args: Any, sample: Sample, evaluation: bool) -> Sample:
         rollout_id = getattr(args, "rollout_id", None)
         found = await awaited_hook(field, path, args, sample, rollout_id=rollout_id, evaluation=evaluation)
         sample = sample if found is None else found
-        check_samples(field, path, [sample])
+        check_samples(field, path, [sample], args)
     return sample
 
 
@@ -346,8 +366,11 @@ def apply_filter(args: Any, group: list[Sample]) -> DynamicFilterOutput:
     if path is None:
         return DynamicFilterOutput(True)
     verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
-    if isinstance(verdict, bool):
-        return DynamicFilterOutput(verdict)
+    if isinstance(verdict, bool | np.bool_):
+        return DynamicFilterOutput(bool(verdict))
+    if not hasattr(verdict, "keep"):
+        said = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {said}", group)
     fallback = bool(getattr(verdict, "keep_when_insufficient", False))
     return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)
 
@@ -472,6 +495,7 @@ class _client:
             stream_responses=self.args.stream_responses,
             # The router drops the request for experts.
             worker_urls=self.args.engine_urls if getattr(self.args, "routed_experts_size", None) else (),
+            engine_urls=self.args.engine_urls,
         )
 
     async def __aexit__(self, *exc: object) -> None:
@@ -493,11 +517,14 @@ async def _evaluate(args: Any) -> RolloutFnEvalOutput:
 
 
 def _retries(args: Any, prefix: str) -> dict[str, float]:
-    """With --use-fault-tolerance: what the client sent again, and what it kept of engines that died."""
-    if not args.use_fault_tolerance:
-        return {}
+    """The answers that were refused, where there were any; with --use-fault-tolerance also what was sent again, and
+    what was kept of engines that died."""
     client = args.generate_client
-    return {f"{prefix}/requests_retried": client.num_retries, f"{prefix}/tokens_kept": client.num_tokens_kept}
+    refused = {f"{prefix}/answers_refused": client.num_answers_refused} if client.num_answers_refused else {}
+    if not args.use_fault_tolerance:
+        return refused
+    kept = {f"{prefix}/requests_retried": client.num_retries, f"{prefix}/tokens_kept": client.num_tokens_kept}
+    return kept | refused
 
 
 async def _evaluate_set(args: Any, one: EvalSet) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fusionrl.data.build import response_mask
 from fusionrl.data.sample import Sample
+from fusionrl.engines.asked import input_log_probs
 from fusionrl.engines.client import GenerateClient
 
 MAX_IN_FLIGHT = 64  # requests at each engine, which puts them together into batches
@@ -59,20 +60,15 @@ class Teacher:
             "return_logprob": True,
             "logprob_start_len": max(sample.prompt_length - 1, 0),
         }
+        # A first token without a prompt has no log-prob: nothing stands before it. Ids are no check of what was read:
+        # SGLang writes 0 for the vocabulary's last one.
+        count = sample.response_length - (sample.prompt_length == 0)
         try:
             answer = await client.generate(payload)
+            found = input_log_probs(answer.meta_info, count)
         except RuntimeError as error:
             raise RuntimeError(f"--opd-teacher-load: the teacher at sample {sample.index}: {error}") from error
-        # Entries are [log-prob, token, text or null] from that place on, the first one without a log-prob. Tokens are
-        # no check: SGLang writes 0 for the vocabulary's last one.
-        entries = answer.meta_info["input_token_logprobs"][1:]
-        values = [0.0] * (sample.prompt_length == 0) + [entry[0] for entry in entries]
-        found = np.array(values, np.float32)  # None becomes NaN
-        if len(found) != sample.response_length or not np.isfinite(found).all():
-            raise RuntimeError(
-                f"--opd-teacher-load: the teacher gave {np.isfinite(found).sum()} log-probs for the"
-                f" {sample.response_length} response tokens of sample {sample.index}"
-            )
+        found = np.concatenate([np.zeros(sample.response_length - count, np.float32), found])
         sample.teacher_log_probs = found
 
     async def __aenter__(self) -> Self:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fusionrl.data.prompts import read_rows
-from fusionrl.rollout.sandbox import Limits, run_python
+from fusionrl.sandbox import Limits, SandboxError, probe, run_python
 
 
 class Tool(Protocol):
@@ -60,8 +60,16 @@ class PythonTool:
         self.limits = limits or Limits(output_bytes=16 << 10)
 
     async def __call__(self, code: str) -> str:
-        """Standard output, then errors, then how the script was ended if it did not end itself."""
-        result = await run_python(code, limits=self.limits)
+        """Standard output, then errors, then how the script was ended if it did not end itself.
+
+        Raises:
+            SandboxError: the sandbox does not work any more; not because of this script.
+        """
+        try:
+            result = await run_python(code, limits=self.limits)
+        except SandboxError:
+            await asyncio.to_thread(probe)  # raises, unless it was this script that has ended its sandbox
+            return "[the script has ended its sandbox]"
         parts = [result.stdout.rstrip(), result.stderr.rstrip()]
         if result.killed_by:
             parts.append(f"[ended by the sandbox: {result.killed_by}]")

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.config.hooks import HookError
+from fusionrl.data.checked import check_values
 from fusionrl.data.sample import Sample
+
+# In a sample's metadata: after how many turns of the model a limit of length left no room for a further one.
+NO_ROOM_AFTER = "no_room_after_turns"
 
 
 @dataclass
@@ -43,7 +47,7 @@ class RolloutAborted(RuntimeError):
     """The rollout was told to stop before it had enough groups."""
 
 
-def check_samples(field: str, path: str, samples: Sequence[Any]) -> None:
+def check_samples(field: str, path: str, samples: Sequence[Any], args: Any = None) -> None:
     """Check what a user's function returned: samples whose fields fit together.
 
     Raises:
@@ -54,9 +58,9 @@ def check_samples(field: str, path: str, samples: Sequence[Any]) -> None:
         if not isinstance(sample, Sample):
             raise HookError(f"{where}: it returned a {type(sample).__name__} where a Sample is wanted")
         try:
-            sample.validate()
+            check_values(sample, getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
         except (TypeError, ValueError) as error:
-            raise HookError(f"{where}: {error}") from error
+            raise HookError(f"{where}: {error}", [sample]) from error
 
 
 def as_train_output(output: Any) -> RolloutFnTrainOutput:

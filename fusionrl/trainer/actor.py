@@ -1,6 +1,6 @@
 """One rank of the trainer, as a plain class: the cluster room makes a Ray actor of it, a test a process.
 
-Every method but `node_address` is a collective: the driver calls it on all ranks at once. Megatron-core is
+Every method is a collective: the driver calls it on all ranks at once. Megatron-core is
 imported by `setup`, after the CPU layer is in place.
 """
 
@@ -11,12 +11,12 @@ import logging
 import math
 import os
 import random
-import socket
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,14 +25,16 @@ import torch.distributed as dist
 
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import call_hook, flag_of
+from fusionrl.config.hooks import HookError, call_hook, flag_of, register_hooks, user_code
 from fusionrl.config.model_shape import read_model_shape
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
 from fusionrl.trainer.columns import Columns, columns_of, pull, take_columns
 from fusionrl.trainer.settings import aggregation_of, hook_args, loss_length
+from fusionrl.weights.stores import join_group_store
 
 if TYPE_CHECKING:
     from fusionrl.trainer.batch import BatchOptions, MicroBatch
@@ -42,9 +44,12 @@ if TYPE_CHECKING:
     from fusionrl.trainer.loss import LossOptions
     from fusionrl.trainer.model import Trained
     from fusionrl.trainer.offload import Offload
+    from fusionrl.trainer.step_report import StepReport
     from fusionrl.trainer.weight_sets import WeightSet
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMED = 16  # samples in a message
 
 
 class TrainerActor:
@@ -79,24 +84,16 @@ class TrainerActor:
         self._writer: WriterProcess | None = None
         self._saving: Saving | None = None
         self._prepared: tuple[int, TrainShard, dict[str, float]] | None = None
+        self._sample_columns: tuple[int, Columns] | None = None
         self._recorded: dict[tuple[int, ...], torch.Tensor] = {}  # experts of a micro-batch, by its samples
         self._skipped_in_a_row = 0
         self._counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
-
-    def node_address(self) -> tuple[str, int]:
-        """This node's address, and a port that is free on it now: the rendezvous, if this is rank 0."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface of the default route
-                address = probe.getsockname()[0]
-            except OSError:
-                address = "127.0.0.1"
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-            server.bind(("", 0))
-            return address, server.getsockname()[1]
+        register_hooks(vars(config.to_args()))  # shards may hold objects of classes in hooks' files
 
     def setup(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Join the other ranks, build the model from --hf-checkpoint, its optimizer and its schedule.
+
+        The ranks meet in the store at this address, which `create_group_store` made.
 
         Returns:
             num_parameters (of the whole model), device, impl ("local" or "transformer_engine"), precision.
@@ -174,12 +171,13 @@ class TrainerActor:
         adam.patch()
         torch.cuda.set_device(self.device)
         layout = self.layout
+        timeout = timedelta(minutes=self.config.cluster.distributed_timeout_minutes)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
-            init_method=f"tcp://{master_addr}:{master_port}",
+            store=join_group_store(master_addr, master_port, timeout.total_seconds()),
             rank=self.rank,
             world_size=layout.world_size,
-            timeout=timedelta(minutes=self.config.cluster.distributed_timeout_minutes),
+            timeout=timeout,
         )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -299,7 +297,8 @@ class TrainerActor:
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
         take_columns(shard, columns)
-        metrics = self._prepare(rollout_id, shard, LossOptions.from_config(self.config))
+        with self._naming_samples(rollout_id, shard):
+            metrics = self._prepare(rollout_id, shard, LossOptions.from_config(self.config))
         self._prepared = (rollout_id, shard, metrics)
         return columns_of(shard, ("values", "returns"))
 
@@ -313,19 +312,25 @@ class TrainerActor:
                 prm's `process_rewards` returned.
 
         Returns:
-            `train/…` metrics (of the others `critic/…`, `prm/…`) over all ranks, the mean over the optimizer steps; the
-            same on every rank.
+            `train/…` metrics (of the others `critic/…`, `prm/…`) over all ranks, pooled over the optimizer steps (see
+            `step_report.py`); the same on every rank.
 
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
+        self.reload()
+        pulled = pull(shard)
+        with self._naming_samples(rollout_id, pulled):
+            return self._train(rollout_id, pulled, columns)
+
+    def _train(self, rollout_id: int, pulled: TrainShard, columns: Sequence[Any]) -> dict[str, float]:
         from fusionrl.trainer.batch import build_micro_batches, check_shard
         from fusionrl.trainer.loss import LossOptions
         from fusionrl.trainer.loss_hooks import LossHooks
+        from fusionrl.trainer.sample_columns import Differences, sample_columns
         from fusionrl.trainer.step import train_step
+        from fusionrl.trainer.step_report import pooled_metrics
 
-        self.reload()
-        pulled = pull(shard)
         # What the trainers find out is added to the fields, and in one process these may be somebody else's.
         shard = replace(pulled, fields=dict(pulled.fields))
         check_shard(shard)
@@ -341,7 +346,9 @@ class TrainerActor:
         options = self._batch_options()
         per_token = aggregation_of(self.config) == "token_mean"
         hooks = LossHooks.of(self.config, hook_args(self.config, self.rank, self.run_dir), per_token)
-        history: list[dict[str, float]] = []
+        history: list[StepReport] = []
+        is_compared = loss.mode == "rl" and "log_probs" not in shard.fields and "rollout_log_probs" in shard.fields
+        differences = Differences(shard.num_samples, self.device) if is_compared else None
         for index, step in enumerate(shard.steps):
             looked = self._look_ahead(shard, index, loss) if loss.mode == "rl" else {}
             batches = build_micro_batches(shard, step, options, self.layout)
@@ -350,20 +357,38 @@ class TrainerActor:
             # After the first step the weights are no longer those that the rollout was made with.
             compare = index == 0 or "log_probs" in shard.fields
             custom = self._custom_loss(shard, step) if loss.is_custom else None
-            metrics, bad = train_step(self.trained, batches, loss, compare, self.device, custom, hooks)
-            self._watch_skipped(rollout_id, index, metrics, [int(shard.fields["sample_index"][i]) for i in bad])
-            metrics |= {
-                "train/num_tokens": float(step.num_tokens),
-                "train/num_samples": float(step.num_samples),
+            report, bad = train_step(self.trained, batches, loss, compare, self.device, custom, hooks, differences)
+            self._watch_skipped(rollout_id, index, report, [int(shard.fields["sample_index"][i]) for i in bad])
+            report.numbers.update(
+                num_tokens=float(step.num_tokens),
+                num_samples=float(step.num_samples),
+                masked_samples=float(step.num_samples - round(report.sequence_sums["sequences"])),
                 **looked,
-            }
-            history.append(metrics)
-            self._counters["skipped"] += int(metrics["train/skipped"])
-            self._counters["optimizer_steps"] += int(not metrics["train/skipped"])
+            )
+            history.append(report)
+            self._counters["skipped"] += int(report.numbers["skipped"])
+            self._counters["optimizer_steps"] += int(not report.numbers["skipped"])
         self._counters["rollout_id"] = rollout_id
         self._recorded = {}
-        metrics = mean_metrics(history) | prepared
-        return {name.replace("train/", f"{self.role or 'train'}/", 1): value for name, value in metrics.items()}
+        if loss.mode == "rl":
+            means = None if differences is None else differences.means()
+            at = self.layout.coordinates(self.rank)
+            if (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1):
+                self._sample_columns = (rollout_id, sample_columns(shard, means))
+        # With the engine's log-probs as the old ones, the first step's ratios are not 1.
+        metrics = pooled_metrics(history, first_is_old=not loss.use_rollout_log_probs) | prepared
+        return {f"{self.role or 'train'}/{name}": value for name, value in metrics.items()}
+
+    def sample_columns(self, rollout_id: int) -> Columns:
+        """What training on `rollout_id`, the last rollout, found out about this rank's samples. Not a collective.
+
+        {} where it was not trained on; and of each replica only one rank answers: the first of the last pipeline stage.
+
+        Returns:
+            Position in the rollout -> name -> value, see `sample_columns.sample_columns`.
+        """
+        trained, columns = self._sample_columns or (-1, {})
+        return columns if trained == rollout_id else {}
 
     def _prepare(self, rollout_id: int, shard: TrainShard, loss: LossOptions) -> dict[str, float]:
         """Add to the shard what its loss needs besides the rollout: log-probs of before the first step, advantages.
@@ -397,7 +422,11 @@ class TrainerActor:
             if path is None:
                 continue
             data = as_rollout_data(shard)
-            self._call_hook(field, *first, data)
+            try:
+                self._call_hook(field, *first, data)
+            except HookError as error:
+                error.positions = list(range(shard.num_samples))
+                raise
             take_back(shard, data, told := f"{flag_of(field)} {path}")
             if "advantages" not in shard.fields:
                 raise ValueError(f"{told}: it left no 'advantages'; set a list of one tensor a sample")
@@ -422,18 +451,17 @@ class TrainerActor:
         return {}
 
     def _counted(self, shard: TrainShard) -> list[TrainStep]:
-        """The shard's steps with the counts of the masks that it has now, over all data-parallel ranks."""
+        """The shard's steps with the number of tokens of the masks that it has now, over all data-parallel ranks."""
         from megatron.core import parallel_state
 
         masks = shard.split("loss_mask")
         sums = [float(mask.sum()) for mask in masks]
         local = [[sums[i] for bins in step.micro_batches for i in bins] for step in shard.steps]
-        counts = torch.tensor([[sum(tokens), sum(n > 0 for n in tokens)] for tokens in local], dtype=torch.float64)
-        counts = counts.to(self.device)
+        counts = torch.tensor([sum(tokens) for tokens in local], dtype=torch.float64).to(self.device)
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        # The number of samples stays: also one without trained tokens counts.
         return [
-            replace(step, num_tokens=round(tokens), num_samples=round(samples))
-            for step, (tokens, samples) in zip(shard.steps, counts.tolist(), strict=True)
+            replace(step, num_tokens=round(tokens)) for step, tokens in zip(shard.steps, counts.tolist(), strict=True)
         ]
 
     def _custom_loss(self, shard: TrainShard, step: TrainStep) -> CustomLoss:
@@ -473,13 +501,30 @@ class TrainerActor:
         if path is not None:
             call_hook(field, path, hook_args(self.config, self.rank, self.run_dir), *args)
 
+    @contextmanager
+    def _naming_samples(self, rollout_id: int, shard: TrainShard) -> Iterator[None]:
+        """Name the samples at which a user's function raised, and the file of the run that has them.
+
+        Also what the user's code raises where nobody calls it as a hook, in the forward pass of a model, say.
+        """
+        try:
+            with user_code("a user's code in a trainer", None, only_theirs=True):
+                yield
+        except HookError as error:
+            if error.positions is not None:
+                indices = [str(int(shard.fields["sample_index"][position])) for position in error.positions]
+                files = [one.path for one in list_rollouts(Path(self.run_dir), "train") if one.rollout_id == rollout_id]
+                shown = ", ".join(indices[:MAX_NAMED]) + (", …" if len(indices) > MAX_NAMED else "")
+                error.add(f"the samples that it was at: {shown}" + (f", in {files[-1]}" if files else ""))
+            raise
+
     def _megatron(self) -> tuple[Any, Any, Any]:
         """Model chunks, optimizer and schedule, as Megatron has them."""
         return self.trained.chunks, self.trained.optimizer, self.trained.scheduler
 
-    def _watch_skipped(self, rollout_id: int, step: int, metrics: dict[str, float], bad: list[int]) -> None:
+    def _watch_skipped(self, rollout_id: int, step: int, report: StepReport, bad: list[int]) -> None:
         """Say which samples made a step that was skipped; end the run after --max-skipped-steps in a row."""
-        if not metrics["train/skipped"]:
+        if not report.numbers["skipped"]:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
@@ -489,15 +534,15 @@ class TrainerActor:
         if named:
             shown = ", ".join(map(str, named[:10])) + (f" and {len(named) - 10} more" if len(named) > 10 else "")
             what = f"the loss of sample{'s' * (len(named) > 1)} {shown} is not finite"
-        elif not math.isfinite(metrics["train/loss"]):
+        elif not math.isfinite(report.sums["loss"]):
             what = "the loss is not finite"
         else:
-            what = f"the loss is finite, the gradient is not (norm {metrics['train/grad_norm']})"
-        message = f"rollout {rollout_id}, optimizer step {step}: skipped, {what}"
+            what = f"the loss is finite, the gradient is not (norm {report.numbers['grad_norm']})"
+        message = f"step {rollout_id + 1}, optimizer step {step + 1} of this rollout: skipped, {what}"
         if self._skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise FloatingPointError(
                 f"{message}; that makes {self._skipped_in_a_row} in a row (--max-skipped-steps), so the run ends; "
-                "lower --lr, or look at the samples in the run's rollouts folder"
+                f"lower --lr, or look at the samples in rollouts/step_{rollout_id + 1:06d}.train.a….jsonl of the run"
             )
         if self.rank == 0:
             logger.warning("%s", message)
@@ -722,17 +767,3 @@ class TrainerActor:
             parallel_state.destroy_model_parallel()
             parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # which it forgets
             dist.destroy_process_group()
-
-
-def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the steps that report it; the sum of what is counted, the maximum of a max."""
-    result = {}
-    for name in dict.fromkeys(name for metrics in history for name in metrics):
-        values = [metrics[name] for metrics in history if name in metrics]
-        if name in ("train/num_tokens", "train/num_samples", "train/skipped", "train/excluded", "train/pairs_excluded"):
-            result[name] = sum(values)
-        elif name.endswith("_max"):
-            result[name] = max(values)
-        else:
-            result[name] = sum(values) / len(values)
-    return result

@@ -73,8 +73,8 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
     """Set the shard's `advantages`, and with a critic its `returns`. A collective of the data-parallel ranks.
 
     Returns:
-        Metrics over all ranks: train/kl (policy to reference, where it is a price), train/opd_kl (policy to teacher),
-        and the number of tokens left out of either because a log-prob was not finite.
+        Metrics over all ranks, without prefix: kl (policy to reference, where it is a price), opd_kl (policy to
+        teacher), and the number of tokens left out of either because a log-prob was not finite.
 
     Raises:
         ValueError: rewards, values or log-probs that no advantage can be computed from.
@@ -133,9 +133,9 @@ def _process_baselines(shard: TrainShard, means: np.ndarray) -> np.ndarray:
 def _metrics(sums: list[float], options: AdvantageOptions) -> dict[str, float]:
     tokens, found = max(sums[0], 1.0), {}
     if options.kl_coef > 0:
-        found |= {"train/kl": sums[1] / tokens, "train/kl_excluded": sums[2]}
+        found |= {"kl": sums[1] / tokens, "kl_excluded": sums[2]}
     if options.opd_coef is not None:
-        found |= {"train/opd_kl": sums[3] / tokens, "train/opd_excluded": sums[4]}
+        found |= {"opd_kl": sums[3] / tokens, "opd_excluded": sums[4]}
     return found
 
 

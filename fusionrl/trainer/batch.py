@@ -61,6 +61,8 @@ class MicroBatch:
     layout           where the sequences stand
     selection        what the output layer computes
     weights          [N] fp32: `loss = sum(weights * token losses)` over all ranks
+    sequence_shares  [N] fp32: each token's share of its sample's trained tokens; their sum over all ranks is the number
+                     of samples that have one
     fields           [N] fp32 each: what the shard has for every response token, by its name there (loss_mask,
                      advantages, rollout_log_probs, log_probs, ref_log_probs, …)
     responses        [N] int64: where each chosen token stands among the micro-batch's response tokens
@@ -79,6 +81,7 @@ class MicroBatch:
     layout: PackedLayout
     selection: Selection
     weights: Tensor
+    sequence_shares: Tensor
     fields: dict[str, Tensor]
     responses: Tensor
     sequences: Tensor
@@ -158,6 +161,7 @@ def build_micro_batch(
         columns["responses"].append(first_response + offsets)
         columns["sequences"].append(np.full(offsets.size, position))
         columns["weights"].append(_weights(mask, step, options)[offsets])
+        columns["sequence_shares"].append(token_weights(mask, "sequence_mean", 0, 1)[offsets])
         for name, values in present.items():
             columns[name].append(values[i][offsets])
         response_lengths.append(num_response)
@@ -186,6 +190,7 @@ def build_micro_batch(
             entropy_grad=options.entropy_grad,
         ),
         weights=pick("weights"),
+        sequence_shares=pick("sequence_shares"),
         fields={name: pick(name) for name in present},
         responses=flat["responses"][chosen],
         sequences=pick("sequences"),
@@ -235,6 +240,7 @@ _COLUMNS: dict[str, torch.dtype] = {
     "responses": torch.int64,
     "sequences": torch.int64,
     "weights": torch.float32,
+    "sequence_shares": torch.float32,
 }
 _TOKEN_FIELDS = tuple(name for name, spec in FIELDS.items() if spec.extent == "response" and spec.dtype == np.float32)
 

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.config.model_shape import ModelShape
+from fusionrl.file_hashes import check_facts, facts_of
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import megatron_versions
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, result_queue
 from fusionrl.trainer.model import Trained, gather_params, unwrap
+from fusionrl.trainer.safe_load import only_data
 
 DESCRIPTION = "fusionrl.json"
-FORMAT = 1
+FORMAT = 2  # 1 had no hashes of its files
+COUNTERS = {"rollout_id", "optimizer_steps", "skipped"}
 # Where Megatron-LM says which checkpoint of a folder is the newest.
 TRACKER = "latest_checkpointed_iteration.txt"
 # How the optimizer's state is laid out; kept with the checkpoint, for Megatron asks for it when it loads.
@@ -107,6 +110,8 @@ class Saving:
             raise OSError(f"checkpoint {self._final}: {error}; nothing was published") from error
         dist.barrier()
         if self._rank == 0:
+            small = [path.name for path in self._partial.iterdir() if path.name not in self._files.files]
+            self._description["files"] = self._files.files | facts_of(self._partial, small)
             with open(self._partial / DESCRIPTION, "w", encoding="utf-8") as file:
                 json.dump(self._description, file, indent=2)
                 file.flush()
@@ -175,9 +180,45 @@ def read_description(path: str) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path}: it cannot be read ({error}); give the folder of a checkpoint") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is not valid JSON ({error})") from error
+    except RecursionError:
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is nested too deeply") from None
+    if not isinstance(description, dict):
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} is no JSON object")
     if description.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}")
+    counters = description.get("counters")
+    if not isinstance(counters, dict) or any(type(value) is not int for value in counters.values()):
+        raise ValueError(f"checkpoint {path}: the counters in {DESCRIPTION} are no whole numbers")
+    if missing := COUNTERS - counters.keys():
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} has no counter {min(missing)}")
     return description
+
+
+def _check_files(path: str, description: dict[str, Any], rank: int) -> None:
+    """Compare the files with their hashes, each rank its share of them; collective.
+
+    Raises:
+        ValueError: on every rank, where one found a difference.
+    """
+    facts, where, size = (
+        description.get("files"),
+        f"checkpoint {path}: it is damaged or incomplete",
+        dist.get_world_size(),
+    )
+    told: str | None = None
+    try:
+        if isinstance(facts, dict) and facts:
+            names = sorted(facts)
+            share = {name: facts[name] for name in names[rank % len(names) :: size]}
+            check_facts(Path(path), share, where)
+        else:
+            check_facts(Path(path), facts, where)
+    except ValueError as error:
+        told = str(error)
+    everyone: list[str | None] = [None] * size
+    dist.all_gather_object(everyone, told)
+    if found := [text for text in everyone if text is not None]:
+        raise ValueError(f"{found[0]}; resume from another one")
 
 
 def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
@@ -191,7 +232,7 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     try:
         saved = ModelShape(**description["shape"]).model_dump()
         same_layout = TrainerLayout(**description["layout"]) == layout
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is of another version ({error})") from error
     for name, value in shape.model_dump().items():
         if saved[name] != value:
@@ -199,29 +240,36 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
                 f"checkpoint {path}: it is of a model with {name} {saved[name]!r}, --hf-checkpoint "
                 f"has {value!r}; give the model that the run was started with"
             )
+    _check_files(path, description, rank)
     try:
-        state = dist_checkpointing.load(
-            _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout),
-            path,
-            get_default_load_sharded_strategy(path),
-        )
-    except (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError) as error:
-        # Megatron and torch report a damaged file in any of these ways, torch's with every rank's traceback.
-        reason = str(error).strip().splitlines()[-1:] or [""]
+        with only_data():
+            state = dist_checkpointing.load(
+                _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout),
+                path,
+                get_default_load_sharded_strategy(path),
+            )
+        for index, chunk in enumerate(trained.chunks):
+            unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
+        with torch.no_grad():  # fp32 master weights are views of the parameters, which want gradients
+            trained.optimizer.load_state_dict(state["optimizer"])
+        # Megatron's loader adds the saved steps to those made already.
+        trained.scheduler.num_steps = 0
+        trained.scheduler.load_state_dict(state["scheduler"])
+        if same_layout:
+            set_rng_state(state["rng"])
+    except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way
         raise ValueError(
-            f"checkpoint {path}: it is damaged or incomplete ({reason[0] or type(error).__name__}); "
-            "resume from another one"
+            f"checkpoint {path}: it is damaged or incomplete ({_reason(error)}); resume from another one"
         ) from error
-    for index, chunk in enumerate(trained.chunks):
-        unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
-    with torch.no_grad():  # fp32 master weights are views of the parameters, which want gradients
-        trained.optimizer.load_state_dict(state["optimizer"])
-    # Megatron's loader adds the saved steps to those made already.
-    trained.scheduler.num_steps = 0
-    trained.scheduler.load_state_dict(state["scheduler"])
-    if same_layout:
-        set_rng_state(state["rng"])
     return description["counters"] | {"rng_restored": same_layout}
+
+
+def _reason(error: BaseException) -> str:
+    """An error's last line; torch's own is of BaseException's kind and has every rank's."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return (lines[-1] if lines else type(error).__name__)[:500]
 
 
 def weights_folder(path: str) -> Path:
@@ -237,7 +285,11 @@ def weights_folder(path: str) -> Path:
     tracker = folder / TRACKER
     candidates = [folder, folder / "trainer"]
     if tracker.is_file():
-        latest = tracker.read_text(encoding="utf-8").strip()
+        latest = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"release|[0-9]{1,9}", latest):
+            raise ValueError(
+                f"--megatron-checkpoint {path}: {TRACKER} holds {latest[:40]!r}, no number and not release"
+            )
         candidates = [folder / (latest if latest == "release" else f"iter_{int(latest):07d}")]
     for candidate in candidates:
         if (candidate / ".metadata").is_file():
@@ -269,15 +321,15 @@ def load_weights(path: str, modules: list[torch.nn.Module]) -> None:
     folder = weights_folder(path)
     state = _weights_state(modules)
     try:
-        loaded = dist_checkpointing.load(state, str(folder), get_default_load_sharded_strategy(str(folder)))
-    except (CheckpointException, CheckpointingException, OSError, EOFError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[-1:] or [""]
+        with only_data():
+            loaded = dist_checkpointing.load(state, str(folder), get_default_load_sharded_strategy(str(folder)))
+        for name, module in zip(state, modules, strict=True):
+            unwrap(module).load_state_dict(loaded[name])
+    except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way
         raise ValueError(
             f"--megatron-checkpoint {folder}: its weights are not those of --hf-checkpoint's model, or it is damaged "
-            f"({reason[0] or type(error).__name__})"
+            f"({_reason(error)})"
         ) from error
-    for name, module in zip(state, modules, strict=True):
-        unwrap(module).load_state_dict(loaded[name])
 
 
 def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:

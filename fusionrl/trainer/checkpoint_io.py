@@ -21,11 +21,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fusionrl.environment import child_environment
+from fusionrl.file_hashes import Facts, Written, facts_of
 from fusionrl.frames import frame, receive
 
 _ALIGNMENT = 64
@@ -42,31 +45,34 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-def write_buckets(transforms: list[Any], buckets: list[Any]) -> dict[int, Any]:
-    """Write each bucket's file, one thread each. What Megatron's finalisation wants to know of them.
+def write_buckets(transforms: list[Any], buckets: list[Any]) -> Written:
+    """Write each bucket's file and hash it, one thread each.
 
     Raises:
         OSError: a file cannot be written.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    def write_one(index: int) -> Any:
+    def write_one(index: int) -> tuple[Any, Facts]:
         outcome: queue.Queue[tuple[int, Any]] = queue.Queue()
         running: queue.Queue[int] = queue.Queue()
         running.put(index)
         FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], outcome, running, True)
-        return outcome.get()[1]
+        report = outcome.get()[1]
+        path = Path(buckets[index][0])
+        return report, {} if isinstance(report, Exception) else facts_of(path.parent, [path.name])
 
     if not buckets:
-        return {}
+        return Written()
     with ThreadPoolExecutor(max_workers=len(buckets)) as pool:
-        reports = list(pool.map(write_one, range(len(buckets))))
-    for report in reports:
+        done = list(pool.map(write_one, range(len(buckets))))
+    for report, _ in done:
         if isinstance(report, OSError):
             raise report
         if isinstance(report, Exception):  # torch's own writers say so of a full disk, too
             raise OSError(f"{type(report).__name__}: {report}") from report
-    return dict(enumerate(reports))
+    files = {name: fact for _, facts in done for name, fact in facts.items()}
+    return Written({index: report for index, (report, _) in enumerate(done)}, files)
 
 
 def _share(buckets: list[Any]) -> tuple[int, int, list[Any]]:
@@ -117,6 +123,7 @@ class WriterProcess:
                 [sys.executable, "-m", "fusionrl.trainer.checkpoint_io", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=child_environment("checkpoint-writer"),
             )
 
     @property
@@ -141,7 +148,7 @@ class WriterProcess:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    def result(self) -> dict[int, Any]:
+    def result(self) -> Written:
         """Wait for what was submitted."""
         try:
             outcome = receive(self._socket)
@@ -179,7 +186,7 @@ def _serve(connection: socket.socket) -> None:
             connection.sendall(frame(_write_shared(descriptors[0], *receive(connection))))
 
 
-def _write_shared(descriptor: int, size: int, transforms: list[Any], shared: list[Any]) -> dict[int, Any] | OSError:
+def _write_shared(descriptor: int, size: int, transforms: list[Any], shared: list[Any]) -> Written | OSError:
     try:
         memory = mmap.mmap(descriptor, max(size, 1))
     finally:
@@ -206,14 +213,16 @@ class PendingFiles:
 
     def __init__(self, request: Any, results: queue.Queue[Any], writer: WriterProcess | None) -> None:
         self._request, self._results, self._writer = request, results, None
-        self._report: dict[int, Any] = {}
+        self._written = Written()
+        self.files: Facts = {}
+        """Sizes and hashes of all ranks' files, once `finish` has returned."""
         self._error: OSError | None = None
         if request.async_fn is None:  # nothing to write on this rank
             return
         transforms = request.async_fn.args[0]
         try:
             if writer is None:
-                self._report = write_buckets(transforms, request.preload_fn())
+                self._written = write_buckets(transforms, request.preload_fn())
             else:
                 writer.submit(transforms, request.async_fn_args[1])
                 self._writer = writer
@@ -232,17 +241,18 @@ class PendingFiles:
         """
         if self._writer is not None:
             try:
-                self._report = self._writer.result()
+                self._written = self._writer.result()
             except OSError as error:
                 self._error = error
-        everyone: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, str(self._error) if self._error else None)
-        failed = {rank: error for rank, error in enumerate(everyone) if error is not None}
+        everyone: list[tuple[str | None, Facts]] = [(None, {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, (str(self._error) if self._error else None, self._written.files))
+        failed = {rank: error for rank, (error, _) in enumerate(everyone) if error is not None}
         if failed:
             rank, error = next(iter(failed.items()))
             raise OSError(f"trainer rank {rank} could not write its files ({error})")
         if self._request.async_fn is not None:
-            self._results.put(self._report)
+            self._results.put(self._written.reports)
+        self.files = {name: fact for _, files in everyone for name, fact in files.items()}
         for finalize in self._request.finalize_fns:
             finalize()
 

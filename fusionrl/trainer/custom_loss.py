@@ -58,10 +58,12 @@ class CustomLoss:
         """As `loss.micro_batch_loss`; `output` [1, T, V / tp] are the logits of this rank's tokens."""
         peak = output.new_zeros(1, dtype=torch.float64)
         if not batch.samples:
-            return output.sum() * 0.0, LossSums({}, {"tokens": peak[0]}, peak)
+            counts = {"tokens": peak[0]}, {"sequences": peak[0]}
+            return output.sum() * 0.0, LossSums({}, counts[0], peak, sequence_sums=counts[1])
         logits = _whole_row(self._without_padding(output), batch)
         data = self._of(batch)
-        tokens = torch.cat(data["loss_masks"]).sum()
+        counts = {"tokens": torch.cat(data["loss_masks"]).sum()}
+        counts["sequences"] = sum(mask.any() for mask in data["loss_masks"])
         found = call_hook(FIELD, self.path, self.make_args(), data, logits, self._reducer(data["loss_masks"]))
         loss, metrics = self._checked(found)
         # Every context-parallel rank has computed all of it, and each one's gradient reaches all of them.
@@ -69,7 +71,8 @@ class CustomLoss:
         loss = loss / size
         sums = {"loss": loss} | {name: torch.as_tensor(value, device=loss.device) for name, value in metrics.items()}
         kept = {name: value.detach().double() / (1 if name == "loss" else size) for name, value in sums.items()}
-        return loss, LossSums(kept, {"tokens": tokens.double() / size}, peak)
+        num = {name: value.double() / size for name, value in counts.items()}
+        return loss, LossSums(kept, {"tokens": num["tokens"]}, peak, sequence_sums={"sequences": num["sequences"]})
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()

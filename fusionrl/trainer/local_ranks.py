@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.weights.stores import create_group_store
 
 TIMEOUT_S = 120.0
 
@@ -36,8 +34,6 @@ def serve(connection: Any) -> None:
     import warnings
 
     warnings.filterwarnings("ignore")
-    # The store of a group is the parent's: a port that rank 0 would be told to listen on can be taken meanwhile.
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     from fusionrl.trainer import cpu_megatron
     from fusionrl.trainer.actor import TrainerActor
 
@@ -105,7 +101,8 @@ class LocalRanks:
         layout = layout or TrainerLayout(1)
         self.world_size = layout.world_size
         host = "127.0.0.1"
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        # The store of a group is the parent's, which outlives the actors.
+        self._store = create_group_store(host, TIMEOUT_S)
         return self._all(
             [("start", (config, layout, rank, host, self._store.port, role)) for rank in range(layout.world_size)]
         )

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCK_BYTES = 32 << 20
-KEPT_BYTES = 128 << 20
+from fusionrl.plan.memory.head import block_sizes
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -151,23 +150,15 @@ def chunked_log_probs(
         temperature: what logits are divided by.
         chunk_size: how many logits a block holds: as many as those of so many tokens over the whole vocabulary; as many
             again are kept for backward. None is `BLOCK_BYTES` (more where a block would be narrower than h) and
-            `KEPT_BYTES`. There are two buffers of a block's size.
+            `KEPT_BYTES` of `plan.memory.head`. There are two buffers of a block's size.
         entropy_grad: whether the entropies are differentiable.
         group: tensor-parallel process group; None is one rank.
 
     Returns:
         (log_probs [N], entropies [N]) in nats, fp32, equal on all ranks of `group`.
     """
-    (num_tokens, size), rows = hidden.shape, weight.size(0)
-    column_bytes = 4 * max(num_tokens, 1)
-    if chunk_size is None:
-        # Narrower than the hidden states, adding to their gradient would cost more than the products.
-        width, kept_bytes = max(BLOCK_BYTES // column_bytes, size), KEPT_BYTES
-    else:
-        kept_bytes = 4 * chunk_size * rows
-        width = kept_bytes // column_bytes
-    width = min(max(width, 1), rows)
-    num_kept = kept_bytes // (width * column_bytes) if torch.is_grad_enabled() else 0
+    width, num_kept = block_sizes(*hidden.shape, weight.size(0), chunk_size)
+    num_kept = num_kept if torch.is_grad_enabled() else 0
     return _ChunkedLogProbs.apply(
         hidden, weight, targets, vocab_size, temperature, width, num_kept, entropy_grad, group
     )

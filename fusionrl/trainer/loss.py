@@ -19,7 +19,7 @@ from torch import Tensor
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
-from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics, mismatch_sums
+from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums, sample_differences
 from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
 from fusionrl.algorithms.prime import implicit_reward_loss, implicit_rewards
@@ -32,8 +32,10 @@ from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.plan.auxiliary import Role
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.loss_hooks import LossHooks
+from fusionrl.trainer.step_report import MISMATCH
 
-_MISMATCH = "mismatch/"  # of token sums that `mismatch_metrics` reports
+# Their ratio is one of whole sequences, so it is sequences that they clip.
+CLIPS_SEQUENCES = ("gspo", "gspo_token")
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,13 @@ def _correction(a: AlgorithmGroup) -> CorrectionOptions | None:
 
 @dataclass
 class LossSums:
-    """Metrics of a micro-batch, to be added up; fp64.
+    """A micro-batch's part of a `StepReport`, to be added up over micro-batches and ranks; fp64.
 
-    sums        reported as they are: the loss's weights are in them
-    token_sums  divided by the tokens that are trained on, `tokens`; those of the mismatch report are for it
+    sums, token_sums, sequence_sums   as of a `StepReport`
     peak        [1], whose maximum counts
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
+    differences  [S, 2] of its S samples, `sample_differences`; None where nothing is compared here
     """
 
     sums: dict[str, Tensor]
@@ -177,6 +179,8 @@ class LossSums:
     peak: Tensor
     finite: Tensor | None = None
     batch: MicroBatch | None = None
+    sequence_sums: dict[str, Tensor] = field(default_factory=dict)
+    differences: Tensor | None = None
 
     def bad_samples(self) -> list[int]:
         """The shard's samples with a token whose loss is not finite."""
@@ -209,6 +213,7 @@ def micro_batch_loss(
         ValueError: the engine's log-probs are to be the old policy's, and the shard has none.
     """
     mask = batch.fields["loss_mask"]
+    of_sequences: dict[str, Tensor] = {}
     if options.mode == "sft":
         losses = sft_loss(log_probs)
         loss = (batch.weights * losses).sum()
@@ -220,33 +225,45 @@ def micro_batch_loss(
         error = (batch.fields["values"] - returns).abs()
         sums, means = {"loss": loss}, means | {"value_error": error, "return_mean": returns, "value_mean": log_probs}
     elif options.mode == "outcome":
-        losses, sums = _outcome_terms(log_probs, batch, options.prm_beta)
+        losses, sums, of_sequences = _outcome_terms(log_probs, batch, options.prm_beta)
         loss, means = sums["loss"], {}
     else:
         loss, losses, sums, means = _policy_terms(log_probs, entropy, batch, options, hooks)
+        if options.policy_loss in CLIPS_SEQUENCES:
+            of_sequences = {"clip_fraction": means["clip_fraction"]}
+            means["clip_fraction_tokens"] = means.pop("clip_fraction")
     token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in means.items()}
-    peak = log_probs.new_zeros(1, dtype=torch.float64)
+    shares = batch.sequence_shares
+    sequence_sums = {"sequences": shares} | {name: shares * value for name, value in of_sequences.items()}
+    sequence_sums = {name: value.sum() for name, value in sequence_sums.items()}
+    peak, differences = log_probs.new_zeros(1, dtype=torch.float64), None
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
-        reference = batch.fields.get("log_probs", log_probs.detach())
-        found, peak = mismatch_sums(reference, batch.fields["rollout_log_probs"], mask)
-        token_sums |= {_MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
-    return loss, LossSums(_kept(sums), _kept(token_sums), peak, losses.detach().isfinite(), batch)
+        reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
+        found, peak = mismatch_sums(reference, engine, mask)
+        if "log_probs" not in batch.fields:  # else the shard has what is compared, of whole samples
+            differences = sample_differences(reference, engine, mask, batch.sequences, len(batch.samples))
+        token_sums |= {MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
+    finite = losses.detach().isfinite()
+    kept = _kept(sums), _kept(token_sums), peak, finite, batch, _kept(sequence_sums)
+    return loss, LossSums(*kept, differences)
 
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().double() for name, value in values.items()}
 
 
-def _outcome_terms(log_probs: Tensor, batch: MicroBatch, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """(losses of tokens: of each that of its sample, sums); the weights are those of the mean over samples."""
+def _outcome_terms(
+    log_probs: Tensor, batch: MicroBatch, beta: float
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """(losses of tokens: of each that of its sample; sums; values of tokens of which the mean over samples counts)."""
     labels = batch.fields["outcomes"]
     rewards, excluded = implicit_rewards(log_probs, batch.fields["ref_log_probs"], batch.fields["loss_mask"], beta)
     sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
     totals = sequences.spread(sequences.sum(rewards))
     losses = implicit_reward_loss(totals, labels)
     right = ((totals > 0) == (labels > 0)).to(losses.dtype)
-    values = {"loss": losses, "accuracy": right, "implicit_reward": totals, "outcome": labels}
-    return losses, {name: (batch.weights * value).sum() for name, value in values.items()} | {"excluded": excluded}
+    sums = {"loss": (batch.weights * losses).sum(), "excluded": excluded}
+    return losses, sums, {"accuracy": right, "implicit_reward": totals, "outcome": labels}
 
 
 def _policy_terms(
@@ -277,7 +294,8 @@ def _policy_terms(
     if hooks is not None:
         loss, found = hooks.policy_loss(losses, recomputed, batch)
         means |= found
-    sums = {"pg_loss": loss, "entropy": (batch.weights * entropy).sum()}
+    sums = {"pg_loss": loss}
+    means = means | {"entropy": entropy}
     if options.entropy_coef > 0:
         bonus = entropy_bonus(entropy, options.entropy_coef)
         losses, loss = losses + bonus, loss + (batch.weights * bonus).sum()
@@ -287,8 +305,8 @@ def _policy_terms(
             kl = unbiased_kl(log_probs, old, reference, options.kl_type)
         else:
             kl = KL_ESTIMATORS[options.kl_type](log_probs, reference)
-        sums["kl_loss"] = (batch.weights * kl).sum()
-        losses, loss = losses + kl, loss + options.kl_coef * sums["kl_loss"]
+        means["kl_loss"] = kl
+        losses, loss = losses + kl, loss + options.kl_coef * (batch.weights * kl).sum()
     return loss, losses, {"loss": loss} | sums, means | {"advantage_mean": advantages}
 
 
@@ -312,16 +330,3 @@ class _Sum(torch.autograd.Function):
         grad = grad.clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
-
-
-def step_metrics(sums: dict[str, float], token_sums: dict[str, float], peak: float) -> dict[str, float]:
-    """Metrics of one optimizer step, of `LossSums` already added up over all micro-batches and ranks."""
-    metrics = {f"train/{name}": value for name, value in sums.items()}
-    tokens = max(token_sums["tokens"], 1.0)
-    plain = {name: value for name, value in token_sums.items() if not name.startswith(_MISMATCH) and name != "tokens"}
-    metrics |= {f"train/{name}": value / tokens for name, value in plain.items()}
-    if any(name.startswith(_MISMATCH) for name in token_sums):
-        found = torch.tensor([token_sums[_MISMATCH + name] for name in MISMATCH_SUMS], dtype=torch.float64)
-        report = mismatch_metrics(found, torch.tensor([peak], dtype=torch.float64))
-        metrics |= {f"train/{name}": value for name, value in report.items()}
-    return metrics

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import HookError, call_hook, flag_of
+from fusionrl.config.hooks import HookError, call_hook, flag_of, user_code
 from fusionrl.trainer.batch import MicroBatch
 
 TIS, REDUCER = "custom_tis_function_path", "custom_pg_loss_reducer_function_path"
@@ -51,7 +51,8 @@ class LossHooks:
             reduce = call_hook(REDUCER, self.reducer, *given)
             if not callable(reduce):
                 raise HookError(f"{flag_of(REDUCER)} {self.reducer}: it returned no function")
-            value = reduce(whole)
+            with user_code(f"{flag_of(REDUCER)} {self.reducer}", self.reducer):
+                value = reduce(whole)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise HookError(f"{flag_of(REDUCER)} {self.reducer}: its function returned no tensor of one element")
             count = batch.num_tokens if self.per_token else batch.num_samples

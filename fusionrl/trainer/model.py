@@ -32,6 +32,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, model_errors
+from fusionrl.plan.schedule import lr_decay_steps
 from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
 from fusionrl.trainer.local_spec import add_output_norms, local_block_spec
@@ -293,7 +294,7 @@ def build_training(
         if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
             sync = [chunk.start_param_sync for chunk in chunks]
             transformer.param_sync_func = sync if len(chunks) > 1 else sync[0]
-    train, decay_steps = config.train, settings.lr_decay_steps(config)
+    train, decay_steps = config.train, lr_decay_steps(config)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=min(train.lr_warmup_init, train.lr),

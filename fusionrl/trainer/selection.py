@@ -68,8 +68,8 @@ def pair_advantages(
     in one micro-batch, nor on one rank. A pair with an answer without a trained token counts nothing.
 
     Returns:
-        train/dpo_loss, train/reward_margin, train/reward_accuracy, train/chosen_reward, train/rejected_reward, and
-        train/pairs_excluded, of pairs with such an answer or a log-prob that is not finite.
+        The metrics of `pair_slopes`; `pairs_excluded` counts pairs with such an answer, or with a log-prob that is not
+        finite.
     """
     gaps = np.where(shard.fields["loss_mask"] > 0, log_probs - shard.fields["ref_log_probs"], 0.0)
     parts = np.split(gaps.astype(np.float64), np.cumsum(shard.response_lengths)[:-1])
@@ -84,7 +84,7 @@ def pair_advantages(
         scale = step.num_samples / max(len(slopes), 1)
         column[ends[i] - shard.response_lengths[i] : ends[i]] = -scale * slopes.get(int(groups[i]), 0.0) * signs[i]
     shard.fields["advantages"] = np.where(np.isin(_samples(shard), members), column, shard.fields["advantages"])
-    return {f"train/{name}": value for name, value in metrics.items()}
+    return metrics
 
 
 def _samples(shard: TrainShard) -> np.ndarray:

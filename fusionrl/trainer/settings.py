@@ -69,39 +69,6 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def num_optimizer_steps(config: Config) -> int | None:
-    """Optimizer steps of the whole run, or None where the configuration does not say."""
-    train, rollout = config.train, config.rollout
-    if config.run.num_rollout is None:
-        return None
-    steps = train.num_steps_per_rollout
-    if steps is None and train.global_batch_size is not None and rollout.rollout_batch_size is not None:
-        steps = rollout.rollout_batch_size * rollout.n_samples_per_prompt // train.global_batch_size
-    return config.run.num_rollout * max(steps or 1, 1)
-
-
-def lr_decay_steps(config: Config) -> int:
-    """Optimizer steps over which the learning rate decays.
-
-    Raises:
-        ValueError: a decay whose length nothing gives, or one not longer than the warm-up.
-    """
-    train = config.train
-    steps = train.lr_decay_iters or num_optimizer_steps(config)
-    if train.lr_decay_style == "constant":
-        return max(steps or 1, train.lr_warmup_iters + 1)
-    if steps is None:
-        raise ValueError(
-            f"--lr-decay-style {train.lr_decay_style}: the length of the run is not known; give --lr-decay-iters"
-        )
-    if steps <= train.lr_warmup_iters:
-        raise ValueError(
-            f"--lr-warmup-iters {train.lr_warmup_iters} is not below the {steps} steps of the decay; "
-            "lower it, or raise --lr-decay-iters"
-        )
-    return steps
-
-
 def transformer_fields(
     config: Config, shape: ModelShape, layout: TrainerLayout, device: torch.device
 ) -> dict[str, Any]:

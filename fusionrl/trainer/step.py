@@ -19,13 +19,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from fusionrl.config.user_code import HookError
 from fusionrl.trainer.batch import MicroBatch
-from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss, step_metrics
+from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.step_report import StepReport
 
 if TYPE_CHECKING:
     from fusionrl.trainer.custom_loss import CustomLoss
     from fusionrl.trainer.loss_hooks import LossHooks
+    from fusionrl.trainer.sample_columns import Differences
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 
@@ -94,30 +97,33 @@ def _loss_function(
     options: LossOptions, compare: bool, custom: CustomLoss | None, hooks: LossHooks | None
 ) -> LossFunction:
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-        if custom is not None:
-            value, sums = custom(batch, output)
-        else:
-            # A critic gives values alone.
-            value, sums = micro_batch_loss(output[0], output[-1], batch, options, compare, hooks)
+        try:
+            if custom is not None:
+                value, sums = custom(batch, output)
+            else:
+                # A critic gives values alone.
+                value, sums = micro_batch_loss(output[0], output[-1], batch, options, compare, hooks)
+        except HookError as error:
+            error.positions = list(batch.samples)
+            raise
         # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
         return value, torch.zeros((), dtype=torch.int, device=output.device), sums
 
     return loss
 
 
-def reduce_sums(
-    parts: list[LossSums], device: torch.device, same_names: bool = True
-) -> tuple[dict[str, float], dict[str, float], float]:
-    """(sums, token_sums, peak) over micro-batches and ranks, on every rank; `parts` is [] but on the last stage.
+_KINDS = ("sums", "token_sums", "sequence_sums")
+
+
+def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = True) -> StepReport:
+    """The sums over micro-batches and ranks, on every rank; `parts` is [] but on the last stage.
 
     same_names: every rank is known to report the same.
     """
     found: list[Any] = [None]
     if parallel_state.is_pipeline_last_stage():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        names = sorted(
-            {(kind, name) for part in parts for kind in (0, 1) for name in (part.sums, part.token_sums)[kind]}
-        )
+        names = sorted({(kind, name) for part in parts for kind in _KINDS for name in getattr(part, kind)})
         if not same_names:
             everywhere: list[Any] = [None] * group.size()
             dist.all_gather_object(everywhere, names, group=group)
@@ -125,14 +131,14 @@ def reduce_sums(
         values = torch.zeros(len(names), dtype=torch.float64, device=device)
         peak = torch.zeros(1, dtype=torch.float64, device=device)
         for part in parts:
-            kinds = (part.sums, part.token_sums)
-            values += torch.stack([kinds[kind].get(name, peak.new_zeros(())) for kind, name in names])
+            values += torch.stack([getattr(part, kind).get(name, peak.new_zeros(())) for kind, name in names])
             peak = torch.maximum(peak, part.peak)
         if group.size() > 1:
             dist.all_reduce(values, group=group)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         total = dict(zip(names, values.tolist(), strict=True))
-        found = [(*({n: v for (k, n), v in total.items() if k == kind} for kind in (0, 1)), float(peak))]
+        kinds = ({n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS)
+        found = [StepReport(*kinds, peak=float(peak))]
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -156,16 +162,18 @@ def train_step(
     device: torch.device,
     custom: CustomLoss | None = None,
     hooks: LossHooks | None = None,
-) -> tuple[dict[str, float], list[int]]:
-    """One optimizer step over this rank's micro-batches; metrics over all ranks.
+    differences: Differences | None = None,
+) -> tuple[StepReport, list[int]]:
+    """One optimizer step over this rank's micro-batches; its report over all ranks.
 
     `custom` takes the place of the losses that `options` choose; `hooks` are a user's functions within them.
+    `differences` takes what the losses compared, sample by sample.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
-    as they are, and `train/skipped` is 1.
+    as they are, and the report's number `skipped` is 1.
 
     Returns:
-        The metrics; and of a skipped step the shard's samples whose loss is not finite, on the last pipeline stage.
+        The report; and of a skipped step the shard's samples whose loss is not finite, on the last pipeline stage.
     """
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
@@ -174,17 +182,20 @@ def train_step(
     # A user's function may report on some ranks what it does not on others.
     has_own = custom is not None or hooks is not None or options.custom_policy_loss_path is not None
     parts = _run(trained, batches, loss, forward_only=False, logits=custom is not None)
-    metrics = step_metrics(*reduce_sums(parts, device, same_names=not has_own))
-    metrics["train/lr"] = float(trained.optimizer.param_groups[0]["lr"])
+    report = reduce_sums(parts, device, same_names=not has_own)
+    if differences is not None:
+        differences.add(parts)
+    lr = float(trained.optimizer.param_groups[0]["lr"])
     found_inf = trained.optimizer.prepare_grads()
     norm = float(trained.optimizer.get_grad_norm())
-    finite = not found_inf and math.isfinite(norm) and math.isfinite(metrics["train/loss"])
+    finite = not found_inf and math.isfinite(norm) and math.isfinite(report.sums["loss"])
     if finite:
         _clip(trained.optimizer, norm)
         trained.optimizer.step_with_ready_grads()
         trained.scheduler.step(1)
     bad = [] if finite else sorted({sample for part in parts for sample in part.bad_samples()})
-    return metrics | {"train/grad_norm": norm, "train/skipped": 0.0 if finite else 1.0}, bad
+    report.numbers.update({"lr": lr, "grad_norm": norm, "skipped": 0.0 if finite else 1.0})
+    return report, bad
 
 
 def _clip(optimizer: Any, norm: float) -> None:
@@ -208,5 +219,5 @@ def evaluate(trained: Trained, batches: list[MicroBatch], device: torch.device) 
         mask = batch.fields["loss_mask"]
         loss = -(output[0] * mask).sum()
         parts.append(LossSums({"loss": loss.double()}, {"tokens": mask.sum().double()}, mask.new_zeros(1).double()))
-    sums, token_sums, _ = reduce_sums(parts, device)
-    return sums["loss"], token_sums["tokens"]
+    report = reduce_sums(parts, device)
+    return report.sums["loss"], report.token_sums["tokens"]

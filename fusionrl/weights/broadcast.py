@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.weights.calls import wait_all
-from fusionrl.weights.group import create_group_store, init_external_group
+from fusionrl.weights.group import init_external_group
 from fusionrl.weights.plan import EngineTarget
+from fusionrl.weights.stores import create_group_store
 
 
 class Broadcast:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
+from fusionrl.file_hashes import plain_name
 from fusionrl.weights.delta import Encoding, checksum_of, encode
 from fusionrl.weights.hf_io import INDEX, copy_companions
 from fusionrl.weights.plan import buckets
@@ -65,8 +66,10 @@ class Manifest:
         try:
             raw = json.loads(Path(folder, MANIFEST).read_text(encoding="utf-8"))
             changes = {name: Change(**change) for name, change in raw.pop("changes").items()}
+            for name in raw["files"]:
+                plain_name(name, MANIFEST)
             return Manifest(**raw, changes=changes)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RuntimeError(
                 f"{folder} is no complete version of the weights ({error!r}); --update-weight-disk-dir must name one"
                 " folder that the nodes of all trainers and engines see"

@@ -1,8 +1,9 @@
 """Process groups between a trainer rank and SGLang's ranks, outside the trainer's default group.
 
-The engine's side is `/init_weights_update_group`: every SGLang rank connects to a TCPStore at the given
-address, puts the group's name as a prefix before its keys, and makes a group of `world_size` ranks from it
-with torch's group constructor. Any process that does the same is a member; nothing of SGLang is needed.
+The engine's side is `/init_weights_update_group`: every SGLang rank opens the store at the given address (see
+`fusionrl.weights.stores` and `fusionrl.engines.rendezvous`), puts the group's name as a prefix before its keys, and
+makes a group of `world_size` ranks from it with torch's group constructor. Any process that does the same is a member;
+nothing of SGLang is needed.
 torch has no public call for a second, independent group, so the constructor behind `init_process_group` is
 used, on both sides the one of the installed torch, which keeps the keys equal.
 """
@@ -15,20 +16,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fusionrl.weights.stores import create_group_store, join_group_store
 
-def create_group_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Rank 0's store on a free port of `host`, bound at once, so that no other process can take the port.
-
-    Pass `store.port` to the engines as the group's master port and the store to `init_external_group`.
-    """
-    return dist.TCPStore(
-        host,
-        0,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+__all__ = ["create_group_store", "init_external_group"]
 
 
 def init_external_group(
@@ -40,26 +30,18 @@ def init_external_group(
     group_name: str,
     timeout_s: float,
     *,
-    store: dist.TCPStore | None = None,
+    store: dist.Store | None = None,
 ) -> dist.ProcessGroup:
     """Join the group `group_name`; blocks until all `world_size` ranks have.
 
-    `backend` is "gloo" or "nccl". Rank 0 serves the store at `master_address:master_port` unless it passes
-    one from `create_group_store`; `timeout_s` bounds the meeting and every later collective. Raises
+    `backend` is "gloo" or "nccl". Rank 0 passes the `store` that `create_group_store` made; another rank joins the one
+    at `master_address:master_port`. `timeout_s` bounds the meeting and every later collective. Raises
     torch.distributed.DistError (a RuntimeError) when the others do not come in time. The default group may
     or may not exist. End with `torch.distributed.destroy_process_group(group)`.
     """
     timeout = timedelta(seconds=timeout_s)
     if store is None:
-        store = dist.TCPStore(
-            master_address,
-            master_port,
-            world_size=world_size,
-            is_master=rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = join_group_store(master_address, master_port, timeout_s)
     store.set_timeout(timeout)
     # torch 2.6 renamed the argument.
     parameters = inspect.signature(c10d._new_process_group_helper).parameters

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusionrl.config.model_shape import ModelShape
 from fusionrl.config.quantization import SCALE, read_quantization
+from fusionrl.file_hashes import plain_name
 from fusionrl.weights import convert, families
 from fusionrl.weights.fp8 import dequantize
 
@@ -58,8 +59,9 @@ class HFReader:
         index = self.folder / INDEX
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+                files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                return {name: plain_name(file, "weight_map") for name, file in files.items()}
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{self.flag} {index}: no valid index of weights ({error!r})") from error
         if not (self.folder / SINGLE).is_file():
             raise ValueError(

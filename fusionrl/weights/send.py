@@ -33,9 +33,9 @@ from fusionrl.weights.cuda_ipc import CudaIpc
 from fusionrl.weights.export import Exporter
 from fusionrl.weights.fp8 import quantized
 from fusionrl.weights.gather import PartGatherer, Parts, convert_in_place, views_of
-from fusionrl.weights.group import create_group_store
 from fusionrl.weights.plan import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, plan_push
 from fusionrl.weights.shared_memory import send_shared
+from fusionrl.weights.stores import create_group_store, join_group_store
 from fusionrl.weights.turns import PushStopped, Turns
 
 
@@ -147,7 +147,7 @@ class WeightSender:
         store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
         facts = self._tell_all((self.node_id, self.host, store and store.port))
         if not self._is_alone:
-            self._store = store or dist.TCPStore(facts[0][1], facts[0][2], is_master=False, wait_for_workers=False)
+            self._store = store or join_group_store(facts[0][1], facts[0][2], self.timeout_s)
         self._nodes = [node for node, _, _ in facts]
 
     def _make_order(self, targets: tuple[EngineTarget, ...], transport: str) -> _Order:

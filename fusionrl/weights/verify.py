@@ -56,7 +56,7 @@ def verify_push(
         if is_exact:
             raise WeightMismatch(text)
         logger.warning("%s (as the engine lays them out; the log-probs decide)", text)
-    answers = asyncio.run(_ask(urls, api_key, _prompts(vocab_size), temperature))
+    answers = asyncio.run(_ask(urls, api_key, vocab_size, temperature))
     for target, own in zip(targets, answers, strict=True):
         versions = sorted({int(v) for answer in own for v, _ in answer.weight_versions})
         if versions != [version]:
@@ -113,14 +113,13 @@ def _prompts(vocab_size: int) -> list[np.ndarray]:
     return [random.integers(0, vocab_size, length).astype(np.int32) for length in _PROBE_PROMPTS]
 
 
-async def _ask(
-    urls: Sequence[str], api_key: str | None, prompts: Sequence[np.ndarray], temperature: float
-) -> list[list[Generation]]:
-    """For each engine its answers of a few tokens to `prompts`."""
+async def _ask(urls: Sequence[str], api_key: str | None, vocab_size: int, temperature: float) -> list[list[Generation]]:
+    """For each engine its answers of a few tokens to `_prompts`."""
+    prompts = _prompts(vocab_size)
     params = {"max_new_tokens": _PROBE_TOKENS, "temperature": temperature, "ignore_eos": True}
 
     async def ask(url: str) -> list[Generation]:
-        async with GenerateClient(url, api_key, timeout_s=300.0, max_connections=len(prompts)) as client:
+        async with GenerateClient(url, api_key, 300.0, len(prompts), vocab_size=vocab_size) as client:
             payloads = [{"input_ids": p.tolist(), "sampling_params": params, "return_logprob": True} for p in prompts]
             return list(await asyncio.gather(*(client.generate(payload) for payload in payloads)))
 

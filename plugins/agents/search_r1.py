@@ -35,8 +35,9 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
         answer = await generate_turn(args, sample, sampling_params)
         if answer is None or sample.status != sample.Status.COMPLETED:
             return sample
-        _, found, query = answer.text.removesuffix("</search>").rpartition("<search>")
-        if not found or not answer.text.endswith("</search>"):
+        said, closed, _ = answer.text.partition("</search>")  # the last token may hold more than the stop string
+        _, opened, query = said.rpartition("<search>")
+        if not (opened and closed):
             return sample
         if turn + 1 < args.max_turns:
             tokenizer = load_tokenizer(args.hf_checkpoint)

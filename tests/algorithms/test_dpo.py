@@ -57,6 +57,7 @@ def test_slopes_are_those_of_the_loss(smoothing: float):
         steps = [pair_loss(h + step, 0.3, smoothing) for step in (1e-5, -1e-5)]
         assert slopes[pair] == pytest.approx((steps[0] - steps[1]) / 2e-5, rel=1e-8)
     assert means == {
+        "num_pairs": 4.0,
         "pairs_excluded": 0.0,
         "dpo_loss": pytest.approx(total, rel=1e-12),
         "chosen_reward": pytest.approx(0.3 * (0.9 + 0.2 - 0.7 + 1.5) / 4),
@@ -80,8 +81,8 @@ def test_a_pair_that_cannot_be_compared_is_left_out_and_counted(bad: float | Non
     want, of_others = pair_slopes([a for a in ANSWERS if a[0] != 3], 0.3, 0.1)
     assert slopes == want and 3 not in slopes
     assert means == of_others | {"pairs_excluded": 1.0}
-    assert pair_slopes(broken[-1:], 0.3, 0.1) == ({}, {"pairs_excluded": 1.0})
-    assert pair_slopes([], 0.3, 0.1) == ({}, {"pairs_excluded": 0.0})
+    assert pair_slopes(broken[-1:], 0.3, 0.1) == ({}, {"num_pairs": 0.0, "pairs_excluded": 1.0})
+    assert pair_slopes([], 0.3, 0.1) == ({}, {"num_pairs": 0.0, "pairs_excluded": 0.0})
 
 
 def test_mistakes():

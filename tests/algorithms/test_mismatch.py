@@ -31,6 +31,8 @@ def test_metrics_equal_loops_over_any_split():
     train, rollout, mask = draws(noise(0.6, 50))
     mask[::7] = 0
     rollout[0], rollout[8], train[9] = math.nan, -math.inf, math.nan  # the first is masked
+    rollout[10], rollout[11], rollout[14], rollout[15] = 0.0, 0.0, 0.0, 0.0  # the third is masked
+    train[10], train[11], train[14], train[15] = -3.0, -0.6, -3.0, -0.4
     parts = [mismatch_sums(train[i], rollout[i], mask[i]) for i in (slice(0, 13), slice(13, 13), slice(13, 50))]
     got = mismatch_metrics(sum(sums for sums, _ in parts), torch.stack([peak for _, peak in parts]).max())
     x = [float(train[i] - rollout[i]) for i in range(50) if mask[i] and i not in (8, 9)]
@@ -46,6 +48,7 @@ def test_metrics_equal_loops_over_any_split():
         "logprob_k3": pytest.approx(sum(math.exp(d) - 1 - d for d in x) / n),
         "logprob_diff_over": pytest.approx(sum(abs(d) > 0.5 for d in x) / n),
         "logprob_ess": pytest.approx(sum(ratios) ** 2 / (n * sum(r * r for r in ratios))),
+        "logprob_not_sampled": pytest.approx(2 / n),
     }
 
 
@@ -99,6 +102,40 @@ def test_few_large_differences_point_at_routing_and_attention():
 def test_differences_everywhere_point_at_the_dtype():
     text = warning(noise(0.2))
     assert text is not None and "Look at: the dtype of weights, KV cache and output layer" in text
+
+
+GENERATE = "--custom-generate-function-path my_generate.py:generate"
+
+
+def with_tool_tokens(count: int, size: int = 2000) -> dict[str, float]:
+    """The report on samples in which `count` tokens of a tool have mask 1 and log-prob 0."""
+    train, rollout, mask = draws(noise(0.002, size))
+    tool = slice(100, 100 + count)
+    train[tool], rollout[tool] = train[tool].clamp(max=-0.6), 0.0
+    return mismatch_metrics(*mismatch_sums(train, rollout, mask))
+
+
+@pytest.mark.parametrize("count", [4, 40, 400, 1900])
+def test_trained_tokens_that_no_engine_sampled_point_at_the_mask(count: int):
+    metrics = with_tool_tokens(count)
+    assert metrics["logprob_not_sampled"] == count / 2000
+    text = mismatch_warning(metrics, functions=[GENERATE])
+    assert text is not None and f"the loss_mask that {GENERATE} sets" in text and "--rollout-top" not in text
+    assert f"{count / 2000:.1%} of the trained tokens have a log-prob of exactly 0" in text
+
+
+def test_without_a_function_of_the_users_zeros_are_the_engines():
+    text = mismatch_warning(with_tool_tokens(400))
+    assert text is not None and "loss_mask" not in text and "Look at: --rollout-top-k and --rollout-top-p" in text
+
+
+def test_a_log_prob_of_0_that_the_trainer_shares_is_none():
+    """A token of which the model is sure, and a mismatch in others: nothing points at the mask."""
+    train, rollout, mask = draws(noise(0.2))
+    train[:100], rollout[:100] = -1e-6, 0.0
+    train[100], rollout[100] = -0.7, 0.0
+    text = mismatch_warning(mismatch_metrics(*mismatch_sums(train, rollout, mask)), functions=[GENERATE])
+    assert text is not None and "loss_mask" not in text and "Look at: the dtype" in text
 
 
 def test_a_drift_is_noticed_below_the_limits():

@@ -242,3 +242,89 @@ def twice(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: i
 
 def forgets_to_return(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> Any:
     buffer.pop(0)
+
+
+def _ratio(sample: Sample) -> float:
+    assert sample.index is not None
+    return 1 / (sample.index - 3)
+
+
+async def ratio(args: Any, sample: Sample, **kwargs: Any) -> float:
+    return _ratio(sample)
+
+
+def ratios_of_a_group(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    return [_ratio(sample) for sample in samples]
+
+
+def ratios(args: Any, samples: list[Sample]) -> Any:
+    return [_ratio(sample) for sample in samples], []
+
+
+def ratio_in_a_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    groups = bare_lists(args, rollout_id, data_source)
+    for group in groups:
+        for sample in group:
+            sample.reward = _ratio(sample)
+    return groups
+
+
+def gives_none(*args: Any, **kwargs: Any) -> None: ...
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise TypeError("not to be shown")
+
+
+def leaves_a_trap(args: Any, samples: list[Sample]) -> Any:
+    for sample in samples:
+        sample.metadata["trap"] = Unwritable()
+    raise KeyError("mine")
+
+
+def looks_at_one(rollout_id: int, args: Any, data: dict[str, Any], metrics: dict[str, Any]) -> bool:
+    sample = data["set"]["samples"][1]
+    return bool(sample.metadata["no such"])
+
+
+class Breaks_get_samples(RolloutDataSourceWithBuffer):
+    def get_samples(self, num_samples: int) -> Any:
+        raise KeyError("mine")
+
+
+class Breaks_len(RolloutDataSourceWithBuffer):
+    def __len__(self) -> int:
+        raise KeyError("mine")
+
+
+class Breaks_state_dict(RolloutDataSourceWithBuffer):
+    def state_dict(self) -> Any:
+        raise KeyError("mine")
+
+
+class Breaks_save(RolloutDataSourceWithBuffer):
+    def save(self, rollout_id: int) -> None:
+        raise KeyError("mine")
+
+
+class Breaks_load(Breaks_save):
+    def save(self, rollout_id: int) -> None: ...
+
+    def load(self, rollout_id: int | None = None) -> None:
+        raise KeyError("mine")
+
+
+def backwards(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    """A conversion that reorders the samples and leaves some out."""
+    kept = samples[:1:-1]
+    return {
+        "tokens": [s.tokens for s in kept],
+        "response_lengths": [s.response_length for s in kept],
+        "rewards": [float(s.reward) for s in kept],  # type: ignore[arg-type]
+        "sample_indices": [s.index for s in kept],
+    }
+
+
+def backwards_without_indices(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    return {name: values for name, values in backwards(args, samples).items() if name != "sample_indices"}

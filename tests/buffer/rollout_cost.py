@@ -20,6 +20,7 @@ from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import read_model_shape
 from fusionrl.plan.plan import make_plan
+from tools.bench.buffer import VOCAB_SIZE
 
 SIZES = (64, 256)
 NUM_TOKENS = 4096
@@ -48,7 +49,8 @@ def make_buffer(url: str, model: Path, folder: Path, num_samples: int) -> Buffer
         "actor_num_gpus_per_node": 1,
     }
     config = Config.from_flat(values)
-    plan = make_plan(config, read_model_shape(model), device="cpu", num_prompts=num_samples // GROUP)
+    shape = read_model_shape(model).model_copy(update={"vocab_size": VOCAB_SIZE})  # of the answers, which are checked
+    plan = make_plan(config, shape, device="cpu", num_prompts=num_samples // GROUP)
     run_dir = str(folder / f"run-{num_samples}")
     # The object store's part: it has a copy of its own.
     buffer = BufferActor(config, plan, run_dir, 1, EngineEndpoints(url, (url,)), put=copy.deepcopy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.config.model_shape import read_model_shape
+from fusionrl.data.sample import Sample
 from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.plan.plan import make_plan
 from fusionrl.rewards.dispatch import RewardError
@@ -128,7 +130,7 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
     seconds, error, status = run(scene())
     assert max(seconds) < 0.1, seconds
     assert isinstance(error, RolloutAborted)
-    assert status["phase"] == "rollout 0"
+    assert status["phase"] == "rollout of step 1"
     assert 0 < status["seconds"] < 5
     assert status["offset"] == 4
     assert run(made.status())["phase"] == "idle"
@@ -431,8 +433,18 @@ def test_no_accepted_sample_stands_there_twice(buffer: MakeBuffer, tmp_path: Pat
     resumed = reject_sampling(buffer, attempt=2)
     run(resumed.load(str(tmp_path / "s.json")))
     assert [row["rollout_id"] for row in rows_of(path)] == [0] * 4 + [1] * 4
+    assert [row["step"] for row in rows_of(path)] == [1] * 4 + [2] * 4
     run(resumed.generate(2))
     assert rows_of(path) == whole
+    summary = json.loads((made.run_dir / "accepted.jsonl.summary.json").read_text())
+    assert list(summary["steps"]) == ["1", "2", "3"]
+    # A folder of an earlier version counted by rollout_id.
+    (made.run_dir / "accepted.jsonl.summary.json").write_text(
+        json.dumps(summary | {"rollouts": {str(int(step) - 1): c for step, c in summary.pop("steps").items()}})
+    )
+    again = reject_sampling(buffer, attempt=3)
+    run(again.load(str(tmp_path / "s.json")))
+    assert list(json.loads((made.run_dir / "accepted.jsonl.summary.json").read_text())["steps"]) == ["1", "2"]
     # A resume without any checkpoint makes all rollouts again.
     restarted = reject_sampling(buffer, attempt=3)
     for rollout_id in range(3):
@@ -513,7 +525,97 @@ def test_a_hook_that_raises_is_named(buffer: MakeBuffer, field: str) -> None:
 
     with pytest.raises(HookError) as caught:
         call()
-    assert str(caught.value) == f"--{field.replace('_', '-')} {HOOKS}:breaks: KeyError: 'mine'"
+    first, where, code, *rest = str(caught.value).splitlines()
+    assert first == f"--{field.replace('_', '-')} {HOOKS}:breaks: KeyError: 'mine'"
+    assert where.startswith(f'  File "{HOOKS}", line ') and where.endswith(", in breaks")
+    assert code == '    raise KeyError("mine")'
+    assert all("samples that it was at: " in line for line in rest), "no other frames"
+
+
+def failed_samples(made: BufferActor, message: str, kind: str = "failed") -> list[Sample]:
+    """The samples at which a hook raised, of the file that the last line of its message names."""
+    (file,) = list_rollouts(made.run_dir, kind)
+    assert message.splitlines()[-1].endswith(f": {file.path}")
+    return [Sample.from_dict(row) for row in file.rows()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "indices"),
+    [
+        ({"custom_reward_post_process_path": "ratios"}, [3]),  # in a loop over the samples
+        ({"custom_rm_path": "ratio"}, [3]),  # in a reward process
+        ({"custom_rm_path": "ratios_of_a_group", "group_rm": True}, [3]),
+        ({"rollout_function_path": "ratio_in_a_rollout"}, [3]),
+        ({"rollout_function_path": "misaligned"}, [2]),  # it returned one that does not fit
+        ({"rollout_sample_filter_path": "breaks"}, list(range(8))),  # which one is not known: all that it was given
+        ({"dynamic_sampling_filter_path": "gives_none"}, [0, 1]),
+    ],
+    ids=str,
+)
+def test_the_samples_at_which_a_hook_raised_are_written(
+    buffer: MakeBuffer, changes: dict[str, Any], indices: list[int]
+) -> None:
+    (path, name), *flags = changes.items()
+    made = buffer(**{path: f"{HOOKS}:{name}", **dict(flags)})
+    with pytest.raises(HookError) as caught:
+        run(made.generate(0))
+    samples = failed_samples(made, str(caught.value))
+    assert [sample.index for sample in samples] == indices
+    assert all(sample.prompt == f"p{sample.index // 2}" and len(sample.tokens) == 4 for sample in samples)  # type: ignore[operator]
+    assert all(sample.error in str(caught.value) for sample in samples)  # type: ignore[attr-defined]
+    if "ratio" in name:
+        first, *lines = str(caught.value).splitlines()
+        assert first.endswith(f"{HOOKS}:{name}: ZeroDivisionError: division by zero at sample 3")
+        assert "    return 1 / (sample.index - 3)" in lines
+        assert lines[0].startswith(f'  File "{HOOKS}", line '), "frames of the framework are left out"
+
+
+def test_the_log_has_the_traceback_of_a_reward_process(buffer: MakeBuffer) -> None:
+    made = buffer(custom_rm_path=f"{HOOKS}:ratio")
+    with pytest.raises(RewardError) as caught:
+        run(made.generate(0))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "fusionrl/rewards/worker.py" in text and "fusionrl/buffer/actor.py" in text
+
+
+def test_a_sample_that_cannot_be_written_does_not_hide_the_error(buffer: MakeBuffer) -> None:
+    made = buffer(custom_reward_post_process_path=f"{HOOKS}:leaves_a_trap")
+    with pytest.raises(HookError, match=r":leaves_a_trap: KeyError: 'mine'"):
+        run(made.generate(0))
+    assert not [file for file in list_rollouts(made.run_dir) if file.kind == "failed"]
+
+
+def test_samples_of_an_evaluation_have_a_file_of_their_own(buffer: MakeBuffer) -> None:
+    made = buffer(custom_eval_rollout_log_function_path=f"{HOOKS}:looks_at_one")
+    with pytest.raises(HookError, match=r":looks_at_one: KeyError: 'no such' at sample 1\n") as caught:
+        run(made.evaluate(0))
+    assert [sample.index for sample in failed_samples(made, str(caught.value), "eval-failed")] == [1]
+
+
+@pytest.mark.parametrize("method", ["get_samples", "__len__", "state_dict", "save", "load"])
+def test_a_data_source_that_raises_is_named(buffer: MakeBuffer, tmp_path: Path, method: str) -> None:
+    """In the default rollout, which calls it in many places."""
+
+    def call() -> None:
+        made = buffer(rollout_function_path=None, data_source_path=f"{HOOKS}:Breaks_{method.strip('_')}")
+        if method == "get_samples":
+            run(made.generate(0))
+        run(made.save(str(tmp_path / "state.json"), -1))
+        run(made.load(str(tmp_path / "state.json")))
+
+    with pytest.raises(HookError) as caught:
+        call()
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"--data-source-path {HOOKS}:Breaks_{method.strip('_')}: KeyError: 'mine'"
+    assert lines[0].endswith(f"in {method}")
+
+
+def test_a_post_process_that_returns_no_pair_is_named(buffer: MakeBuffer) -> None:
+    made = buffer(custom_reward_post_process_path=f"{HOOKS}:gives_none")
+    with pytest.raises(
+        HookError, match=r"gives_none: it returned NoneType; a tuple \(raw rewards, rewards\) is wanted"
+    ):
+        run(made.generate(0))
 
 
 def test_a_sample_whose_fields_do_not_fit_names_the_function(buffer: MakeBuffer) -> None:

@@ -16,7 +16,7 @@ ELSEWHERE = {"rollout_function_path", "custom_rm_path", "tools_path"}  # README.
 
 def test_every_place_is_there() -> None:
     assert {flag for flag, _, _ in EXAMPLES} == {flag_of(field) for field in SIGNATURES if field not in ELSEWHERE}
-    table = PAGE.split("## ")[0]
+    table = PAGE.split("## The places")[1].split("\n## ")[0]
     assert all(f"| `{flag_of(field)}`" in table for field in SIGNATURES)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusionrl import cli
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.parser import read_args
 from fusionrl.config.presets import ACCURACY
@@ -200,11 +201,11 @@ def test_every_bad_line_is_named(errors: Errors, write_rows: Callable[..., Path]
     found = errors(prompt_data=str(data))
     wanted = {
         2: "not valid JSON",
-        3: "no column 'input' (--input-key); it has ['imput', 'label']",
+        3: "column 'input' is missing; the columns are imput, label: --input-key imput?",
         4: "no JSON object",
         6: "neither text nor a list of messages",
         7: "is empty",
-        8: "no column 'label' (--label-key)",
+        8: "column 'label' is missing; the columns are input",
         9: "column 'metadata' is no JSON object",
         10: "add --apply-chat-template",
     }
@@ -214,8 +215,22 @@ def test_every_bad_line_is_named(errors: Errors, write_rows: Callable[..., Path]
         assert part in message
 
 
-def test_a_thousand_bad_lines_do_not_fill_the_screen(errors: Errors, write_rows: Callable[..., Path]) -> None:
-    assert len(errors(prompt_data=str(write_rows([{"x": 1}] * 1000, "bad.jsonl")))) == 20
+def test_a_wrong_column_is_one_line(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    data = write_rows([{"question": "1+1=", "label": "2"}] * 1000, "bad.jsonl")
+    text = "column 'input' is missing in 1,000 of 1,000 rows (lines 1, 2, 3, …); the columns are question, label"
+    wanted = f"--prompt-data {data}: {text}: --input-key question?"
+    assert errors(prompt_data=str(data)) == [wanted]
+
+
+def test_bad_data_is_not_told_again_as_too_few_rows_for_an_epoch(
+    write_rows: Callable[..., Path], tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows([{"question": "1+1=", "label": "2"}] * 30, "bad.jsonl")
+    flags = f"plan --mode rl --hf-checkpoint {tiny_model} --prompt-data {data} --label-key label --rm-type exact"
+    flags += " --rollout-batch-size 32 --n-samples-per-prompt 2 --rollout-max-response-len 4 --num-epoch 1 --device cpu"
+    assert cli.main(flags.split()) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "column 'input' is missing in 30 of 30 rows" in told[0], told
 
 
 def test_files_that_are_no_prompt_data(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
@@ -262,7 +277,9 @@ def test_evaluation_sets_of_a_file(
     one(found(f"{good}, rm_type: exakt"), "set a: rm_type exakt: unknown", "exact")
     one(found(f"{good}, min_new_tokens: 5"), "set a: min_new_tokens 5 is over max_response_len 4")
     one(found(f"{good}, custom_rm_path: no_module.rm"), "set a: --custom-rm-path", "no_module")
-    one(found(f"name: a, path: {other}"), f"set a: {other}: line 1: no column 'input' (input_key)")
+    both = found(f"name: a, path: {other}")
+    for error, key, guess in zip(both, ("input", "label"), ("question", "answer"), strict=True):
+        one([error], f"set a: {other}: line 1: column '{key}' is missing", f"{key}_key {guess}?")
     one(found(good.replace("name: a", "name: a.b")), "set a.b: the name of a set is of letters")
     one(found(f"name: a, path: {other}, tempo: 1"), "datasets[0].tempo: unknown key")
     one(found(good, eval_prompt_data=["a", str(other)]), "--eval-config", "--eval-prompt-data exclude each other")
@@ -334,7 +351,7 @@ def test_several_sets(base: dict[str, Any], errors: Errors, write_rows: Callable
     one(errors(prompt_data=[f"{more}@[20:]"]), "more.jsonl@[20:]: it has no rows")
     one(errors(prompt_data=[f"{more}@[2]"]), "PATH@[START:STOP]")
     bad = str(write_rows([{"input": "x"}], "bad.jsonl"))
-    one(errors(prompt_data=[good, bad]), "bad.jsonl: line 1: no column 'label'")
+    one(errors(prompt_data=[good, bad]), "bad.jsonl: line 1: column 'label' is missing")
 
 
 def test_epochs_are_counted_without_the_prompts_that_are_too_long(
@@ -449,3 +466,52 @@ def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch)
         "--update-weight-delta-checksum blake3: the package blake3 is not installed; pip install blake3",
         "--update-weight-mode delta: the package zstandard is not installed; pip install zstandard",
     ]
+
+
+# ------------------------------------------------------------------------------------------------ rows in the plan
+def test_the_plan_finds_what_a_template_refuses(
+    errors: Errors, base: dict[str, Any], tiny_model: Path, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    strict = shutil.copytree(tiny_model, tmp_path / "strict")
+    (strict / "chat_template.jinja").write_text(
+        "{% if messages | length > 1 %}{{ raise_exception('one message alone') }}{% endif %}{{ messages[0].content }}"
+    )
+    user = {"role": "user", "content": "1+1="}
+    data = write_rows([{"input": [user] * (1 + number % 2), "label": "2"} for number in range(100)], "chats.jsonl")
+    flags = {"prompt_data": str(data), "apply_chat_template": True}
+    assert errors(**flags) == []
+    one(
+        errors(**flags, hf_checkpoint=str(strict)),
+        f"--prompt-data {data}: column 'input': the chat template does not take the messages in 50 of 100 rows"
+        " (lines 2, 4, 6, …; line 2: the chat template of --hf-checkpoint refuses it (one message alone))",
+    )
+
+
+def test_the_plan_warns_of_special_tokens_and_refuses_them_where_no_mask_can_be_made(
+    base: dict[str, Any], write_rows: Callable[..., Path]
+) -> None:
+    def chat(question: str, answer: str) -> dict[str, Any]:
+        turns = (("user", question), ("assistant", answer))
+        return {"input": [{"role": role, "content": content} for role, content in turns], "label": ""}
+
+    sft = base | {"mode": "sft", "rm_type": None, "n_samples_per_prompt": 1}
+    sft = {name: value for name, value in sft.items() if value is not None}
+    quoted = str(write_rows([chat("1+1=", "2"), chat("what is <|im_end|>?", "a marker")], "quoted.jsonl"))
+    checked, found = validate(Config.from_flat(sft | {"prompt_data": quoted}))
+    assert found == []
+    one(list(checked.data_warnings), "quoted.jsonl: line 2: ", "special token of the tokenizer", "'<|im_end|>'")
+    broken = str(write_rows([chat("1+1=", "2"), chat("1+2=", "3<|im_end|><|im_end|>")], "broken.jsonl"))
+    one(validate(Config.from_flat(sft | {"prompt_data": broken}))[1], "broken.jsonl: line 2: ", "end marker")
+
+
+def test_rows_that_would_end_the_run_later_end_the_plan(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    rows = [{"input": "1+1=", "label": "2"}] * 3
+    for line, part in (
+        ('{"input": "\\ud800", "label": "2"}', "half a character (a lone surrogate) (\\ud800)"),
+        ('{"input": "x", "label": NaN}', "column 'label' holds a number that is not finite (nan)"),
+        ('{"input": "x", "label": "2", "label": "3"}', "the key 'label' stands twice in one object"),
+        ('{"input": "x", "label": ' + "[" * 200 + "]" * 200 + "}", "more than 64 deep"),
+        ('{"input": "x", "label": ' + "[" * 20000 + "]" * 20000 + "}", "nested too deeply"),
+        ('{"input": "' + "1+" * 600_000 + '", "label": "2"}', "1,000,000 characters (1,200,000)"),
+    ):
+        one(errors(prompt_data=str(write_rows([*rows, line], "bad.jsonl"))), "bad.jsonl: line 4: ", part)

@@ -11,6 +11,7 @@ import pytest
 
 from fusionrl import cli
 from fusionrl.data.check import DataCheck
+from fusionrl.data.findings import Finding, Findings
 from fusionrl.data.prompts import PromptColumns
 
 Rows = Callable[..., Path]
@@ -34,45 +35,69 @@ def test_everything_that_is_wrong_is_told_with_its_line(write_rows: Rows, tokeni
     ]
     data = write_rows(rows)
     check = DataCheck(PromptColumns("q", "a", max_prompt_len=7), tokenizer)
-    found = list(check.problems(str(data)))
+    found, warnings = check.problems(str(data))
     wanted = [
-        (2, "not valid JSON"),
-        (3, "no JSON object"),
-        (4, "no column 'q' (--input-key); it has ['a', 'p']"),
-        (6, "column 'q' is empty"),
-        (7, "neither text nor a list of messages"),
-        (8, "neither text nor a list of messages"),
-        (9, "no column 'a' (--label-key)"),
-        (10, "column 'metadata' is no JSON object"),
-        (11, "the prompt has 8 tokens, --rollout-max-prompt-len is 7"),
-        (12, f"the same prompt as {data}: line 1"),
-        (13, f"the same prompt as {data}: line 1, with another label"),
+        "line 2: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+        "line 3: no JSON object",
+        "line 4: column 'q' is missing; the columns are p, a",
+        "line 6: column 'q' is empty",
+        "column 'q' is neither text nor a list of messages in 2 of 12 rows (lines 7, 8)",
+        "line 9: column 'a' is missing; the columns are q",
+        "line 10: column 'metadata' is no JSON object",
+        "line 11: the prompt is longer than --rollout-max-prompt-len 7 (8 tokens)",
+        f"line 13: the same prompt as an earlier row, with another label ({data}: line 1)",
     ]
-    assert len(found) == len(wanted), found
-    for problem, (line, part) in zip(found, wanted, strict=True):
-        assert problem.startswith(f"{data}: line {line}: ") and part in problem, problem
+    assert found == [f"{data}: {text}" for text in wanted]
+    assert warnings == [f"{data}: line 12: the same prompt as an earlier row ({data}: line 1)"]
     assert check.num_rows == 12
     assert check.summary() == "12 rows, prompt tokens min 4 median 4 max 8"
 
 
-def test_more_than_twenty_mistakes_are_all_told(write_rows: Rows) -> None:
-    assert len(list(DataCheck(PromptColumns("q")).problems(str(write_rows(["x"] * 50))))) == 50
+def test_one_line_a_cause_with_the_count_and_the_first_rows(write_rows: Rows) -> None:
+    data = write_rows([{"question": "1+1=", "answer": "2"}] * 1200 + ["x"] * 2)
+    found, warnings = DataCheck(PromptColumns("prompt", "label")).problems(str(data))
+    where = "in 1,200 of 1,202 rows (lines 1, 2, 3, …); the columns are question, answer"
+    assert found == [
+        f"{data}: column 'prompt' is missing {where}: --input-key question?",
+        f"{data}: column 'label' is missing {where}: --label-key answer?",
+        f"{data}: not valid JSON in 2 of 1,202 rows"
+        " (lines 1201, 1202; line 1201: Expecting value: line 1 column 1 (char 0))",
+    ]
+    assert warnings == []
+
+
+def test_many_causes_do_not_fill_the_screen(write_rows: Rows) -> None:
+    findings = Findings()
+    for number in range(1000):
+        findings.add(f"line {number + 1}", Finding(f"cause {number}"))
+    findings.num_rows = 1000
+    assert len(findings.errors()) == 21
+    assert findings.errors()[-1] == "and 980 more causes"
+    # Words of a row are in the detail, so that each row is not a cause of its own.
+    roles = [{"q": [{"role": f"bot{number}", "content": "x"}]} for number in range(100)]
+    data = write_rows(roles)
+    errors, warnings = DataCheck(PromptColumns("q", apply_chat_template=True)).problems(str(data))
+    assert errors == [] and len(warnings) == 1
+    assert "a message's role is unusual in 100 of 100 rows (lines 1, 2, 3, …; line 1: 'bot0')" in warnings[0]
 
 
 def test_duplicates_are_found_across_files(write_rows: Rows) -> None:
     check = DataCheck(PromptColumns("q", tool_key="t"))
     first, second = write_rows([{"q": "x"}, {"q": "y"}], "a.jsonl"), write_rows([{"q": "y"}], "b.jsonl")
-    assert list(check.problems(str(first))) == []
-    assert list(check.problems(str(second))) == [f"{second}: line 1: the same prompt as {first}: line 2"]
+    assert check.problems(str(first)) == ([], [])
+    assert check.problems(str(second)) == (
+        [],
+        [f"{second}: line 1: the same prompt as an earlier row ({first}: line 2)"],
+    )
     other_tools = write_rows([{"q": "y", "t": [{"name": "calc"}]}], "c.jsonl")
-    assert list(check.problems(str(other_tools))) == []
+    assert check.problems(str(other_tools)) == ([], [])
 
 
 def test_lengths_are_those_of_rendered_prompts(write_rows: Rows, tokenizer: Any) -> None:
     texts = ["a", "bcd", "efghi", "jklmnopqr"]
     columns = PromptColumns("q", apply_chat_template=True)
     check = DataCheck(columns, tokenizer)
-    assert list(check.problems(str(write_rows([{"q": text} for text in texts])))) == []
+    assert check.problems(str(write_rows([{"q": text} for text in texts]))) == ([], [])
     wanted = [
         len(tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"])
         for t in texts
@@ -84,7 +109,7 @@ def test_lengths_are_those_of_rendered_prompts(write_rows: Rows, tokenizer: Any)
 def test_conversations(write_rows: Rows, tokenizer: Any) -> None:
     turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     check = DataCheck(PromptColumns("m"), tokenizer, is_sft=True)
-    found = list(check.problems(str(write_rows([{"m": turn}, {"m": turn[:1]}]))))
+    found, _ = check.problems(str(write_rows([{"m": turn}, {"m": turn[:1]}])))
     assert len(found) == 1 and "line 2: " in found[0] and "without an assistant turn" in found[0]
     prompt = tokenizer.apply_chat_template(turn[:1], add_generation_prompt=True, tokenize=False)
     assert check.lengths == [len(tokenizer.encode(prompt, add_special_tokens=False))]
@@ -108,10 +133,10 @@ def test_the_command(write_rows: Rows, tiny_model: Path, capsys: pytest.CaptureF
     code, out, _ = run(capsys, str(good), f"x={good}@[1:]", *with_tokens, "--rollout-max-prompt-len", "4")
     assert code == 2
     assert out.splitlines() == [
-        f"{good}: line 2: the prompt has 5 tokens, --rollout-max-prompt-len is 4",
-        f"x={good}@[1:]: line 2: the same prompt as {good}: line 2",
-        f"x={good}@[1:]: line 2: the prompt has 5 tokens, --rollout-max-prompt-len is 4",
-        "3 rows, prompt tokens min 4 median 5 max 5; 3 problems",
+        f"{good}: line 2: the prompt is longer than --rollout-max-prompt-len 4 (5 tokens)",
+        f"x={good}@[1:]: line 2: the prompt is longer than --rollout-max-prompt-len 4 (5 tokens)",
+        f"warning: x={good}@[1:]: line 2: the same prompt as an earlier row ({good}: line 2)",
+        "3 rows, prompt tokens min 4 median 5 max 5; 2 problems, 1 warning",
     ]
     assert run(capsys, "--prompt-data", str(good), "nowhere.jsonl", *flags)[:2] == (
         2,

@@ -59,10 +59,10 @@ def test_prompts_that_are_too_long_are_counted(tokenizer: Any, write_rows: Calla
 
 def test_a_bad_row_stops_the_reading_with_its_line(tokenizer: Any, write_rows: Callable[..., Path]) -> None:
     data = write_rows([{"q": "x"}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match="line 3: no column 'q'"):
+    with pytest.raises(ValueError, match="line 3: column 'q' is missing"):
         load_prompts(data, tokenizer, PromptColumns("q"))
     data = write_rows([{"q": [{"role": "assistant", "content": "x"}]}, "", {"p": "y"}])
-    with pytest.raises(ValueError, match="line 3: no column 'q'"):
+    with pytest.raises(ValueError, match="line 3: column 'q' is missing"):
         load_conversations(data, PromptColumns("q"))
     with pytest.raises(ValueError, match="line 2: not valid JSON"):
         list(read_rows(write_rows([{"q": "x"}, "{'q': 1}"])))
@@ -72,9 +72,11 @@ def test_a_bad_row_stops_the_reading_with_its_line(tokenizer: Any, write_rows: C
 
 def test_conversations_stay_messages(write_rows: Callable[..., Path]) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    loaded = load_conversations(write_rows([{"q": messages, "tools": [1]}]), PromptColumns("q", tool_key="tools"))
+    loaded = load_conversations(
+        write_rows([{"q": messages, "tools": [{"n": 1}]}]), PromptColumns("q", tool_key="tools")
+    )
     assert loaded.samples[0].prompt == messages
-    assert loaded.samples[0].metadata == {"tools": [1]}
+    assert loaded.samples[0].metadata == {"tools": [{"n": 1}]}
 
 
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +105,25 @@ def test_parquet_rows(tmp_path: Path) -> None:
     (tmp_path / "y.parquet").write_text("no table")
     with pytest.raises(ValueError, match="not a readable parquet file"):
         list(read_rows(tmp_path / "y.parquet"))
+
+
+def test_a_prompt_of_megabytes_is_too_long_without_counting_its_tokens(
+    tokenizer: Any, write_rows: Callable[..., Path]
+) -> None:
+    class Counting:
+        chat_template = None
+        num_characters = 0
+
+        def encode(self, text: str, **kwargs: Any) -> list[int]:
+            self.num_characters += len(text)
+            return tokenizer.encode(text, **kwargs)
+
+    data = write_rows([{"q": "x"}, {"q": "1+" * 5_000_000}, {"q": "y"}])
+    counting = Counting()
+    loaded = load_prompts(data, counting, PromptColumns("q", max_prompt_len=512))
+    assert ([sample.prompt for sample in loaded.samples], loaded.num_too_long) == (["x", "y"], 1)
+    assert counting.num_characters == 2
+    with pytest.raises(ValueError, match=r"line 2: column 'q' has more than 1,000,000 characters \(10,000,000\)"):
+        load_prompts(data, counting, PromptColumns("q"))
+    # A long prompt that may be short in tokens is counted.
+    assert load_prompts(write_rows([{"q": "x" * 2000}]), tokenizer, PromptColumns("q", max_prompt_len=2000)).samples

@@ -82,7 +82,7 @@ def test_json_is_an_array_or_lines(tmp_path: Path, write_rows: Callable[..., Pat
     assert list(read_rows(array)) == [("row 1", rows[0]), ("row 2", rows[1])]
     assert list(read_rows(write_rows(rows, "b.json"))) == [("line 1", rows[0]), ("line 2", rows[1])]
     array.write_text('[{"q": "x"},\n {"q": }]')
-    with pytest.raises(ValueError, match=r"a\.json: not a valid JSON array .*line 2"):
+    with pytest.raises(ValueError, match=r"a\.json: row 2: not a valid JSON array .*line 2"):
         list(read_rows(array))
     array.write_text('[{"q": "x"}, 3]')
     with pytest.raises(ValueError, match=r"row 2: no JSON object"):

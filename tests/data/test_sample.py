@@ -60,6 +60,43 @@ def test_plain_lists_of_a_slime_function_can_be_appended_to() -> None:
     assert list(sample.rollout_log_probs) == [-1.0, -2.0, 0.0]  # type: ignore[arg-type]
 
 
+def versions(sample: Sample) -> list[int]:
+    assert sample.weight_versions is not None
+    return list(sample.weight_versions)
+
+
+def test_tokens_of_a_tool_have_the_version_of_the_turn() -> None:
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[2], trainable=False)  # before any turn
+    sample.append_response_tokens(tokens=[3], log_probs=[-1.0], meta_info={"weight_version": "5"})
+    sample.append_response_tokens(tokens=[4, 5], trainable=False)
+    sample.append_response_tokens(tokens=[6], log_probs=[-1.0])  # nobody says by which weights
+    assert versions(sample) == [-1, 5, 5, 5, -1]
+
+
+def test_an_answer_of_two_versions() -> None:
+    """Weights that change while a request runs: its spans say where."""
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+    meta = {"weight_version": "4", "weight_versions": spans, "finish_reason": {"type": "stop"}}
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[2] * 4, log_probs=[-1.0] * 4, meta_info=meta)  # the last one was cut off
+    assert versions(sample) == [3, 3, 4, 4]
+
+
+def test_what_slimes_functions_do_by_hand() -> None:
+    """`update_from_meta_info` after each turn, when its tokens are in the sample."""
+    sample = Sample(tokens=[1, 2, 3, 4], response_length=2)
+    sample.update_from_meta_info(None, {"weight_version": "7", "finish_reason": {"type": "stop"}})
+    assert versions(sample) == [7, 7] and sample.status == Sample.Status.COMPLETED
+    sample.tokens, sample.response_length = [1, 2, 3, 4, 5, 6, 7], 5  # a token of a tool, and two of a turn
+    answer = {"weight_version": "8", "completion_tokens": 2, "finish_reason": {"type": "length"}}
+    sample.update_from_meta_info(None, answer)
+    assert versions(sample) == [7, 7, -1, 8, 8] and sample.status == Sample.Status.TRUNCATED
+    sample.update_from_meta_info(None, {"finish_reason": {"type": "something new"}})
+    assert len(versions(sample)) == 5 and sample.status == Sample.Status.TRUNCATED
+    sample.validate()
+
+
 @pytest.mark.parametrize(
     ("values", "part"),
     [

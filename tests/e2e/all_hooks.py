@@ -11,6 +11,7 @@ from fusionrl.plugin_api import generate_rollout as plain_rollout
 
 
 def say(args: Any, name: str) -> None:
+    print(f"printed by {name}")
     with Path(args.seen).open("a") as out:
         out.write(name + "\n")
 

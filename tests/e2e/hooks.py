@@ -12,6 +12,25 @@ async def partial_credit(args: Any, sample: Any, **kwargs: Any) -> float:
     return 0.5 * sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
 
 
+async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
+    """As `partial_credit`; what this process has of secrets goes into the file that FUSIONRL_TEST_SECRETS names."""
+    import json
+    import os
+    from pathlib import Path
+
+    names = ("FUSIONRL_ROUTER_KEY", "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN")
+    file = Path(os.environ["FUSIONRL_TEST_SECRETS"])
+    if not file.exists():
+        file.with_suffix(".new").write_text(json.dumps({name: os.environ.get(name) for name in names}))
+        file.with_suffix(".new").rename(file)
+    return await partial_credit(args, sample)
+
+
+async def never(args: Any, sample: Any, **kwargs: Any) -> float:
+    """A reward that does not find the answer in this form."""
+    return float(sample.response == f"The answer is {sample.label}.")
+
+
 async def raising(args: Any, sample: Any, **kwargs: Any) -> float:
     """A reward with a bug."""
     raise KeyError("answer")
@@ -70,3 +89,31 @@ async def noted_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
 
     Path(args.run_dir, f"began-{args.rollout_id}").touch()
     return await generate(args, sample, sampling_params)
+
+
+async def hostile_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """The model's tokens, but the text of a program that cheats or escapes, one after the other."""
+    from fusionrl.plugin_api import generate
+
+    sample = await generate(args, sample, sampling_params)
+    programs = hostile_programs()
+    source, sample.label = programs[sample.index % len(programs)]
+    sample.response = f"```python\n{source}\n```"
+    sample.status = sample.Status.COMPLETED
+    return sample
+
+
+def hostile_programs() -> list[tuple[str, Any]]:
+    """(program, label): every cheat, the forms of labels in turn, and every escape."""
+    import itertools
+    import sys
+    from pathlib import Path
+
+    sys.path.append(str(Path(__file__).parents[2]))
+    from tests.rewards.cheats import CHEATS, LABELS
+    from tests.sandbox.escapes import ESCAPES, program
+
+    names = ("label", "folder", "source", "key", "unix", "abstract", "mark")
+    targets = dict.fromkeys(names, "/etc/passwd") | {"pid": 1, "tcp": ["127.0.0.1", 1], "uid": 0}
+    cheats = list(zip(CHEATS.values(), itertools.cycle(LABELS.values()), strict=False))
+    return cheats + [(program(escape, targets), LABELS["input"]) for escape in ESCAPES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from fusionrl.observe.glossary import undocumented
 
 TOKEN_VARIABLE = "FUSIONRL_TEST_TOKEN"
 
@@ -108,10 +111,43 @@ def run(arguments: list[str], folder: Path, *, code: int = 0, timeout_s: float =
     return launched
 
 
-def metrics_of(run_dir: Path) -> list[dict]:
-    """Every line of metrics.jsonl, as written."""
+def show(*arguments: str | Path) -> str:
+    """What `fusionrl show` prints."""
+    command = [sys.executable, "-m", "fusionrl.cli", "show", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics_of(run_dir: Path, own: Collection[str] = ()) -> list[dict]:
+    """Every line of metrics.jsonl, as written; fails for a metric that no entry of the glossary describes.
+
+    own: metrics of the test's own functions.
+    """
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    unknown = undocumented({name for row in rows for name in row} - set(own))
+    assert not unknown, (
+        f"{path} has metrics that no entry describes: {unknown}; add entries to fusionrl/observe/metric_entries.py and "
+        "run: python -m fusionrl.cli metrics > docs/metrics.md. Metrics of a test's own functions: metrics_of(…, own=…)"
+    )
+    return rows
+
+
+def undocumented_files(run_dir: Path) -> list[str]:
+    """Files of a run's folder that no row of docs/run-folder.md describes; within a checkpoint, none is looked at."""
+    page = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
+    patterns = [re.sub(r"<\w+>", "*", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    files = [str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()]
+    return [
+        file
+        for file in files
+        if not any(
+            fnmatch.fnmatchcase(file, pattern) or (pattern.endswith("/") and fnmatch.fnmatchcase(file, pattern + "*"))
+            for pattern in patterns
+        )
+    ]
 
 
 def train_steps(run_dir: Path) -> list[tuple[int, int]]:

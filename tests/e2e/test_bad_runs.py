@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.launch import run
 
 pytestmark = pytest.mark.e2e
@@ -18,11 +19,63 @@ def _last_lines(text: str, count: int = 12) -> str:
 
 
 def test_a_reward_that_raises(rl_flags: list[str], tmp_path: Path) -> None:
-    """The message names the flag, the function, the error and the sample."""
+    """The console names flag, function, error and sample, and shows the user's lines; the log has all of them."""
+    run_dir = tmp_path / "run"
     flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:raising", "--num-rollout", "1"]
-    launched = run([*flags, "--run-dir", str(tmp_path / "run")], tmp_path, code=1)
+    launched = run([*flags, "--run-dir", str(run_dir)], tmp_path, code=1)
     last = _last_lines(launched.output())
-    assert "--custom-rm-path tests/e2e/hooks.py:raising" in last and "KeyError: 'answer'" in last and "sample" in last
+    assert "--custom-rm-path tests/e2e/hooks.py:raising: KeyError: 'answer' at sample " in last
+    assert "raise KeyError" in last and 'tests/e2e/hooks.py", line ' in last
+    assert "fusionrl/rewards/worker.py" not in launched.output()
+    (file,) = list_rollouts(run_dir, kind="failed")
+    (row,) = file.rows()
+    assert str(file.path) in last and f"at sample {row['index']}" in last and row["prompt"] and row["response"]
+    log = (run_dir / "logs" / "driver.log").read_text()
+    assert all(name in log for name in ("fusionrl/rewards/worker.py", "fusionrl/buffer/actor.py", "tests/e2e/hooks.py"))
+
+
+def test_files_beside_hooks_in_every_process(rl_flags: list[str], tmp_path: Path) -> None:
+    """Each of three folders has a `helper.py` of its own: for the Buffer, the reward processes and the trainers.
+
+    The loss raises in its helper, and the console shows that from a trainer as well.
+    """
+    run_dir, hooks = tmp_path / "run", tmp_path / "hooks"
+    for name, (hook, helper) in BESIDE.items():
+        (hooks / name).mkdir(parents=True)
+        (hooks / name / "hook.py").write_text(hook)
+        (hooks / name / "helper.py").write_text(helper)
+    flags = [*rl_flags, "--num-rollout", "1", "--run-dir", str(run_dir), "--loss-type", "custom_loss"]
+    for name, flag in {"a": "custom-generate-function", "b": "custom-rm", "c": "custom-loss-function"}.items():
+        flags += [f"--{flag}-path", f"{hooks / name / 'hook.py'}:f"]
+    launched = run(flags, tmp_path, code=1)
+    (file,) = list_rollouts(run_dir, kind="train")
+    rows = list(file.rows())
+    assert all(row["metadata"]["note"] and row["reward"] == row["index"] % 4 for row in rows)
+    last = _last_lines(launched.output())
+    assert f"--custom-loss-function-path {hooks / 'c' / 'hook.py'}:f: ZeroDivisionError: division by zero\n" in last
+    assert f'File "{hooks / "c" / "hook.py"}", line 2, in f\n' in last
+    assert f'File "{hooks / "c" / "helper.py"}", line 2, in divide\n' in last
+    assert f"in {file.path}\n" in last and "the samples that it was at: " in last
+    assert "fusionrl/trainer/custom_loss.py" in (run_dir / "logs" / "driver.log").read_text()
+
+
+# What `a` makes is an object of a class in its helper; it travels to the reward processes and to the trainers.
+BESIDE = {
+    "a": (
+        "from helper import Note\nfrom fusionrl.plugin_api import generate\nasync def f(args, sample, params):\n"
+        "    sample = await generate(args, sample, params)\n    sample.metadata['note'] = Note(sample.index)\n"
+        "    return sample\n",
+        "class Note:\n    def __init__(self, index): self.index = index\n    def rest(self): return self.index % 4\n",
+    ),
+    "b": (
+        "async def f(args, sample, **kwargs):\n    from helper import score\n    return score(sample)\n",
+        "def score(sample): return float(sample.metadata['note'].rest())\n",
+    ),
+    "c": (
+        "from .helper import divide\ndef f(args, batch, *_): return divide(batch['metadata'][0]['note'].rest())\n",
+        "def divide(number):\n    return number / 0\n",
+    ),
+}
 
 
 def test_an_engine_that_does_not_come_up(rl_flags: list[str], tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def _saved(folder: Path) -> int:
 
 def _prompts(folder: Path, rollout_id: int) -> tuple[int, list[str]]:
     """(attempt, prompts) of the newest file of a rollout."""
-    path = max((folder / "rollouts").glob(f"train_{rollout_id:06d}.a*.jsonl"))
+    path = max((folder / "rollouts").glob(f"step_{rollout_id + 1:06d}.train.a*.jsonl"))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return int(path.stem.rsplit(".a", 1)[1]), [row["prompt"] for row in rows]
 

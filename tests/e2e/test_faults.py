@@ -66,7 +66,7 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
         assert (row["rollout/requests_retried"] > 0) == (row["rollout/engines_died"] > 0)
         assert (row["rollout/tokens_kept"] > 0) == (row["rollout/engines_died"] > 0)
     for rollout_id in range(3):
-        path = folder / "rollouts" / f"train_{rollout_id:06d}.a1.jsonl"
+        path = folder / "rollouts" / f"step_{rollout_id + 1:06d}.train.a1.jsonl"
         samples = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(samples) == 32
         for sample in samples:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.launch import metrics_of, run
+from fusionrl.observe.rollouts import rollout_of_step
+from tests.e2e.launch import metrics_of, run, show, undocumented_files
 
 pytestmark = pytest.mark.e2e
 
@@ -48,6 +49,7 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     best = max(accuracies, key=lambda step: (accuracies[step], step))
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == sorted({f"step_{step:06d}" for step in (best, 3)})
+    assert not undocumented_files(folder), "docs/run-folder.md has no row for them"
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert {"engine-0.log", "engine-1.log", "router.log", "driver.log"} <= logs
     for rollout_id in range(3):
@@ -57,6 +59,7 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
             assert set(sample["weight_versions"]) == {rollout_id}
             assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"]
             assert 0 <= sample["reward"] <= 1
+    _check_shown(folder, rows)
     assert "step 3/3" in launched.output()
     api_key_shown = [
         path.name for path in (folder / "logs").iterdir() if "api_key='" in path.read_text(errors="replace")
@@ -64,15 +67,33 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     assert not api_key_shown
 
 
+def _check_shown(folder: Path, rows: list[dict]) -> None:
+    """`fusionrl show` has an advantage and a mismatch of every sample, and they are those of the metrics."""
+    for row in rows[1:]:
+        shown = show(folder, "--step", str(row["step"]), "-n", "0", "--json")
+        records = [json.loads(line) for line in shown.splitlines()]
+        assert len(records) == 32
+        tokens = np.array([record["num_trained"] for record in records])
+        mismatch = np.array([record["mismatch"] for record in records])
+        advantages = np.array([record["advantage"] for record in records])
+        assert row["train/num_tokens"] == tokens.sum() and mismatch.max() < 1e-4
+        rewards = np.array([record["reward"] for record in records]).reshape(8, 4)
+        centered = (rewards - rewards.mean(1, keepdims=True)).ravel()
+        assert (np.sign(advantages) == np.sign(np.where(np.abs(centered) < 1e-9, 0, centered))).all()
+    worst = show(folder, "--worst", "-n", "1", "--eval", "held-out")
+    assert "evaluation held-out at step 3" in worst and "advantage" not in worst
+
+
 def _samples(folder: Path, rollout_id: int) -> list[dict]:
-    path = folder / "rollouts" / f"train_{rollout_id:06d}.a1.jsonl"
+    path = rollout_of_step(folder, rollout_id + 1).path
+    assert path.name == f"step_{rollout_id + 1:06d}.train.a1.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_rollout_function_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
     """A synchronous function with plain lists that leaves rewards to the caller trains all the same."""
     folder = tmp_path / "run"
-    run(
+    launched = run(
         [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:slime_style_rollout", "--num-rollout", "1"]
         + ["--run-dir", str(folder), "--no-save", "--use-kl-loss", "--kl-loss-coef", "0.1"],
         tmp_path,
@@ -83,6 +104,9 @@ def test_a_rollout_function_written_for_slime(rl_flags: list[str], tmp_path: Pat
     assert np.isfinite(row["train/kl_loss"])
     rewards = [sample["reward"] for sample in _samples(folder, 0)]
     assert len(set(rewards)) > 1
+    # It asks the engines by a client of its own.
+    assert all(sample["weight_versions"] is None for sample in _samples(folder, 0))
+    assert launched.output().count("the weight versions of its tokens are not known") == 1
 
 
 def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
@@ -97,9 +121,11 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
     for rollout_id, row in enumerate(rows):
         samples = _samples(folder, rollout_id)
         assert len(samples) == 8 * 4 * 2
-        assert row["train/num_samples"] == sum(any(s["loss_mask"]) for s in samples)
+        assert row["train/num_samples"] == len(samples)
+        assert row["train/masked_samples"] == sum(not any(s["loss_mask"]) for s in samples)
         assert all(s["my_note"] == {"number": i % 2, "setting": "mine"} for i, s in enumerate(samples))
         assert all(s["loss_mask"][0] == s["my_note"]["number"] == s["reward"]["number"] for s in samples)
+        assert all(s["weight_versions"] == [rollout_id] * s["response_length"] for s in samples), "post notes them"
     trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in _samples(folder, rollout_id))
     assert sum(row["train/num_tokens"] for row in rows) == trained
     assert "my_own_setting" not in (folder / "config.json").read_text()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
 from tests.e2e.all_hooks import HOOKS
-from tests.e2e.launch import metrics_of, run
+from tests.e2e.launch import metrics_of, run, undocumented_files
 
 pytestmark = pytest.mark.e2e
 # What a run with a custom loss has no place for: tests/rollout/test_agent.py, tests/trainer/test_losses.py.
@@ -21,6 +21,17 @@ ELSEWHERE = {
     "custom_policy_loss_path",
     "custom_tis_function_path",
     "custom_pg_loss_reducer_function_path",
+}
+# The other functions are called in the Buffer, or in a reward process, which writes to the Buffer's log.
+IN_TRAINERS = {
+    "custom_advantage_function_path",
+    "rollout_data_postprocess_path",
+    "custom_loss_function_path",
+    "custom_model_provider_path",
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+    "custom_update_weight_post_write_path",
 }
 
 
@@ -78,6 +89,7 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     assert "engine-0.log" in logs and not any("trainer" in name for name in logs), "--no-trainer starts no trainer"
     rows = [json.loads(line) for line in accepted.read_text().splitlines()]
     assert rows and all(row["reward"] >= 0.3 for row in rows)
+    assert sum(row["rollout/accepted"] for row in metrics_of(tmp_path / "reject")) == len(rows)
     assert len({json.dumps(row["messages"][:-1]) for row in rows}) == len(rows), "one accepted sample a prompt"
 
     again = run(
@@ -109,11 +121,18 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
         tmp_path,
     )
     assert set(seen.read_text().split()) == set(HOOKS) == set(SIGNATURES) - ELSEWHERE
-    first, *steps = metrics_of(tmp_path / "rl")
+    # What they print is where docs/run-folder.md says.
+    for log, names in {"trainer-0.a1.log": IN_TRAINERS, "buffer.a1.log": set(HOOKS) - IN_TRAINERS}.items():
+        text = (tmp_path / "rl" / "logs" / log).read_text()
+        assert {line.removeprefix("printed by ") for line in text.splitlines() if "printed by" in line} == names
+    for name in ("sft", "reject", "eval", "rl"):
+        assert not undocumented_files(tmp_path / name), "docs/run-folder.md has no row for them"
+    first, *steps = metrics_of(tmp_path / "rl", own=["train/difference_of_mine"])
     assert (first["perf/update_weights_density"], first["sync/full_hosts"]) == (1.0, 0.0)
     for step in steps:
         assert step["perf/update_weights_density"] < 1.0 and step["sync/full_hosts"] == 0.0
         assert 0 < step["sync/pause_s"] < step["perf/time_sync_s"]
     assert not any((tmp_path / name).exists() and list((tmp_path / name).iterdir()) for name in ("local", "rl/weights"))
-    assert [step["train/num_samples"] for step in steps] == [63.0, 63.0], "one sample of each rollout is removed"
+    assert [step["train/masked_samples"] for step in steps] == [1.0, 1.0], "one sample of each rollout is removed"
+    assert [step["train/num_samples"] for step in steps] == [64.0, 64.0], "and counts all the same"
     assert all(step["train/difference_of_mine"] < 1e-5 for step in steps)

@@ -5,7 +5,6 @@ The learning rate is 0, so that one model of transformers can score what all ver
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fusionrl.observe.rollouts import read_rollouts
 from tests.e2e.launch import metrics_of, run
 
 pytestmark = pytest.mark.e2e
@@ -21,11 +21,7 @@ pytestmark = pytest.mark.e2e
 
 def saved_samples(folder: Path) -> list[dict[str, Any]]:
     """Every row, with the number of its rollout, which is the version of the weights that it was made with."""
-    rows = []
-    for number, file in enumerate(sorted(folder.glob("rollouts/train_*.jsonl"))):
-        with file.open() as lines:
-            rows += [json.loads(line) | {"rollout": number} for line in lines]
-    return rows
+    return [row | {"rollout": row["rollout_id"]} for row in read_rollouts(folder, "train")]
 
 
 def check(rows: list[dict[str, Any]], model_folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from fusionrl.observe.rollouts import read_rollouts
 from tests.e2e.launch import metrics_of, run
 from tests.tiny_model import make_classifier
 
@@ -24,9 +24,8 @@ def make_teacher(policy: Path, path: Path) -> Path:
     return path
 
 
-def rows_of(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    files = sorted(folder.glob(f"rollouts/{pattern}"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+def rows_of(folder: Path, *, trained: bool) -> list[dict[str, Any]]:
+    return [row for row in read_rollouts(folder) if (row["kind"] == "train") == trained]
 
 
 def test_a_reward_model_and_a_teacher(task: Path, rl_flags: list[str], tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_a_reward_model_and_a_teacher(task: Path, rl_flags: list[str], tmp_path:
     flags += ["--eval-interval", "2", "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
     run([*flags, "--num-rollout", "2", "--skip-eval-before-train", "--no-save", "--run-dir", str(folder)], tmp_path)
 
-    rows, evaluated = rows_of(folder, "train_*.jsonl"), rows_of(folder, "eval-*.jsonl")
+    rows, evaluated = rows_of(folder, trained=True), rows_of(folder, trained=False)
     assert (len(rows), len(evaluated)) == (2 * 8 * 4, 32)
     assert {version for row in rows for version in row["weight_versions"]} == {0, 1}
     judge = AutoModelForSequenceClassification.from_pretrained(rm, dtype=torch.float32).eval()

@@ -74,7 +74,7 @@ def test_a_server_without_spans_and_an_aborted_empty_answer() -> None:
 
 
 def test_answers_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="log-probs of others"):
+    with pytest.raises(RuntimeError, match="log-probs of other tokens"):
         parse_generation({**_answer(), "output_ids": [97]})
     with pytest.raises(RuntimeError, match="do not cover"):
         parse_generation(_answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]))

@@ -20,6 +20,7 @@ from fusionrl.engines.process import (
     interface_of,
     start_on_free_ports,
 )
+from fusionrl.signal_names import signal_name
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
 # writes both pids and sleeps.
@@ -70,6 +71,16 @@ def test_sigkill_of_the_starter_leaves_no_descendant(tmp_path: Path) -> None:
     starter.kill()
     starter.wait()
     assert _wait(lambda: not any(_running(pid) for pid in pids), 5.0)
+
+
+def test_a_child_may_end_by_any_signal(tmp_path: Path) -> None:
+    """Python has no name for most real-time signals; a child that one of them ended is told all the same."""
+    with ChildProcess([sys.executable, "-c", "import os; os.kill(os.getpid(), 40)"], tmp_path / "log") as child:
+        assert child.wait_exit(60.0)
+        assert child.exit_status() == "killed by SIGRTMIN+6"
+    assert [signal_name(number) for number in (9, 33, 34, 64, 99)] == [
+        *("SIGKILL", "signal 33", "SIGRTMIN", "SIGRTMAX", "signal 99")
+    ]
 
 
 def test_sigkill_of_the_minder_ends_the_child(tmp_path: Path) -> None:
@@ -205,3 +216,40 @@ def test_the_error_survives_the_way_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(ChildExited("engine 0: the process ended", "bind: Address already in use")))
     assert isinstance(error, ChildExited)
     assert str(error) == "engine 0: the process ended" and error.address_in_use
+
+
+def test_a_secret_is_read_by_the_command_and_shown_by_nothing(tmp_path: Path) -> None:
+    """Its standard input has it, its log *** in its place, also if it comes in pieces; the system shows none."""
+    secret = "s3cr3t-" * 6
+    program = """
+import os, sys, time
+secret = sys.stdin.read()
+assert sys.stdin.read() == ""
+print(f"ServerArgs(api_key={secret!r}) {secret}{secret}", flush=True)
+for part in (secret[:5], secret[5:20], secret[20:], "\\n", secret[:7], "other\\n"):
+    os.write(2, part.encode())
+    time.sleep(0.05)
+print("x" * 300_000, secret, flush=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    log = tmp_path / "log"
+    with ChildProcess([sys.executable, "-c", program], log, secret=secret) as child:
+        assert _wait(lambda: "ready" in log.read_text())
+        minder = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in (child.pid, minder):
+            shown = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert secret.encode() not in shown
+    text = log.read_text()
+    assert secret not in text and text.startswith("ServerArgs(api_key='***') ******\n***\n" + secret[:7] + "other\n")
+    assert text.count("***") == 5 and "x" * 300_000 + " ***\nready\n" in text
+
+
+def test_what_a_command_with_a_secret_writes_last_is_in_the_log(tmp_path: Path) -> None:
+    """Also the beginning of the secret, if no more of it came, and the exit code."""
+    log = tmp_path / "log"
+    code = "import sys; sys.stderr.write(sys.stdin.read()[:4]); sys.exit(3)"
+    child = ChildProcess([sys.executable, "-c", code], log, secret="abcdefgh")
+    assert child.wait_exit(15)
+    assert child.exit_status() == "exit code 3"
+    assert log.read_text() == "abcd"

@@ -148,7 +148,8 @@ def test_kept_connections_and_long_events() -> None:
                     pass
             events = [served.event(0, 39_999, 40_000, is_last=True)]
             served.send = lambda response, event: Engine.send(served, response, events[0])  # type: ignore[method-assign]
-            pieces = [piece async for piece in client.stream(payload(max_new_tokens=1))]
+            served.tokens = [97]  # one event
+            pieces = [piece async for piece in client.stream(payload(max_new_tokens=40_000))]
             assert client._session is not None
             return len(pieces[-1].tokens)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +36,28 @@ def _restored() -> Iterator[None]:
         logger = logging.getLogger(name)
         logger.level, logger.propagate, logger.handlers = old_level, propagate, old_handlers
     logging.captureWarnings(False)
+
+
+def test_a_worker_writes_each_line_once_and_whole(tmp_path: Path) -> None:
+    """Its stdout and stderr are the file itself; a kill must not lose what was printed before it."""
+    file = tmp_path / "trainer-0.a1.log"
+    code = f"""
+import logging, os, signal, warnings
+from fusionrl.cluster.workers import _log_to
+_log_to({str(file)!r}, "trainer-0")
+print("printed by a hook")
+logging.getLogger("my_hook").info("logged by a hook")
+warnings.warn("a warning", stacklevel=1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=False, cwd=Path(__file__).parents[2])
+    lines = file.read_text().splitlines()
+    assert lines.count("printed by a hook") == 1
+    assert [line.split(" ", 2)[2] for line in lines if "logged by" in line] == [
+        "trainer-0 INFO my_hook: logged by a hook"
+    ]
+    assert sum("a warning" in line for line in lines) == 1
 
 
 def test_ours_everywhere_theirs_in_the_file(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.observe.rollouts import RolloutWriter, list_rollouts, read_rollouts
+from fusionrl.observe.metrics import next_attempt
+from fusionrl.observe.rollouts import RolloutWriter, list_rollouts, read_rollouts, rollout_of_step
 
 
 class Status(enum.Enum):
@@ -28,10 +29,11 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
         "metadata": {7: {"a", "b"}, "path": Path("x/y"), "nan": float("nan")},
     }
     path = RolloutWriter(tmp_path).write(12, 1, [row])
-    assert path == tmp_path / "rollouts" / "train_000012.a1.jsonl"
+    assert path == tmp_path / "rollouts" / "step_000013.train.a1.jsonl", "after it, 13 rollouts are finished"
     (back,) = read_rollouts(tmp_path)
     assert back.pop("rollout_log_probs") == [float(np.float32(-0.1)), -2.5], "exactly the float32 values"
     assert back == {
+        "step": 13,
         "rollout_id": 12,
         "kind": "train",
         "attempt": 1,
@@ -86,16 +88,71 @@ def test_reading_takes_the_last_attempt_in_order_and_by_kind(tmp_path: Path) -> 
     writer = RolloutWriter(tmp_path)
     for rollout_id, attempt, kind in [(1, 1, "train"), (0, 1, "train"), (1, 10, "train"), (1, 2, "train")]:
         writer.write(rollout_id, attempt, [{"reward": attempt}], kind)
-    writer.write(1, 1, [{"reward": 0.5}], "eval_gsm8k")
-    (tmp_path / "rollouts" / ".train_000002.a1.jsonl.7.tmp").write_text("{")
+    writer.write(1, 1, [{"reward": 0.5}], "eval-gsm8k")
+    (tmp_path / "rollouts" / ".step_000002.train.a1.jsonl.7.tmp").write_text("{")
     assert [(row["rollout_id"], row["reward"]) for row in read_rollouts(tmp_path, "train")] == [
         (0, 1),
         (1, 10),
     ]
     assert len(list_rollouts(tmp_path, all_attempts=True)) == 5
-    assert [file.kind for file in list_rollouts(tmp_path)] == ["train", "eval_gsm8k", "train"]
+    assert [(f.step, f.kind) for f in list_rollouts(tmp_path)] == [(1, "train"), (1, "eval-gsm8k"), (2, "train")]
+
+
+def test_a_folder_of_an_earlier_version_is_read_and_continued(tmp_path: Path) -> None:
+    """Its training files were numbered by rollout_id; a resume adds files that are numbered by step."""
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for name, reward in (("train_000000.a1", 0), ("train_000001.a1", 1), ("eval-set_000001.a1", 2)):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"reward": reward}) + "\n")
+    assert next_attempt(tmp_path) == 2
+    RolloutWriter(tmp_path).write(1, 2, [{"reward": 3}])
+    RolloutWriter(tmp_path).write(2, 2, [{"reward": 4}])
+    rows = [(row["step"], row["rollout_id"], row["kind"], row["reward"]) for row in read_rollouts(tmp_path)]
+    assert rows == [
+        (1, 0, "train", 0),
+        (1, 1, "eval-set", 2),
+        (2, 1, "train", 3),
+        (3, 2, "train", 4),
+    ]
+    assert rollout_of_step(tmp_path, 1).path.name == "train_000000.a1.jsonl"
+    assert rollout_of_step(tmp_path, 2).attempt == 2
+    assert rollout_of_step(tmp_path).step == 3
+    with pytest.raises(ValueError, match="--step 7: .* has samples of steps 1-3"):
+        rollout_of_step(tmp_path, 7)
 
 
 def test_a_kind_that_would_leave_the_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eval/gsm8k"):
         RolloutWriter(tmp_path).write(0, 1, [], "eval/gsm8k")
+
+
+def test_scanning_leaves_out_what_runs_over_tokens_and_nothing_else(tmp_path: Path) -> None:
+    experts = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    rows = [
+        {"index": 0, "tokens": np.arange(3), "rollout_routed_experts": experts, "reward": 1.0, "response": "a"},
+        {"index": 1, "response": 'he said "tokens":[1,2] and "loss_mask":[', "loss_mask": [0, 1], "reward": 0.5},
+        {"index": 2, "metadata": {"tokens": ["a]b", [1]]}, "tokens": [4], "response": "ü"},
+        {"index": 3, "metadata": {"tokens": [[1], [2]], 'x"tokens': [3]}, "reward": {"a": 1.0}},
+        {"index": 4, "response": "\ud800", "big": 2**70, "tokens": [1]},
+    ]
+    RolloutWriter(tmp_path).write(0, 1, rows)
+    (file,) = list_rollouts(tmp_path)
+    heavy = {"tokens", "loss_mask", "rollout_routed_experts"}
+    for (offset, light), whole in zip(file.scan(), file.rows(), strict=True):
+        assert light is not None
+        for name in whole.keys() - heavy:
+            assert light[name] == whole[name], name
+        assert file.row_at(offset) == whole
+    assert "tokens" not in next(file.scan())[1]
+
+
+def test_what_the_trainers_found_out_stands_beside_a_rollout(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    path = writer.write(0, 1, [{"index": 0}, {"index": 1}])
+    assert list_rollouts(tmp_path)[0].trained() == {}
+    writer.write_trained(path, [{"line": 1, "advantage": 0.5, "entropy": np.array([0.1, 0.2], np.float32)}])
+    (file,) = list_rollouts(tmp_path)
+    assert file.trained() == {1: {"line": 1, "advantage": 0.5, "entropy": [0.1, 0.2]}}
+    assert [row["index"] for row in read_rollouts(tmp_path)] == [0, 1], "it is no rollout itself"
+    with pytest.raises(FileExistsError):
+        writer.write_trained(path, [])

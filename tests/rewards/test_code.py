@@ -61,7 +61,7 @@ def test_programs_that_cheat_pass_nothing() -> None:
 def test_a_program_that_hangs_fails_its_test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from fusionrl.rewards import code as module
+    from fusionrl.rewards import code_run as module
 
     monkeypatch.setattr(module, "LIMITS", replace(module.LIMITS, cpu_s=1))
     source = "n = int(input())\nwhile n: pass\nprint(n)"

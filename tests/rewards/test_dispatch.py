@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
@@ -166,6 +167,16 @@ def test_the_reward_of_the_docs(tmp_path: Path) -> None:
     sample = Sample(response="so 4", response_length=250, label="4")
     assert score(flags(f"{path}:reward"), sample) == 0.75
     assert all(f"| `{name}` |" in page for name in RM_TYPES)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/rewards.md"])
+def test_the_pages_agree_on_what_a_reward_that_hangs_costs(page: str) -> None:
+    """As `test_a_reward_that_hangs_or_dies_costs_its_sample` finds it: its sample the reward, and not the run."""
+    text = Path(__file__).parents[2].joinpath(page).read_text()
+    found = [part for part in re.split(r"\n\||\n\n|(?<=[.]) ", text) if "hangs" in part or "--reward-timeout-s" in part]
+    assert found
+    for part in found:
+        assert "--reward-failure-value" in part and "ends the run" not in part and "raises" not in part, part
 
 
 # ------------------------------------------------------------------------------------------------ a server's rewards

@@ -45,7 +45,9 @@ def test_a_refusal_and_a_score_that_is_no_number_name_the_sample(args: Any, json
     with pytest.raises(RewardError, match="--rm-type reward_model: .* answered 400: .*too long.* at sample 5"):
         score(args, Sample(index=5, tokens=[1]))
     json_server.answers += [(200, {"embedding": [None]})]
-    with pytest.raises(RewardError, match="--rm-type reward_model: it returned None for sample 6"):
+    with pytest.raises(
+        RewardError, match="reward_model: .*classify: embedding.0. is None, not a finite score at sample 6"
+    ):
         score(args, Sample(index=6, tokens=[1]))
     args.rm_urls = []
     with pytest.raises(RewardError, match="there is no reward model; give --rm-model at sample 7"):

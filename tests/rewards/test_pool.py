@@ -31,6 +31,13 @@ def dies(args, sample, **kwargs):
     if sample.index == 7: os._exit(3)
     return plain(args, sample)
 def raises(args, sample, **kwargs): raise KeyError("answer")
+def prints(args, sample, **kwargs):
+    print(f"scoring {sample.index}")
+    import logging
+    logging.getLogger("my_reward").warning("looked at %d", sample.index)
+    import warnings
+    warnings.warn(f"beware of {sample.index}")
+    return 1.0
 def changes(args, sample, **kwargs):
     sample.metadata["seen"], sample.note, args.seen = sample.index, "new", True
     return 1.0
@@ -125,6 +132,19 @@ def test_one_of_a_thousand_never_returns(pool: RewardPool, hooks: str, name: str
     assert rewards[GUILTY] == Lost(reason)
     assert rewards[:GUILTY] + rewards[GUILTY + 1 :] == [float(i) for i in range(count) if i != GUILTY]
     assert took <= max(without, limit_s) + 1.0
+
+
+def test_what_a_reward_function_prints_is_not_lost(
+    hooks: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes are killed when the pool ends, with what Python had not written yet."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    made = RewardPool(1)
+    score(made, f"{hooks}:prints", 3, 10.0)
+    made.close()
+    out, errors = capfd.readouterr()
+    assert out.splitlines() == ["scoring 0", "scoring 1", "scoring 2"]
+    assert errors.count("reward  WARNING looked at") == 3 and errors.count("UserWarning: beware of") == 3
 
 
 def test_a_loop_that_is_blocked_for_a_while_loses_nothing(pool: RewardPool, hooks: str) -> None:

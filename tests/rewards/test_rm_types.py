@@ -336,9 +336,9 @@ def test_length_penalty() -> None:
 
 # ------------------------------------------------------------------------------------------------ --rm-type
 def test_a_reward_model_in_a_sum() -> None:
-    assert grade("reward_model", "x", None, model_score=-2.5) == (-2.5, {})
+    assert grade("reward_model", "x", None, model_score=-2.5) == (-2.5, {}, {})
     graded = grade("reward_model:0.5+last_number:2", "it is 42", "42", model_score=-1.0)
-    assert graded == (1.5, {"reward_model": -1.0, "last_number": 1.0})
+    assert graded == (1.5, {"reward_model": -1.0, "last_number": 1.0}, {})
     with pytest.raises(ValueError, match=r"reward_model is asked for by async_rm"):
         grade("reward_model+exact", "x", "x")
     with pytest.raises(ValueError, match="unknown reward 'boxed_reward_model'"):
@@ -352,7 +352,7 @@ def test_a_weighted_sum() -> None:
     assert graded.parts == {"last_number": 0.0, "format": 1.0}
     assert grade("last_number+format:-1e-1", response, "42", {}).reward == pytest.approx(0.9)
     assert grade("dapo:0.5", "Answer: 5", "5").reward == 0.5
-    assert grade("last_number", response, "42") == (1.0, {})
+    assert grade("last_number", response, "42") == (1.0, {}, {})
     assert grade("dapo", "Answer: 5", "5").reward == {"score": 1.0, "acc": True, "pred": "5"}
 
 

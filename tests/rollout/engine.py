@@ -90,7 +90,7 @@ class Engine:
         return web.json_response({"text": text, "output_ids": tokens, "meta_info": meta})
 
     def serve(self, args: Any, use: Callable[[], Awaitable[Any]]) -> Any:
-        """Run `use()` with a client of this engine on `args`."""
+        """Run `use()` with this engine's address and a client of it on `args`."""
 
         async def run() -> Any:
             app = web.Application()
@@ -99,7 +99,8 @@ class Engine:
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             host, port = runner.addresses[0]
-            async with GenerateClient(f"http://{host}:{port}", vocab_size=512) as args.generate_client:
+            args.router_url = f"http://{host}:{port}"
+            async with GenerateClient(args.router_url, vocab_size=512) as args.generate_client:
                 try:
                     return await use()
                 finally:

@@ -143,6 +143,9 @@ def breaks_at_once(args: Any, samples: list[Sample], **kwargs: Any) -> Any:
     raise KeyError("mine")
 
 
+def returns_nothing(args: Any, samples: list[Sample], **kwargs: Any) -> None: ...
+
+
 async def breaks(args: Any, sample: Sample, *rest: Any, **kwargs: Any) -> Any:
     raise KeyError("mine")
 

@@ -16,6 +16,7 @@ from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.agent import generate, parser_name
 from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
+from fusionrl.rollout.types import NO_ROOM_AFTER
 from tests.rollout.engine import Engine, Turn, check_sample
 from tests.tiny_model import make_byte_tokenizer
 
@@ -155,8 +156,11 @@ def test_what_the_model_did_wrong_is_told_to_the_model(play: Any, said: str, tol
 
 
 def test_what_a_tool_did_wrong_is_raised(play: Any) -> None:
-    with pytest.raises(RuntimeError, match="the weather service is down"):
+    with pytest.raises(HookError) as caught:
         play([call("weather", town="Broken")])
+    first, where, code = str(caught.value).splitlines()
+    assert first == f"--tools-path {HOOKS}:tools: the tool 'weather': RuntimeError: the weather service is down"
+    assert f'File "{HOOKS}", line ' in where and "is down" in code
 
 
 def test_tools_that_cannot_be_made_are_named(play: Any) -> None:
@@ -196,6 +200,7 @@ def test_limits_truncate(play: Any) -> None:
     for room, num_turns, status in ((0, 1, "truncated"), (1, 2, "truncated"), (2, 2, "truncated"), (3, 2, "completed")):
         sample, engine = play([said, "Oh"], rollout_max_context_len=limit + room)
         assert (len(engine.exchanges), sample.status.value) == (num_turns, status), room
+        assert sample.metadata.get(NO_ROOM_AFTER) == (1 if room == 0 else None), "a turn that was cut off had begun"
         texts(sample, engine)
         assert len(sample.tokens) <= limit + room
 

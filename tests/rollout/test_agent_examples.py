@@ -60,6 +60,10 @@ def test_search_r1(play: Any, write_rows: Callable[..., Path], monkeypatch: pyte
     assert between == ["\n<information>(1) Oslo: capital of Norway</information>\n", ""]
     assert sample.status == Sample.Status.COMPLETED
     assert engine.exchanges[0].asked["sampling_params"]["stop"] == ["</search>", "</answer>"]
+    # A token that holds the stop string's end and a line break: the search is run all the same.
+    more = Turn("<search> Norway </search>\n", end=None, finish={"type": "stop", "matched": "</search>"})
+    sample, engine = play("search_r1", Sample(prompt="Norway's capital? "), [more, answer])
+    assert len(engine.exchanges) == 2 and "Oslo: capital of Norway" in sample.response
     # The last turn's search is not run, and the sample is cut short.
     sample, engine = play("search_r1", Sample(prompt="?"), [search, search], max_turns=2)
     assert check_sample(sample, engine.exchanges)[1:] == [[]]

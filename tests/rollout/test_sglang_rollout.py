@@ -20,8 +20,15 @@ from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient, Generation
 from fusionrl.rewards.dispatch import RewardError
-from fusionrl.rollout.sglang_rollout import generate, generate_rollout, sampling_params, stream_generate
-from fusionrl.rollout.types import RolloutAborted
+from fusionrl.rollout.sglang_rollout import (
+    generate,
+    generate_rollout,
+    generate_turn,
+    prompt_tokens,
+    sampling_params,
+    stream_generate,
+)
+from fusionrl.rollout.types import NO_ROOM_AFTER, RolloutAborted
 from tests.engines.streaming import Engine, serve
 
 HOOKS = Path(__file__).with_name("rollout_hooks.py")
@@ -342,6 +349,26 @@ def test_an_engine_that_loaded_the_checkpoint_itself_is_version_0(start: Any) ->
     assert list(sample.weight_versions) == [0, 0, 0]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("num_tool_tokens", [0, 2])
+def test_a_second_turn_without_room_is_noted(num_tool_tokens: int, start: Any) -> None:
+    """The engine answers with three tokens, and the rest is taken by a tool."""
+    args, source = start(rollout_max_response_len=3 + num_tool_tokens)
+    args.generate_client = client = Client()
+    sample = source.get_samples(1)[0][0]
+    sample.tokens = prompt_tokens(args, sample)
+
+    async def two_turns() -> Any:
+        await generate_turn(args, sample, sampling_params(args))
+        sample.append_response_tokens(args, tokens=[7] * num_tool_tokens, trainable=False)
+        return await generate_turn(args, sample, sampling_params(args))
+
+    assert asyncio.run(two_turns()) is None and len(client.asked) == 1
+    assert sample.metadata[NO_ROOM_AFTER] == 1 and sample.status == Sample.Status.TRUNCATED
+    plain = asyncio.run(generate(args, source.get_samples(1)[0][0], sampling_params(args)))
+    asyncio.run(generate(args, plain, sampling_params(args)))  # goes on with its only turn, as a partial rollout does
+    assert NO_ROOM_AFTER not in plain.metadata
+
+
 def test_the_context_limit_shortens_or_spares_the_request(start: Any) -> None:
     args, source = start(rollout_max_context_len=4)
     args.generate_client = client = Client()
@@ -436,6 +463,7 @@ def test_the_default_generation_goes_on_behind_what_is_there(start: Any) -> None
         ("rollout_sample_hook_path", "breaks", "KeyError: 'mine'"),
         ("rollout_sample_hook_path", "a_string", "unexpected keyword"),
         ("dynamic_sampling_filter_path", "breaks_at_once", "KeyError: 'mine'"),
+        ("dynamic_sampling_filter_path", "returns_nothing", "it returned NoneType; a DynamicFilterOutput or a bool"),
     ],
 )
 def test_what_a_hook_did_wrong_is_said_with_its_name(start: Any, field: str, name: str, message: str) -> None:
@@ -443,7 +471,12 @@ def test_what_a_hook_did_wrong_is_said_with_its_name(start: Any, field: str, nam
     args, source = start(**{field: [path] if field == "rollout_sample_hook_path" else path})
     with pytest.raises(HookError, match=message) as caught:
         generate_rollout(args, 0, source)
-    assert str(caught.value).startswith(f"--{field.replace('_', '-')} {path}: ")
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith(f"--{field.replace('_', '-')} {path}: ")
+    if "KeyError" in message:
+        assert lines[0].startswith(f'  File "{HOOKS}", line ') and lines[1:] == ['    raise KeyError("mine")']
+    num_samples = 0 if name == "a_string" and "generate" in field else 2 if "filter" in field else 1
+    assert len(caught.value.samples) == num_samples
 
 
 def test_hooks_see_each_sample_before_it_is_scored(start: Any) -> None:
@@ -540,8 +573,8 @@ def test_experts_of_the_engine_come_with_the_sample(start: Any, stream: bool) ->
         group[0].validate()
         assert np.array_equal(group[0].rollout_routed_experts, chosen.reshape(5, 3, 2))
     served.routed_experts = chosen[:-1].tobytes()
-    with pytest.raises(RuntimeError, match=r"29 values of routed_experts, and not \(5, 3, 2\)"):
+    with pytest.raises(RuntimeError, match=r"routed_experts has 116 bytes, not int32 for \(5, 3, 2\)"):
         serve(served, use)
     served.routed_experts = None
-    with pytest.raises(RuntimeError, match="--use-rollout-routing-replay: sample .* returned no routed_experts"):
+    with pytest.raises(RuntimeError, match="--use-rollout-routing-replay: .*routed_experts is None, not base64"):
         serve(served, use)

@@ -6,11 +6,13 @@ import asyncio
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
-from fusionrl.rollout.sandbox import Limits
+from fusionrl.rollout import tools
+from fusionrl.rollout.sandbox import Limits, SandboxError
 from fusionrl.rollout.tools import PythonTool, SearchTool, tool_name
 
 PASSAGES = [
@@ -31,6 +33,20 @@ def test_python_tells_output_errors_and_its_end() -> None:
     assert asyncio.run(tool(code="x = 1")) == "[no output]"
     sleeper = PythonTool(Limits(wall_s=0.5))
     assert asyncio.run(sleeper(code="import time\ntime.sleep(60)")) == "[ended by the sandbox: wall time]"
+
+
+def test_a_script_that_ends_its_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(*_: Any, **__: Any) -> Any:
+        raise SandboxError("the sandbox gave no report: its launcher was killed")
+
+    def broken() -> Any:
+        raise SandboxError("nothing starts here")
+
+    monkeypatch.setattr(tools, "run_python", lost)
+    assert asyncio.run(PythonTool()(code="x")) == "[the script has ended its sandbox]"
+    monkeypatch.setattr(tools, "probe", broken)
+    with pytest.raises(SandboxError, match="nothing starts here"):
+        asyncio.run(PythonTool()(code="x"))
 
 
 def bm25(query: list[str], documents: list[list[str]], k1: float = 1.5, b: float = 0.75) -> list[float]:

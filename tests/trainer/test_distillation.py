@@ -29,7 +29,7 @@ def test_a_teacher_of_the_trainers_own(workers, hf, tmp_path):
     rewards = np.repeat(samples.rewards, samples.response)
     assert np.abs((got - (rewards - 0.5 * gap))[trained]).max() < 1e-5
     assert not got[~trained].any()
-    assert metrics["train/opd_kl"] == pytest.approx(gap[trained].mean(), rel=1e-4)
+    assert metrics["opd_kl"] == pytest.approx(gap[trained].mean(), rel=1e-4)
 
     one = history(workers, folder, samples, TrainerLayout(1), **own)
     assert_same(history(workers, folder, samples, TrainerLayout(2, pp=2), **own), one, 3e-6)

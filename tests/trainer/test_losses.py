@@ -186,16 +186,16 @@ def at_the_edge() -> Samples:
 def test_samples_that_train_nothing_are_as_good_as_none(workers, hf, values):
     folder, _ = hf("llama", True)
     samples, found = at_the_edge(), []
+    # They have no token, but the step's counts have them: what is left out below is not taken from the denominator.
+    counts = [samples.count([0, 1, 2, 3]), samples.count([4, 5])]
     for groups in ([[0, 1], [2], [3, 4, 5]], [[0], [3, 4, 5]]):
         workers.start(config_of(folder, **values), TrainerLayout(1))
-        count = samples.count([i for group in groups for i in group])
         steps = [[*groups[:-1], groups[-1][:1]], [groups[-1][1:]]]
-        counts = [samples.count([i for group in step for i in group]) for step in steps]
-        assert count == tuple(np.sum(counts, 0)) and count[1] == 4
         metrics = [workers.train([samples.shard(steps, counts)], TrainerLayout(1), i) for i in range(2)]
         found.append((metrics, workers.run(weights)))
     assert all(np.isfinite(list(metrics.values())).all() and not metrics["train/skipped"] for metrics in found[0][0])
     assert found[0][0][0]["train/logprob_not_finite"] > 0
+    assert (found[0][0][0]["train/num_samples"], found[0][0][0]["train/masked_samples"]) == (6, 2)
     assert_same(found[0], found[1], 1e-6)
 
 
@@ -228,7 +228,7 @@ def test_a_pair_without_a_log_prob_is_left_out_and_counted(workers, hf):
                 part[-1] = np.nan
         calls.append((pair_advantages_of, shard, log_probs, np.concatenate(reference)))
     for shard, metrics in workers.run_each(calls):
-        assert metrics["train/pairs_excluded"] == 1.0 and np.isfinite(metrics["train/dpo_loss"])
+        assert metrics["pairs_excluded"] == 1.0 and metrics["num_pairs"] == 2.0 and np.isfinite(metrics["dpo_loss"])
         for index, part in zip(shard.fields["sample_index"], shard.split("advantages"), strict=False):
             assert np.isfinite(part).all()
             assert part.any() == (index < 4), "the third pair's answers have no gradient, wherever they are"

@@ -83,7 +83,7 @@ def test_it_learns_outcomes_against_its_starting_weights_and_then_rewards_tokens
         shards = shards_of(samples, layout.dp)
         ((metrics, _), *_) = call(workers, layout, "process_rewards", shards, 0)
         # The model is its own reference yet: every reward is 0, and that says nothing.
-        assert metrics["prm/loss"] == pytest.approx(math.log(2), rel=1e-6)
+        assert metrics["prm/loss"] == pytest.approx(math.log(2) * 7 / 8, rel=1e-6)
         assert metrics["prm/accuracy"] == pytest.approx(1 - share)
         assert metrics["prm/outcome"] == pytest.approx(share)
         weights = workers.run(trainer_worker.weights)[0]
@@ -97,7 +97,7 @@ def test_it_learns_outcomes_against_its_starting_weights_and_then_rewards_tokens
             chance = torch.sigmoid(rewards[i].sum())
             losses.append(-(chance if labels[i] else 1 - chance).log())
             right.append(bool(chance > 0.5) == labels[i])
-        loss = sum(losses) / len(trained)
+        loss = sum(losses) / len(samples)  # the one without a trained token counts
         loss.backward()
         found = call(workers, layout, "process_rewards", shards, 1)
         metrics = found[0][0]
@@ -106,8 +106,9 @@ def test_it_learns_outcomes_against_its_starting_weights_and_then_rewards_tokens
         assert metrics["prm/implicit_reward"] == pytest.approx(
             float(sum(rewards[i].detach().sum() for i in trained)) / len(trained), rel=1e-4
         )
-        assert metrics["prm/loss"] < math.log(2), "a step makes the outcomes likelier"
-        assert metrics["prm/num_samples"] == 7 and metrics["prm/excluded"] == 0 and metrics["prm/lr"] == 5e-3
+        assert metrics["prm/loss"] < math.log(2) * 7 / 8, "a step makes the outcomes likelier"
+        assert metrics["prm/num_samples"] == 8 and metrics["prm/masked_samples"] == 1
+        assert metrics["prm/excluded"] == 0 and metrics["prm/lr"] == 5e-3
         assert "train/loss" not in metrics
         assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(prm), 1e-4)
 

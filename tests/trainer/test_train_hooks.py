@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
 from tests.trainer.test_parallel import assert_same, history
@@ -20,7 +21,8 @@ def test_a_custom_loss_has_the_gradients_of_the_same_built_in_one(workers, hf, s
     samples = Samples(5, seed=41, vocab=121, share=2)
     built_in = history(workers, folder, samples, TrainerLayout(1), steps=2)
     custom = history(workers, folder, samples, TrainerLayout(2, **sizes), micro=2, steps=2, **CUSTOM)
-    shown = ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy", "train/grad_norm")
+    # A custom loss's own metrics are means over steps; the built-in kl_loss and entropy are pooled over tokens.
+    shown = ("train/loss", "train/pg_loss", "train/grad_norm")
     for metrics, others in zip(custom[0], built_in[0], strict=True):
         wanted = {name: others[name] for name in shown}
         assert {name: metrics[name] for name in shown} == pytest.approx(wanted, rel=1e-5, abs=3e-6)
@@ -39,7 +41,8 @@ def test_a_custom_loss_without_starts_finds_its_samples(workers, hf, sizes, sequ
     passthrough = {} if sequence_parallel else {"transformer": {"sequence_parallel": False}}
     custom = history(workers, folder, samples, layout, passthrough=passthrough, **as_in_slime)
     for metrics, others in zip(custom[0], built_in[0], strict=True):
-        assert metrics["train/grad_norm"] == pytest.approx(others["train/grad_norm"], rel=1e-5)
+        for name in ("train/grad_norm", "train/kl_loss", "train/entropy"):
+            assert metrics[name] == pytest.approx(others[name], rel=1e-5)
     assert_same(([], custom[1]), ([], built_in[1]), 1e-5)
 
 
@@ -76,6 +79,20 @@ def test_advantages_and_masks_of_a_user(workers, hf):
     assert_same(by_hook, history(workers, folder, samples, TrainerLayout(1), steps=2, **values), 1e-6)
 
 
+def test_a_sample_that_a_users_function_masks_still_counts(workers, hf):
+    """With the mean over samples, the gradient of the others does not grow."""
+    folder, _ = hf("llama", True)
+    samples, values = (
+        Samples(6, seed=45),
+        {"use_kl_loss": False, "entropy_coef": 0.0, "loss_aggregation": "sequence_mean"},
+    )
+    path = {"rollout_data_postprocess_path": f"{HOOKS}:masks_the_third"}
+    by_hook = history(workers, folder, samples, TrainerLayout(2), **values, **path)
+    samples.rewards[2] = 0.0  # its advantage, and so its part of the loss
+    assert_same(([], by_hook[1]), ([], history(workers, folder, samples, TrainerLayout(1), **values)[1]), 1e-6)
+    assert (by_hook[0][0]["train/num_samples"], by_hook[0][0]["train/masked_samples"]) == (6, 1)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -103,8 +120,51 @@ def test_mistakes_name_flag_and_function(workers, hf, values, message):
     if "custom_loss_function_path" in values:
         values["loss_type"] = "custom_loss"
     workers.start(config_of(folder, **values), TrainerLayout(1))
-    with pytest.raises(Failed, match=message):
+    with pytest.raises(Failed, match=message) as caught:
         workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 0)
+    if "mine" in message:
+        first, where, code, *samples = caught.value.message.splitlines()
+        assert where.endswith(", in raises") and f'/{HOOKS}", line ' in where
+        assert code == '    raise KeyError("mine")'
+        at = "0, 1, 2" if "custom_loss_function_path" in values else "0, 1, 2, 3, 4, 5"
+        assert samples == ([] if "megatron" in first else [f"the samples that it was at: {at}"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"custom_policy_loss_path": "raises"}, "--custom-policy-loss-path .*raises: KeyError: 'mine'"),
+        ({"custom_tis_function_path": "raises_by_name"}, "--custom-tis-function-path .*: KeyError: 'mine'"),
+        ({"custom_pg_loss_reducer_function_path": "makes_what_raises"}, "--custom-pg-loss-reducer.*: KeyError: 'mine'"),
+        ({"custom_loss_function_path": "raises_in_backward"}, "a user's code in a trainer: KeyError: 'mine'"),
+        ({"custom_model_provider_path": "raises_in_forward"}, "a user's code in a trainer: KeyError: 'mine'"),
+    ],
+    ids=str,
+)
+def test_the_users_lines_are_shown_wherever_they_run(workers, hf, values, message):
+    """In a function that a hook returned, in a backward pass, in a model's forward pass."""
+    folder, _ = hf("llama", True)
+    values = {name: f"{HOOKS}:{value}" for name, value in values.items()}
+    if "custom_loss_function_path" in values:
+        values["loss_type"] = "custom_loss"
+    workers.start(config_of(folder, **values), TrainerLayout(1))
+    with pytest.raises(Failed, match=message) as caught:
+        workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 0)
+    _, where, code, *_ = caught.value.message.splitlines()
+    assert f'/{HOOKS}", line ' in where and code == '    raise KeyError("mine")'
+
+
+def test_the_file_of_the_rollout_is_named(workers, hf, tmp_path):
+    """Its samples have prompt, answer and reward: a shard has tokens alone."""
+    folder, _ = hf("llama", True)
+    values = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HOOKS}:raises"}
+    workers.start(config_of(folder, **values), TrainerLayout(1))
+    workers.run(trainer_worker.move_run, str(tmp_path))
+    writer = RolloutWriter(tmp_path)
+    paths = {(number, attempt): writer.write(number, attempt, []) for number, attempt in ((3, 1), (3, 2), (4, 1))}
+    with pytest.raises(Failed) as caught:
+        workers.train(Samples(6, seed=45).shards(), TrainerLayout(1), 3)
+    assert caught.value.message.splitlines()[-1] == f"the samples that it was at: 0, 1, 2, in {paths[3, 2]}"
 
 
 def test_megatrons_objects_are_handed_out(workers, hf, tmp_path):

@@ -80,6 +80,11 @@ def only_first_halves(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
         mask[(mask.numel() + 1) // 2 :] = 0
 
 
+def masks_the_third(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    for index, mask in zip(rollout_data["sample_indices"], rollout_data["loss_masks"], strict=True):
+        mask *= int(index != 2)
+
+
 def plain_gradient(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, sequences: Any, options: Any) -> Any:
     return -advantages * log_probs, {"mine": advantages}
 
@@ -174,3 +179,31 @@ def say(args: Any, *rest: Any) -> None:
     with open(args.seen, "a") as out:
         names = [type(part).__name__ if not isinstance(part, int | str) else repr(part) for part in (args, *rest)]
         out.write(" ".join(names) + "\n")
+
+
+def makes_what_raises(*args: Any) -> Any:
+    return raises
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise KeyError("mine")
+
+
+def raises_in_backward(args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    return _Raises.apply(logits), {}
+
+
+def raises_in_forward(pre_process: bool, post_process: bool, vp_stage: Any = None, *, usual: Any) -> Any:
+    model = usual()
+
+    def fail(*args: Any) -> None:
+        raise KeyError("mine")
+
+    model.register_forward_pre_hook(fail)
+    return model

@@ -58,6 +58,11 @@ def num_packed_tokens(actor: Any, shard: TrainShard) -> list[int]:
     return [batch.tokens.numel() for batch in batches]
 
 
+def move_run(actor: Any, folder: str) -> None:
+    """Let the rank look for the run's files in `folder`."""
+    actor.run_dir = folder
+
+
 def poison_gradient(actor: Any) -> None:
     """Make the next backward pass give a NaN gradient in one parameter, with a loss that is finite."""
     param = next(iter(actor.trained.chunks[0].parameters()))
@@ -144,8 +149,8 @@ class Samples:
         )
 
     def count(self, ids: Sequence[int]) -> tuple[int, int]:
-        """(tokens, samples) that are trained on."""
-        return int(sum(self.mask[i].sum() for i in ids)), sum(bool(self.mask[i].any()) for i in ids)
+        """(tokens that are trained on, samples): what `data.build` counts of a step."""
+        return int(sum(self.mask[i].sum() for i in ids)), len(ids)
 
     def shards(self, dp: int = 1, steps: int = 1, micro: int = 3) -> list[TrainShard]:
         """All samples, dealt out in order over steps and then ranks, in micro-batches of `micro`."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from fusionrl.observe.rollouts import read_rollouts
 from fusionrl.plan.balance import SequenceCost, bubble, enough_for, lower_bound, pack_ranks, split_by_cost
 
 COST = SequenceCost(linear=24576.0, quadratic=1.0)  # verl's own weights: what it balances by cannot be given to it
@@ -68,11 +69,10 @@ def instances(recorded: np.ndarray | None) -> list[Instance]:
 
 def recorded_lengths(run: Path) -> np.ndarray:
     """Tokens of every sample that the run generated, in the order of its rollouts."""
-    files = sorted((run / "rollouts").glob("train_*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    if not rows:
-        raise SystemExit(f"--run {run}: it has no rollouts/train_*.jsonl")
-    return np.array([len(row["tokens"]) for row in rows], dtype=np.int64)
+    lengths = [len(row["tokens"]) for row in read_rollouts(run, "train")]
+    if not lengths:
+        raise SystemExit(f"--run {run}: it has no training rollouts in its folder rollouts")
+    return np.array(lengths, dtype=np.int64)
 
 
 def ours(instance: Instance, count: int = 1, stages: int = 1) -> Plan:

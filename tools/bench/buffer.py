@@ -223,7 +223,8 @@ def measure(num_samples: int, num_tokens: int, num_ranks: int, model: Path, url:
             "actor_num_gpus_per_node": num_ranks,
         }
         config = Config.from_flat(values)
-        plan = make_plan(config, read_model_shape(model), device="cpu", num_prompts=num_samples // GROUP)
+        shape = read_model_shape(model).model_copy(update={"vocab_size": VOCAB_SIZE})  # answers are checked against it
+        plan = make_plan(config, shape, device="cpu", num_prompts=num_samples // GROUP)
         run_dir = Path(folder) / "run"
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         endpoints = EngineEndpoints(url, (url,), None)

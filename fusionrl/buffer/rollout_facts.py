@@ -1,0 +1,140 @@
+"""What the Buffer tells the driver about a rollout besides numbers: facts for warnings, and some samples to show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fusionrl.config.config import Config
+from fusionrl.data.pairs import best_and_worst
+from fusionrl.data.sample import Sample, Status, is_trained_on
+from fusionrl.observe.advice import Glimpse, RolloutFacts
+from fusionrl.observe.text import ending, shorten
+from fusionrl.rollout.types import NO_ROOM_AFTER
+
+_SHOWN = 1000  # characters of a text that go to the driver
+_EQUAL = 1e-8  # rewards closer than this are equal, as in `rollout_metrics`
+
+
+def rollout_facts(
+    config: Config, samples: Sequence[Sample], raw: Sequence[float], rewards: Sequence[float]
+) -> RolloutFacts:
+    """Facts of one rollout.
+
+    raw      [n] rewards as the reward function gave them
+    rewards  [n] what is trained on: penalties for length are in them, and for most estimators they are advantages
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, sample in enumerate(samples):
+        groups.setdefault(sample.group_index, []).append(i)
+    equal = [g for g in groups.values() if np.ptp([raw[i] for i in g]) < _EQUAL]
+    longest, most = config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len
+    truncated = [s for s in samples if s.status == Status.TRUNCATED]
+    example = _example(samples, equal)
+    trained = np.array([_has_trained_token(sample) for sample in samples], bool)
+    return RolloutFacts(
+        num_samples=len(samples),
+        num_groups=len(groups),
+        num_equal_groups=len(equal),
+        num_same_text=sum(len(g) > 1 and len({str(samples[i].response) for i in g}) == 1 for g in groups.values()),
+        num_trained=int(trained.sum()),
+        num_failed=sum(s.status in (Status.FAILED, Status.ABORTED) for s in samples),
+        num_truncated=len(truncated),
+        num_at_response_limit=sum(longest is not None and s.response_length >= longest for s in truncated),
+        num_at_context_limit=sum(most is not None and len(s.tokens) >= most for s in truncated),
+        num_without_label=sum(s.label is None or (isinstance(s.label, str) and not s.label) for s in samples),
+        num_no_second_turn=sum((s.metadata or {}).get(NO_ROOM_AFTER) == 1 for s in samples),
+        teaches_nothing=teaches_nothing(config, samples, rewards, trained),
+        lowest=float(min(raw, default=0.0)),
+        highest=float(max(raw, default=0.0)),
+        example=None if example is None else glimpse(samples[example], raw[example]),
+    )
+
+
+def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence[float], trained: np.ndarray) -> bool:
+    """Whether all advantages are 0, as far as they are known before the trainers have seen the rollout.
+
+    rewards  [n] what is trained on
+    trained  [n] whether any token of the sample is
+
+    Estimators that compare the answers to one prompt (grpo and its like, rloo, opo, pass_at_k) and remax have their
+    advantages in `rewards`. Whitening, where it is on, also takes away what all tokens share. reinforce_plus_plus
+    whitens the discounted rewards of the whole rollout: equal groups teach if they differ from each other, and a
+    discount or a price for KL makes tokens differ. ppo's critic, prime's reward model and a teacher (--use-opd) give
+    advantages of their own; so may a user's functions, which is why the answer is False with one of them.
+    """
+    algorithm, estimator = config.algorithm, config.algorithm.advantage_estimator
+    if config.run.mode != "rl" or algorithm.loss_type != "policy_loss" or _has_own_advantages(config):
+        return False
+    values = np.asarray(rewards, np.float64)[trained]
+    if not values.size:
+        return True
+    if algorithm.policy_loss == "dpo":
+        return not best_and_worst(samples, rewards)
+    if algorithm.use_opd or estimator == "ppo" or (estimator == "prime" and config.prm.prm_process_coef != 0):
+        return False
+    tiny = 1e-12 * max(1.0, float(np.abs(values).max()))
+    if float(np.abs(values).max()) <= tiny:
+        return not (estimator == "reinforce_plus_plus" and algorithm.kl_coef > 0)
+    is_whitened = algorithm.normalize_advantages or estimator in ("reinforce_plus_plus_baseline", "prime")
+    if estimator == "reinforce_plus_plus":
+        is_whitened = algorithm.gamma == 1.0 and algorithm.kl_coef == 0
+    return is_whitened and float(np.ptp(values)) <= tiny
+
+
+def _has_trained_token(sample: Sample) -> bool:
+    if sample.loss_mask is None:
+        return is_trained_on(sample) and sample.response_length > 0
+    return is_trained_on(sample) and bool(np.any(sample.loss_mask))
+
+
+def _has_own_advantages(config: Config) -> bool:
+    """Whether a user's function may make advantages, or a loss that needs none."""
+    return any(
+        (
+            config.reward.custom_convert_samples_to_train_data_path,
+            config.train.custom_advantage_function_path,
+            config.train.rollout_data_postprocess_path,
+            config.algorithm.custom_policy_loss_path,
+        )
+    )
+
+
+def glimpses(samples: Sequence[Sample], raw: Sequence[float], count: int) -> list[Glimpse]:
+    """`count` samples, spread evenly over the rollout."""
+    count = min(count, len(samples))
+    places = [i * len(samples) // count for i in range(count)]
+    return [glimpse(samples[i], raw[i]) for i in places]
+
+
+def glimpse(sample: Sample, reward: float) -> Glimpse:
+    """What a line about a sample shows."""
+    return Glimpse(
+        index=sample.index,
+        prompt=ending(prompt_text(sample.prompt), _SHOWN),
+        response=shorten(str(sample.response), _SHOWN),
+        label=None if sample.label is None else shorten(str(sample.label), _SHOWN),
+        reward=float(reward),
+        response_length=sample.response_length,
+        status=sample.status.value,
+    )
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as text; of messages each one's role and content on lines of its own."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        return str(prompt)
+    parts = [m if isinstance(m, dict) else {"content": m} for m in prompt]
+    return "\n".join(f"{part.get('role', '')}: {part.get('content', '')}" for part in parts)
+
+
+def _example(samples: Sequence[Sample], equal: list[list[int]]) -> int | None:
+    """The sample that a warning shows: of an equal group, if there is one, and of the status that is most common."""
+    candidates = [i for group in equal for i in group] or list(range(len(samples)))
+    common = Counter(samples[i].status for i in candidates).most_common(1)
+    return next((i for i in candidates if samples[i].status == common[0][0]), None)

@@ -1,0 +1,68 @@
+"""What the trainers find out about single samples, written beside the rollout's file and in its order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fusionrl.data.sample import Sample
+from fusionrl.observe.rollouts import RolloutWriter
+
+KEPT = 3  # rollouts whose samples may still be trained on
+
+
+class TrainedSamples:
+    """Knows on which line of which file each sample of a train shard stands.
+
+    Trainers number samples by their position in what they were given; a user's conversion and DPO's pairs choose and
+    reorder, so that positions are no lines.
+    """
+
+    def __init__(self, writer: RolloutWriter) -> None:
+        self._writer = writer
+        self._path: Path | None = None
+        self._by_identity: dict[int, int] = {}
+        self._by_index: dict[int | None, int] = {}
+        self._given: dict[int, tuple[Path, list[int | None]]] = {}  # rollout -> file, line of each position
+
+    def wrote(self, path: Path, samples: Sequence[Sample]) -> None:
+        """The file at `path` has been written: a line for each of `samples`."""
+        self._path = path
+        self._by_identity = {id(sample): line for line, sample in enumerate(samples)}
+        counts = Counter(sample.index for sample in samples)
+        self._by_index = {s.index: line for line, s in enumerate(samples) if counts[s.index] == 1}
+
+    def gave(self, rollout_id: int, samples: Sequence[Sample], has_indices: bool = True) -> None:
+        """`samples` go to the trainers: those of the file, or with `has_indices` others that have their indices."""
+        if self._path is None:
+            return
+        named = self._by_index if has_indices else {}
+        lines = []
+        for sample in samples:
+            line = self._by_identity.get(id(sample))
+            if line is None and not sample.remove_sample:  # a blank of DPO has the index of another sample
+                line = named.get(sample.index)
+            lines.append(line)
+        self._given[rollout_id] = (self._path, lines)
+        self._path, self._by_identity, self._by_index = None, {}, {}
+        for old in [key for key in self._given if key <= rollout_id - KEPT]:
+            del self._given[old]
+
+    def add(self, rollout_id: int, columns: Sequence[Mapping[int, Mapping[str, Any]]]) -> Path | None:
+        """Write what the ranks found out, position -> name -> value, as rows with their `line` (from 0).
+
+        Returns:
+            The file; None where the rollout is not known (any more) or nothing was found.
+        """
+        if rollout_id not in self._given:
+            return None
+        path, lines = self._given.pop(rollout_id)
+        rows: dict[int, dict[str, Any]] = {}
+        for part in columns:
+            for position, values in part.items():
+                line = lines[position]
+                if line is not None and line not in rows:
+                    rows[line] = {"line": line, **values}
+        return self._writer.write_trained(path, (rows[line] for line in sorted(rows))) if rows else None

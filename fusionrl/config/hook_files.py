@@ -1,0 +1,172 @@
+"""Import a hook that is given as `path/to/file.py`, and the modules that stand beside it.
+
+The file finds its neighbours as if Python ran it as a script, or as a part of its package:
+
+    my_task/generate.py        from calc_tool import evaluate      my_task/calc_tool.py
+                               from .calc_tool import evaluate     the same module
+    my_pkg/rewards/score.py    from ..common import parse          my_pkg/common.py; each folder has an __init__.py
+                               from my_pkg.common import parse     the same module
+
+Modules of a folder belong to the hooks of that folder alone. Their full name is `fusionrl_hooks_<hash of the folder's
+path>.calc_tool`, so two hooks in two folders may each have a `utils.py`, and a `random.py` beside a hook hides the
+standard one from nobody else. The name is the same in every process: what a hook makes can be pickled in one process
+and read in another, which only has to know the folder (`register_folder`). What Python finds by itself, because the
+folder is in sys.path, keeps its own name, so that no module is loaded twice: a hook's file in a package, and modules
+beside a hook.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    SourceFileLoader,
+)
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PREFIX = "fusionrl_hooks_"
+_folders: dict[str, Path] = {}  # name of the package that stands for a folder → the folder
+_files: dict[str, Path] = {}  # full module name of a hook's file → the file
+_elsewhere: set[tuple[str, str]] = set()  # (importing package, name): imported from outside of the hook's folder
+
+
+def import_file(path: Path) -> ModuleType:
+    """The module of a hook's file; loaded once a process, by whichever path it is named.
+
+    Raises:
+        ValueError: it is no Python file.
+        Exception: whatever the file raises while it is imported.
+    """
+    file = path.resolve()
+    if file.suffix != ".py":
+        raise ValueError(f"{str(path)!r} is not a Python file")
+    folder, name = _place(file)
+    if "." in name and _is_found_by_python(name, folder, file):
+        return importlib.import_module(name)
+    full_name = f"{register_folder(file)}.{name}"
+    _files[full_name] = file
+    return importlib.import_module(full_name)
+
+
+def register_folder(path: Path) -> str:
+    """Let this process import the modules beside the hook's file `path`; returns the package that stands for them."""
+    folder, _ = _place(path.resolve())
+    package = _PREFIX + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    _folders[package] = folder
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    return package
+
+
+def _place(file: Path) -> tuple[Path, str]:
+    """(folder around the file's outermost package, dotted name in it); for a file of no package its own folder."""
+    parts = [] if file.stem == "__init__" else [file.stem.replace(".", "_")]
+    folder = file.parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(parts or ["__init__"])
+
+
+def _is_found_by_python(name: str, folder: Path, file: Path) -> bool:
+    """Whether `import name` gives the `file` of a package in `folder` by sys.path alone."""
+    top = name.partition(".")[0]
+    # In this order: to look for a part of a package, Python runs the package's __init__.py.
+    return _origin(top) == folder / top / "__init__.py" and _origin(name) == file
+
+
+def _origin(name: str) -> Path | None:
+    """The file that `import name` would load; None where there is none."""
+    spec = _spec(name)
+    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):  # no such package; a module without a spec, as __main__
+        return None
+
+
+class _Finder:
+    """Finds the packages that stand for hooks' folders, and the modules in them."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith(_PREFIX):
+            return None
+        if name in _folders:
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(_folders[name])]
+            return spec
+        if name in _files:
+            return importlib.util.spec_from_file_location(name, _files[name], loader=_Loader(name, str(_files[name])))
+        kinds = ((ExtensionFileLoader, EXTENSION_SUFFIXES), (_Loader, SOURCE_SUFFIXES))
+        found = (FileFinder(entry, *kinds).find_spec(name) for entry in path or ())
+        return next((spec for spec in found if spec is not None), None)
+
+
+_FINDER = _Finder()
+
+
+class _Loader(SourceFileLoader):
+    """Runs a module whose import statements look beside it first.
+
+    An import statement calls `__import__` of its module's builtins; the module gets builtins of its own for that.
+    """
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
+        super().exec_module(module)
+
+
+def _import(
+    name: str,
+    globals: dict[str, Any] | None = None,
+    locals: dict[str, Any] | None = None,
+    fromlist: Sequence[str] = (),
+    level: int = 0,
+) -> ModuleType:
+    """`builtins.__import__` for a module of a hook's folder."""
+    package = (globals or {}).get("__package__")
+    top = name.partition(".")[0]
+    if level or not package or (package, top) in _elsewhere:
+        return builtins.__import__(name, globals, locals, fromlist, level)
+    home = _home(top, package)
+    if home is None:
+        module = builtins.__import__(name, globals, locals, fromlist, level)
+        _elsewhere.add((package, top))
+        return module
+    if fromlist:
+        return builtins.__import__(f"{home}.{name}", globals, locals, fromlist, 0)
+    importlib.import_module(f"{home}.{name}")
+    return sys.modules[f"{home}.{top}"]
+
+
+def _home(top: str, package: str) -> str | None:
+    """The package in which the module `top` stands: that of the importing module, or that of its outermost folder.
+
+    None: it is imported as anywhere else. A folder without an __init__.py counts where no other module is found.
+    """
+    for home in dict.fromkeys((package, package.partition(".")[0])):
+        if (full_name := f"{home}.{top}") in sys.modules:
+            return home
+        spec = _FINDER.find_spec(full_name, sys.modules[home].__path__)
+        if spec is None:
+            continue
+        if spec.origin is None:  # a folder alone
+            return None if _spec(top) is not None or top in sys.modules else home
+        return None if _origin(top) == Path(spec.origin).resolve() else home
+    return None

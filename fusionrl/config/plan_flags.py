@@ -1,0 +1,57 @@
+"""Flags of `fusionrl plan` that are no flags of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# name → (values, default, what it does)
+PLAN_FLAGS: dict[str, tuple[str, str, str]] = {
+    "--cluster": (
+        "NODESxGPUSxKIND",
+        "",
+        "Plan for this cluster instead of this machine, e.g. 8x8xh200. --hf-checkpoint may be a config.json alone;"
+        " nothing else is read. docs/memory.md has the kinds.",
+    ),
+    "--router-imbalance": (
+        "number",
+        "1.0",
+        "Mixtures of experts, memory estimate: tokens that the busiest expert-parallel rank gets, for each token of an"
+        " even share.",
+    ),
+}
+
+
+def take_plan_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """(values of PLAN_FLAGS, the rest of a command line, errors)."""
+    values: dict[str, str] = {}
+    rest: list[str] = []
+    errors: list[str] = []
+    tokens = iter(argv)
+    for token in tokens:
+        flag, separator, value = token.partition("=")
+        if flag not in PLAN_FLAGS:
+            rest.append(token)
+            continue
+        given = value if separator else next(tokens, "")
+        if not given or given.startswith("--"):
+            errors.append(f"{flag}: it needs a value, {PLAN_FLAGS[flag][0]}")
+            rest += [given] if given else []
+        else:
+            values[flag] = given
+    return values, rest, errors
+
+
+def imbalance_of(values: dict[str, str]) -> float:
+    """The value of --router-imbalance.
+
+    Raises:
+        ValueError: no number of at least 1.
+    """
+    text = values.get("--router-imbalance", "1.0")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < float("inf"):
+        raise ValueError(f"--router-imbalance {text}: a number of at least 1")
+    return number

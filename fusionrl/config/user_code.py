@@ -1,0 +1,182 @@
+"""Errors of a user's functions: whose fault it was, where in the user's own files, and at which samples."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import site
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_FRAMEWORK = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_NOT_THE_USERS = tuple(
+    os.path.realpath(folder) + os.sep for folder in (_FRAMEWORK, *_LIBRARIES, *site.getsitepackages())
+)
+
+
+class HookError(RuntimeError):
+    """A user's function raised, or returned what does not fit.
+
+    The message names the flag, the function and what it said, and shows the user's own lines of the traceback.
+
+    samples    the `Sample`s that it was at, for the process that can write them to a file
+    positions  in a trainer: positions in its shard of the samples that it was at; None where that is not known
+    """
+
+    def __init__(self, message: str, samples: Iterable[Any] = ()) -> None:
+        super().__init__(message)
+        self.samples: list[Any] = list(samples)
+        self.positions: list[int] | None = None
+
+    def add(self, line: str) -> None:
+        """Add a line to the message."""
+        self.args = (f"{self}\n{line}",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args  # the samples stay in the process that has them
+
+
+class user_code:
+    """Turns what the user's code raises within the block into a HookError; a HookError goes on as it is."""
+
+    # A class: a generator's context manager takes a RuntimeError caused by StopIteration for an error of its own.
+    def __init__(
+        self,
+        where: str,
+        path: str | None,
+        *given: Any,
+        only_theirs: bool = False,
+        passing: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """Prepare the block.
+
+        Args:
+            where: who is called, as the message begins: flag and function.
+            path: the function, as the flag names it.
+            given: its arguments, in which samples are looked for.
+            only_theirs: leave errors alone that do not come out of a file of the user's.
+            passing: leave these alone, too.
+        """
+        self.where, self.path, self.given = where, path, given
+        self.only_theirs, self.passing = only_theirs, passing
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, HookError):
+            error.samples = error.samples or samples_in(self.given)
+        # A user's function may raise anything, and may call exit().
+        elif isinstance(error, Exception | SystemExit) and not isinstance(error, self.passing):
+            frames = user_frames(error, self.path)
+            if frames or not self.only_theirs:
+                samples = blamed_samples(error, self.path) or samples_in(self.given)
+                at = f" at sample {samples[0].index}" if len(samples) == 1 else ""
+                message = f"{self.where}: {type(error).__name__}: {error}{at}"
+                raise HookError(with_frames(message, frames), samples) from error
+
+
+def with_frames(message: str, frames: str) -> str:
+    """A message, and below it the lines of `user_frames` if there are some."""
+    return f"{message}\n{frames}" if frames else message
+
+
+def user_frames(error: BaseException, path: str | None = None) -> str:
+    """The part of a traceback that is in the user's own files, as Python prints it; empty if there is none.
+
+    Frames of fusionrl, of Python and of installed packages are left out. `path` names the function that was called, as
+    a flag does: where that is installed itself, its package counts as the user's. Causes and members of an exception
+    group are shown where they have frames of their own.
+    """
+    found = traceback.TracebackException.from_exception(error)
+    home = _home(path)
+    _keep_users_frames(found, home)
+    if not _has_frames(found):
+        return ""
+    is_alone = not (found.__cause__ or found.__context__ or getattr(found, "exceptions", None))
+    return "".join(found.stack.format() if is_alone else found.format()).rstrip("\n")
+
+
+def last_user_line(error: BaseException, path: str | None = None) -> str | None:
+    """ "FILE:LINE: code" of the user's innermost frame."""
+    home = _home(path)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename, home)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
+
+
+def blamed_samples(error: BaseException, path: str | None = None) -> list[Any]:
+    """The samples that are variables of the user's innermost frame that has some."""
+    home = _home(path)
+    errors = [error]
+    for one in errors:
+        errors += getattr(one, "exceptions", ())
+        frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
+        for frame in reversed(frames):
+            if _is_users(frame.f_code.co_filename, home):
+                found = {id(value): value for value in frame.f_locals.values() if _is_sample(value)}
+                if found:
+                    return list(found.values())
+    return []
+
+
+def samples_in(given: Iterable[Any]) -> list[Any]:
+    """The samples among arguments, also in lists, each once."""
+    found: dict[int, Any] = {}
+    for value in given:
+        if _is_sample(value):
+            found[id(value)] = value
+        elif isinstance(value, list | tuple):
+            found |= {id(sample): sample for sample in samples_in(value)}
+    return list(found.values())
+
+
+def _is_sample(value: Any) -> bool:
+    # By what it can: this room knows no other, and `Sample` is of the room `data`.
+    return callable(getattr(type(value), "to_row", None))
+
+
+def _keep_users_frames(found: traceback.TracebackException, home: str | None) -> None:
+    kept = [frame for frame in found.stack if _is_users(frame.filename, home)]
+    found.stack = traceback.StackSummary.from_list(kept)
+    for name in ("__cause__", "__context__"):
+        linked = getattr(found, name)
+        if linked is not None:
+            _keep_users_frames(linked, home)
+            if not _has_frames(linked):
+                setattr(found, name, None)
+    for member in getattr(found, "exceptions", None) or ():
+        _keep_users_frames(member, home)
+
+
+def _has_frames(found: traceback.TracebackException) -> bool:
+    linked = [found.__cause__, found.__context__, *(getattr(found, "exceptions", None) or ())]
+    return bool(found.stack) or any(_has_frames(one) for one in linked if one is not None)
+
+
+def _is_users(file: str, home: str | None) -> bool:
+    if file.startswith("<"):  # <frozen importlib>, <string>
+        return False
+    file = os.path.realpath(file)
+    if home is not None and file.startswith(home):
+        return True
+    parts = file.split(os.sep)
+    return not file.startswith(_NOT_THE_USERS) and "site-packages" not in parts and "dist-packages" not in parts
+
+
+def _home(path: str | None) -> str | None:
+    """The folder of the installed package that the function `path` is of; None for fusionrl's own and for files."""
+    if path is None or ":" in path:
+        return None
+    top = path.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # not there, or a module without a spec: then nothing is known of it
+        return None
+    if spec is None or spec.origin is None or top == "fusionrl":
+        return None
+    # A module without a folder of its own stands beside others' packages.
+    is_package = spec.submodule_search_locations is not None
+    return os.path.realpath(os.path.dirname(spec.origin)) + os.sep if is_package else os.path.realpath(spec.origin)

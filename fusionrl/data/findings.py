@@ -1,0 +1,78 @@
+"""Findings about rows, grouped by cause: one line a cause, with the number of rows and the first three of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+NUM_PLACES = 3
+MAX_CAUSES = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about one row.
+
+    cause       the same text for every row that has it
+    detail      more about this row
+    hint        what to do about it
+    is_warning  the row can be trained on as it is
+    """
+
+    cause: str
+    detail: str = ""
+    hint: str = ""
+    is_warning: bool = False
+
+    def __str__(self) -> str:
+        return self.cause + (f" ({self.detail})" if self.detail else "") + (f"; {self.hint}" if self.hint else "")
+
+
+@dataclass
+class _Group:
+    first: Finding
+    places: list[str] = field(default_factory=list)
+    count: int = 0
+
+
+class Findings:
+    """What was found in the rows of one set."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._groups: dict[tuple[str, bool], _Group] = {}
+
+    def add(self, place: str, finding: Finding) -> None:
+        """`place` is `line 3` or `row 3`."""
+        group = self._groups.setdefault((finding.cause, finding.is_warning), _Group(finding))
+        group.count += 1
+        if len(group.places) < NUM_PLACES:
+            group.places.append(place)
+
+    def errors(self) -> list[str]:
+        """One text a cause for which rows cannot be trained on."""
+        return self._texts(is_warning=False)
+
+    def warnings(self) -> list[str]:
+        """One text a cause that rows can be trained on with."""
+        return self._texts(is_warning=True)
+
+    def _texts(self, is_warning: bool) -> list[str]:
+        groups = [group for group in self._groups.values() if group.first.is_warning == is_warning]
+        more = [f"and {len(groups) - MAX_CAUSES:,} more causes"] if len(groups) > MAX_CAUSES else []
+        return [self._text(group) for group in groups[:MAX_CAUSES]] + more
+
+    def _text(self, group: _Group) -> str:
+        first = group.first
+        if group.count == 1:
+            return f"{group.places[0]}: {first}"
+        more = ", …" if group.count > len(group.places) else ""
+        text = f"{first.cause} in {group.count:,} of {self.num_rows:,} rows ({_places(group.places)}{more}"
+        text += f"; {group.places[0]}: {first.detail})" if first.detail else ")"
+        return text + (f"; {first.hint}" if first.hint else "")
+
+
+def _places(places: Sequence[str]) -> str:
+    """`line 1`, `line 2` → `lines 1, 2`."""
+    word = places[0].partition(" ")[0]
+    return f"{word}s {', '.join(place.partition(' ')[2] for place in places)}"

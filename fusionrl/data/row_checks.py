@@ -1,0 +1,426 @@
+"""Everything that can be wrong with one row of prompt data, found before anything is started.
+
+An error is what cannot be trained on, or what is surely not meant: a text that no file and no tokenizer can hold, a
+label that no answer can equal. A warning is what can be trained on and is often a mistake: a control token of the
+tokenizer inside a message (some data sets quote them on purpose), a role that models do not know, a label of null.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusionrl.data.chat import is_trained
+from fusionrl.data.findings import Finding
+from fusionrl.data.strict_json import MAX_DEPTH, CleanRow, StrictDecoder
+from fusionrl.data.template_probe import TemplateProbe, signature
+
+# A million characters are a quarter of a million tokens: more than models read, and a second of tokenizing.
+MAX_PROMPT_CHARACTERS = 1_000_000
+# No tokenizer has tokens of more characters; longer texts are over a limit of tokens without counting them.
+MAX_TOKEN_CHARACTERS = 256
+MAX_NAMES = 12
+ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function", "observation", "ipython", "model"})
+_CONTENTS = (str, list, type(None))
+PROMPT_NAMES = ("prompt", "question", "problem", "input", "query", "instruction", "messages", "conversations", "text")
+LABEL_NAMES = ("label", "answer", "solution", "ground_truth", "target", "output", "response", "completion")
+
+
+@dataclass(frozen=True)
+class PromptColumns:
+    """Which column is what, and how a prompt becomes tokens."""
+
+    input_key: str
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str | None = None
+    apply_chat_template: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_prompt_len: int | None = None
+
+
+class RowChecker:
+    """Checks rows of one set.
+
+    key_flag        the flag of the prompt's column: --input-key or its like
+    is_sft          rows are conversations, or texts with their responses as labels, to be trained on as they are
+    special_tokens  texts of the tokenizer's control tokens, where they are known
+    probe           asks the chat template, where there is one and it is used
+    """
+
+    def __init__(
+        self,
+        columns: PromptColumns,
+        key_flag: str = "--input-key",
+        *,
+        is_sft: bool = False,
+        special_tokens: Iterable[str] = (),
+        probe: TemplateProbe | None = None,
+    ) -> None:
+        self.columns, self.key_flag, self.is_sft, self.probe = columns, key_flag, is_sft, probe
+        self.label_flag = key_flag.replace("input", "label")
+        self.special_tokens = tuple(special_tokens)
+        # A search for two characters is many times faster than one for each of hundreds of tokens.
+        self._starts = tuple({token[:2] for token in self.special_tokens})
+        self._roles: dict[str, Finding | None] = {}
+        # Roles of the conversations in which nothing was found, the template's refusal included.
+        self._good_roles: set[tuple[str, ...]] = set()
+        self._is_text_taken = probe is None
+
+    def findings(self, row: Mapping[str, Any]) -> list[Finding]:
+        """What is wrong with a row; an empty list for a good one."""
+        if self._is_plainly_good(row):
+            return []
+        found: list[Finding] = []
+        columns = self.columns
+        tools = self._check_metadata_and_tools(row, found)
+        key = columns.input_key
+        if key not in row:
+            found.append(self._missing(key, row, self.key_flag, PROMPT_NAMES))
+        elif isinstance(prompt := row[key], str):
+            self._check_text(prompt, found)
+        elif type(prompt) is list and all(type(message) is dict for message in prompt):
+            self._check_messages(prompt, tools, found)
+        else:
+            found.append(Finding(f"column {key!r} is neither text nor a list of messages"))
+        if columns.label_key is not None:
+            self._check_label(columns.label_key, row, found)
+        elif self.is_sft and isinstance(row.get(key), str):
+            cause = f"column {key!r} is text: name the column of its response with {self.label_flag}"
+            found.append(Finding(cause))
+        return found
+
+    def _is_plainly_good(self, row: Mapping[str, Any]) -> bool:
+        """Cheap tests that ordinary rows pass, and no row in which `findings` would find anything.
+
+        They are here for the sake of files of a hundred thousand rows, in two millionths of a second a row.
+        """
+        if type(row) is not CleanRow:
+            return False
+        columns, prompt = self.columns, row.get(self.columns.input_key)
+        if type(prompt) is str:
+            if self.is_sft or not prompt or prompt[0].isspace() or len(prompt) > MAX_PROMPT_CHARACTERS:
+                return False
+            if columns.apply_chat_template and (not self._is_text_taken or any(s in prompt for s in self._starts)):
+                return False
+        elif type(prompt) is list:
+            roles, num_characters = [], 0
+            for message in prompt:
+                if type(message) is not dict or len(message) != 2:
+                    return False
+                role, content = message.get("role"), message.get("content")
+                if type(role) is not str or type(content) is not str or not content:
+                    return False
+                for start in self._starts:
+                    if start in content:
+                        return False
+                roles.append(role)
+                num_characters += len(content)
+            if tuple(roles) not in self._good_roles or num_characters > MAX_PROMPT_CHARACTERS:
+                return False
+        else:
+            return False
+        if columns.label_key is not None and row.get(columns.label_key) is None:
+            return False
+        if columns.tool_key is not None and columns.tool_key in row:
+            return False
+        metadata = row.get(columns.metadata_key)
+        return metadata is None or type(metadata) is dict
+
+    def error(self, row: Mapping[str, Any]) -> str | None:
+        """The first thing for which a row cannot be trained on."""
+        return next((str(finding) for finding in self.findings(row) if not finding.is_warning), None)
+
+    # ------------------------------------------------------------------------------------------------ columns
+    def _missing(self, key: str, row: Mapping[str, Any], flag: str, usual: Sequence[str]) -> Finding:
+        names = [name if name.isprintable() else repr(name) for name in row]
+        shown = ", ".join(name[:80] for name in names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+        hint = f"the columns are {shown}" if names else "the row has no columns"
+        taken = (self.columns.input_key, self.columns.label_key, self.columns.metadata_key, self.columns.tool_key)
+        free = [name for name in names if name not in taken]
+        close = difflib.get_close_matches(key, free, n=1, cutoff=0.75)
+        if guess := [*close, *(name for name in usual if name in free)][:1]:
+            hint += f": {flag} {guess[0]}?"
+        return Finding(f"column {key!r} is missing", hint=hint)
+
+    def _check_text(self, prompt: str, found: list[Finding]) -> None:
+        key = self.columns.input_key
+        if not prompt or prompt.isspace():
+            found.append(Finding(f"column {key!r} is empty"))
+        elif problem := text_problem(prompt):
+            found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+        else:
+            self._check_size(key, len(prompt), found)
+            if self.columns.apply_chat_template and not self.is_sft:
+                self._check_special(prompt, found)
+                if self.probe is not None:
+                    num_before = len(found)
+                    self._check_template("text", [{"role": "user", "content": prompt}], None, found)
+                    self._is_text_taken = len(found) == num_before
+
+    def _check_size(self, key: str, num_characters: int, found: list[Finding]) -> None:
+        if num_characters <= MAX_PROMPT_CHARACTERS or (self.columns.max_prompt_len is not None and not self.is_sft):
+            return
+        cause = f"column {key!r} has more than {MAX_PROMPT_CHARACTERS:,} characters"
+        hint = "" if self.is_sft else "shorten it, or let --rollout-max-prompt-len leave such prompts out"
+        found.append(Finding(cause, f"{num_characters:,}", hint))
+
+    def _check_special(self, text: str, found: list[Finding]) -> bool:
+        for start in self._starts:
+            if start in text:
+                token = next((token for token in self.special_tokens if token in text), None)
+                if token is None:
+                    return False
+                cause = f"column {self.columns.input_key!r} holds a special token of the tokenizer inside a message"
+                hint = "the model reads it as a control token, not as text"
+                found.append(Finding(cause, repr(token), hint, is_warning=True))
+                return True
+        return False
+
+    def _check_template(
+        self, shape: Hashable, messages: Any, tools: Any, found: list[Finding], is_odd: bool = False
+    ) -> None:
+        assert self.probe is not None
+        if reason := self.probe.refusal(shape, messages, tools, is_odd):
+            found.append(template_finding(self.columns.input_key, reason))
+
+    def _check_label(self, key: str, row: Mapping[str, Any], found: list[Finding]) -> None:
+        if key not in row:
+            found.append(self._missing(key, row, self.label_flag, LABEL_NAMES))
+            return
+        label = row[key]
+        if self.is_sft and isinstance(row.get(self.columns.input_key), str):
+            if not isinstance(label, str):
+                found.append(Finding(f"column {key!r} ({self.label_flag}) must be the response as text in --mode sft"))
+            else:
+                self._check_size(key, len(label), found)
+            if isinstance(label, str) and not label.strip():
+                found.append(Finding(f"column {key!r} ({self.label_flag}) is an empty response; nothing to train on"))
+        elif label is None:
+            hint = "most rewards need one"
+            found.append(Finding(f"column {key!r} ({self.label_flag}) is null", hint=hint, is_warning=True))
+        if problem := value_problem(label):
+            found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+
+    def _check_metadata_and_tools(self, row: Mapping[str, Any], found: list[Finding]) -> Any:
+        columns, tools = self.columns, None
+        try:
+            if (metadata := row.get(columns.metadata_key)) is not None:
+                metadata = read_metadata(metadata, columns.metadata_key)
+            if columns.tool_key is not None and (tools := row.get(columns.tool_key)) is not None:
+                tools = read_tools(tools, columns.tool_key)
+        except CellError as error:
+            found.append(error.finding)
+            return None
+        for key, value in ((columns.metadata_key, metadata), (columns.tool_key, tools)):
+            if value and (problem := value_problem(value)):
+                # Nothing but a user's own functions reads metadata, and these may know what NaN means there.
+                is_warning = problem[0] == NOT_FINITE and key == columns.metadata_key
+                found.append(Finding(f"column {key!r} {problem[0]}", problem[1], is_warning=is_warning))
+        return tools
+
+    # ------------------------------------------------------------------------------------------------ messages
+    def _check_messages(self, messages: list[dict[str, Any]], tools: Any, found: list[Finding]) -> None:
+        """Of messages that are objects: all else about them."""
+        key, num_before = self.columns.input_key, len(found)
+        if not messages:
+            found.append(Finding(f"column {key!r} is empty"))
+            return
+        shape: list[Any] = []
+        num_characters, num_said, is_special = 0, 0, False
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            if type(role) is not str or type(content) not in _CONTENTS:
+                found.append(Finding(f"column {key!r} is neither text nor a list of messages"))
+                return
+            if role not in self._roles:
+                self._roles[role] = self._role_finding(role)
+            if (finding := self._roles[role]) is not None and finding not in found:
+                found.append(finding)
+            if type(content) is str and len(message) == 2:
+                if (not content.isascii() or "\0" in content) and (problem := text_problem(content)):
+                    found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+                num_characters += len(content)
+                num_said += bool(content and not content.isspace())
+                shape.append(role if content else (role, "empty"))
+                is_special = is_special or self._check_special(content, found)
+            else:
+                self._check_rich_message(message, found)
+                for text in _texts(message):
+                    num_characters += len(text)
+                    is_special = is_special or self._check_special(text, found)
+                num_said += bool(content) or bool(message.get("tool_calls"))
+                shape.append(signature(message))
+        if not num_said:
+            found.append(Finding(f"column {key!r} is empty"))
+        self._check_size(key, num_characters, found)
+        if self.is_sft:
+            self._check_turns(messages, found)
+        elif not self.columns.apply_chat_template:
+            found.append(Finding(f"column {key!r} is a list of messages: add --apply-chat-template"))
+            return
+        elif messages[-1]["role"] == "assistant":
+            cause = f"column {key!r} ends with the assistant's turn"
+            found.append(Finding(cause, hint="the model is asked for another one after it", is_warning=True))
+        if self.probe is not None and all(finding.is_warning for finding in found[num_before:]):
+            # Whether a loss mask can be made of a conversation that quotes an end marker depends on where it does.
+            self._check_template(tuple(shape), messages, tools, found, is_odd=is_special and self.is_sft)
+        if len(found) == num_before and tools is None and all(type(role) is str for role in shape):
+            self._good_roles.add(tuple(shape))
+
+    def _role_finding(self, role: str) -> Finding | None:
+        cause, shown = f"column {self.columns.input_key!r}: a message's role", repr(role[:80])
+        if not role or not role.isprintable() or " " in role or len(role) > 80:
+            return Finding(f"{cause} is not one word", shown)
+        if any(token in role for token in self.special_tokens):
+            return Finding(f"{cause} holds a special token of the tokenizer", shown)
+        if role not in ROLES:
+            hint = "models know system, user, assistant and tool"
+            return Finding(f"{cause} is unusual", shown, hint, is_warning=True)
+        return None
+
+    def _check_rich_message(self, message: Mapping[str, Any], found: list[Finding]) -> None:
+        """A message whose content is no text, or that has more keys than role and content."""
+        key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
+        if problem := value_problem(message):
+            found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+        if content is None and message["role"] != "assistant":
+            found.append(Finding(f"column {key!r}: a message has no content", f"role {message['role'][:80]!r}"))
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                continue
+            if not isinstance(kind, str) or kind == "text":
+                cause = f"column {key!r}: a part of a message's content is no {{'type': 'text', 'text': …}}"
+                found.append(Finding(cause))
+            else:
+                cause, hint = (
+                    f"column {key!r}: a message's content has other parts than text",
+                    "only text is trained on",
+                )
+                found.append(Finding(cause, repr(kind[:80]), hint, is_warning=True))
+            break
+        if calls is not None and not _are_calls(calls):
+            cause = f"column {key!r}: tool_calls of a message is no list of {{'function': {{'name': …}}}}"
+            found.append(Finding(cause))
+
+    def _check_turns(self, messages: list[dict[str, Any]], found: list[Finding]) -> None:
+        key = self.columns.input_key
+        try:
+            masks = [is_trained(message) for message in messages if message["role"] == "assistant"]
+        except ValueError as error:
+            found.append(Finding(f"column {key!r}: step_loss_mask of a message is neither 0 nor 1", str(error)))
+            return
+        if masks and not any(masks):
+            cause = f"column {key!r}: step_loss_mask is 0 on every turn; nothing is left to train on"
+            found.append(Finding(cause))
+        elif not masks:
+            found.append(Finding(f"column {key!r} is a conversation without an assistant turn to train on"))
+
+
+def template_finding(key: str, reason: str) -> Finding:
+    """The chat template does not take the messages of a row."""
+    return Finding(f"column {key!r}: the chat template does not take the messages", reason)
+
+
+def _are_calls(calls: Any) -> bool:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return False
+    functions = [call.get("function") or call for call in calls]
+    return all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions)
+
+
+def _texts(message: Mapping[str, Any]) -> Iterable[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        yield content
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            yield part["text"]
+
+
+# ------------------------------------------------------------------------------------------------ values
+NOT_FINITE = "holds a number that is not finite"
+
+
+def text_problem(text: str) -> tuple[str, str] | None:
+    """(what is wrong with a text, the detail), or None: it must be UTF-8 and have no NUL, where C programs end it."""
+    if "\0" in text:
+        return "holds the character NUL", f"at character {text.index(chr(0)):,}"
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return "holds half a character (a lone surrogate)", f"\\u{ord(text[error.start]):04x}"
+    return None
+
+
+def value_problem(value: Any) -> tuple[str, str] | None:
+    """(what is wrong with a value of a column, the detail), or None: it must be what JSON can hold."""
+    if type(value) is str:
+        return None if value.isascii() and "\0" not in value else text_problem(value)
+    left: list[tuple[Any, int]] = [(value, 1)]
+    while left:
+        item, depth = left.pop()
+        if item is None or isinstance(item, bool | int):
+            continue
+        if isinstance(item, str):
+            if problem := text_problem(item):
+                return problem
+        elif isinstance(item, float):
+            if not math.isfinite(item):
+                return NOT_FINITE, str(item)
+        elif depth > MAX_DEPTH:
+            return f"has lists and objects more than {MAX_DEPTH} deep", ""
+        elif isinstance(item, list | tuple):
+            left += [(one, depth + 1) for one in item]
+        elif isinstance(item, dict):
+            left += [(one, depth + 1) for pair in item.items() for one in pair]
+        else:
+            return f"holds a value of the kind {type(item).__name__}, which JSON has not; write it as text", ""
+    return None
+
+
+class CellError(ValueError):
+    """A column of metadata or tools is not what it should be."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
+def read_metadata(value: Any, key: str) -> dict[str, Any]:
+    """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
+
+    Raises:
+        ValueError: no JSON object.
+    """
+    found = _from_json(value, key)
+    if found is not None and not isinstance(found, dict):
+        raise CellError(Finding(f"column {key!r} is no JSON object"))
+    return dict(found or {})
+
+
+def read_tools(value: Any, key: str) -> list[Any] | None:
+    """The list of tools, or JSON text of it.
+
+    Raises:
+        ValueError: no list of tools.
+    """
+    found = _from_json(value, key)
+    if found is None or (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+        return found
+    raise CellError(Finding(f"column {key!r} (--tool-key) is no list of tools"))
+
+
+def _from_json(value: Any, key: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return StrictDecoder().parse(value) if value else None
+    except ValueError as error:
+        raise CellError(Finding(f"column {key!r} is text, but not valid JSON", str(error))) from error

@@ -1,0 +1,235 @@
+"""Read rows from JSON text, and refuse what Python's reader lets pass: a key twice in an object, bytes of no UTF-8.
+
+`NaN` and `Infinity`, which Python's reader takes too, come as floats: whether they matter depends on the column
+(see row_checks.py).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+Row = dict[str, Any]
+NO_OBJECT = "no JSON object"
+
+# Python's own reader would go on for minutes and fill the memory; no row of prompts is that large.
+MAX_LINE_BYTES = 64 << 20
+# Levels of lists and objects in a value. What copies, pickles and writes values recurses, several calls a level, and
+# Python ends at a thousand.
+MAX_DEPTH = 64
+_SPACE = re.compile(r"[ \t\r\n]*")
+# First bytes of files that are often given the wrong suffix.
+_MAGIC = {
+    b"\x1f\x8b": "a gzip archive; unpack it first",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"\x28\xb5\x2f\xfd": "a zstd archive; unpack it first",
+    b"PAR1": "a parquet file; name it .parquet",
+    b"ARROW1": "an Arrow file; give the folder that datasets.save_to_disk wrote",
+    codecs.BOM_UTF32_LE: "UTF-32 text; convert it to UTF-8",
+    codecs.BOM_UTF16_LE: "UTF-16 text; convert it to UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text; convert it to UTF-8",
+}
+
+
+class CleanRow(Row):
+    """A row whose values hold no NUL, no lone surrogate, no number that is not finite and few levels."""
+
+    __slots__ = ()
+
+
+_SCALARS = frozenset({str, int, bool, type(None)})
+_MAX_EXACT = 2.0**63  # orjson makes a float of an integer that does not fit in 64 bits
+
+
+def quick_row(line: bytes) -> CleanRow | None:
+    """The row of a line, where a quick reader and a look at the bytes are enough; None where it takes `StrictDecoder`.
+
+    orjson reads several times faster than Python's json, and refuses lone surrogates, NaN and bytes that are no UTF-8.
+    """
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return CleanRow(row) if type(row) is dict and _is_clean(_num_keys(row), line) else None
+
+
+def quick_rows(array: bytes) -> list[CleanRow] | None:
+    """The rows of an array, as `quick_row`."""
+    try:
+        rows = orjson.loads(array)
+    except orjson.JSONDecodeError:
+        return None
+    if type(rows) is not list or not all(type(row) is dict for row in rows):
+        return None
+    counts = [_num_keys(row) for row in rows]
+    return [CleanRow(row) for row in rows] if -1 not in counts and _is_clean(sum(counts), array) else None
+
+
+def _is_clean(num_keys: int, text: bytes) -> bool:
+    """Whether no key stands twice in an object, of which orjson takes the last, and no text has a NUL.
+
+    No key does where there are as many keys as colons; or, if texts have colons, as many as `":`, not counting a quote
+    that is a text's own. White space before a colon, and a backslash before a quote that ends a text, would deceive.
+    """
+    if num_keys != text.count(b":"):
+        quoted = text.count(b'":')
+        if num_keys != quoted and (num_keys != quoted - text.count(b'\\":') or b'\\\\":' in text):
+            return False
+        if b" :" in text or b"\t:" in text or b"\r:" in text or b"\n:" in text:
+            return False
+    return b"\\" not in text or b"\\u0000" not in text
+
+
+def _num_keys(row: Row) -> int:
+    """Keys of all objects of a row that is of scalars, objects of scalars and lists of such; -1 of another one."""
+    count = len(row)
+    for value in row.values():
+        if type(value) in _SCALARS:
+            continue
+        for item in value if type(value) is list else (value,):
+            if type(item) is dict:
+                count += len(item)
+                for one in item.values():
+                    if type(one) not in _SCALARS and not _is_exact(one):
+                        return -1
+            elif type(item) not in _SCALARS and not _is_exact(item):
+                return -1
+    return count
+
+
+def _is_exact(value: Any) -> bool:
+    return type(value) is float and -_MAX_EXACT < value < _MAX_EXACT
+
+
+class StrictDecoder:
+    """Decodes JSON values one after the other; not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._double: list[str] = []
+        decoder = json.JSONDecoder(object_pairs_hook=self._object)
+        self._scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once  # type: ignore[attr-defined]
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> Row:
+        row = dict(pairs)
+        if len(row) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            self._double += [key for key, count in counts.items() if count > 1]
+        return row
+
+    def parse(self, text: str) -> Any:
+        """The value of a JSON text.
+
+        Raises:
+            ValueError: no JSON, a key twice in one object, a number of too many digits, or too many levels.
+        """
+        value, end = self.decode(text, 0 if text[:1] == "{" else after_space(text, 0))
+        if text[end:] not in ("", "\n") and after_space(text, end) != len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        if isinstance(value, DuplicateKey):
+            raise value
+        return value
+
+    def decode(self, text: str, start: int) -> tuple[Any, int]:
+        """(value that begins at `start`, position behind it); the value is a DuplicateKey where it holds one.
+
+        Raises:
+            ValueError: as `parse`, but for the key.
+        """
+        self._double.clear()
+        try:
+            value, end = self._scan(text, start)
+        except StopIteration as stop:
+            raise json.JSONDecodeError("Expecting value", text, stop.value) from None
+        except RecursionError:
+            raise ValueError("lists and objects are nested too deeply") from None  # its frames say nothing
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # Python reads no integer of more digits than sys.get_int_max_str_digits()
+            raise ValueError("a number has too many digits") from None
+        if self._double:
+            return DuplicateKey(f"the key {self._double[0]!r} stands twice in one object"), end
+        return value, end
+
+
+class DuplicateKey(ValueError):
+    """A key stands twice in one object, so that it is not clear which value is meant."""
+
+
+def after_space(text: str, start: int) -> int:
+    """Position of the next character that is no white space, or the end."""
+    match = _SPACE.match(text, start)
+    assert match is not None  # it matches the empty text
+    return match.end()
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
+    """(`line 3`, its object or what is wrong with it) of each line that is not blank.
+
+    Raises:
+        ValueError: the file holds something else than text, or a line that is too long to read.
+    """
+    decoder = StrictDecoder()
+    with path.open("rb") as file:
+        _check_magic(file.peek(8))
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"line {number}: it has more than {MAX_LINE_BYTES >> 20} MiB; a row is one line")
+            if line.isspace():
+                continue
+            row: Row | ValueError | None = quick_row(line)
+            if row is None:
+                row = _slow_row(decoder, line)
+            yield f"line {number}", row
+
+
+def _slow_row(decoder: StrictDecoder, line: bytes) -> Row | ValueError:
+    try:
+        # A byte order mark is what some editors write at the start of a file.
+        row = decoder.parse(line.decode().removeprefix("\ufeff"))
+    except ValueError as error:
+        return error
+    return row if isinstance(row, dict) else ValueError(NO_OBJECT)
+
+
+def _check_magic(head: bytes) -> None:
+    for magic, kind in _MAGIC.items():
+        if head.startswith(magic):
+            raise ValueError(f"it is {kind}")
+
+
+def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
+    """(`row 3`, its object or what is wrong with it) of each element of the array that a file holds.
+
+    Raises:
+        ValueError: no JSON array; names the row where reading stops.
+    """
+    content = path.read_bytes()
+    if (rows := quick_rows(content)) is not None:
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+        return
+    decoder, number = StrictDecoder(), 0
+    text = content.decode("utf-8-sig")
+    position = after_space(text, after_space(text, 0) + 1)  # behind the bracket
+    try:
+        while number or text[position : position + 1] != "]":
+            number += 1
+            row, position = decoder.decode(text, position)
+            yield f"row {number}", row if isinstance(row, dict | DuplicateKey) else ValueError(NO_OBJECT)
+            position = after_space(text, position)
+            if text[position : position + 1] != ",":
+                break
+            position = after_space(text, position + 1)
+        if text[position : position + 1] != "]":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+    except ValueError as error:
+        raise ValueError(f"row {number}: not a valid JSON array ({error})") from error
+    if after_space(text, position + 1) != len(text):
+        raise ValueError(f"not a valid JSON array ({json.JSONDecodeError('Extra data', text, position + 1)})")

@@ -1,0 +1,114 @@
+"""Find the rows that a chat template refuses, without loading the tokenizer and without rendering every row.
+
+A template branches on roles, on keys and on which kinds of values there are, rarely on the words of a text. So rows
+are told apart by their shape, and one row of each shape is rendered. A template that refuses it is asked again
+through the tokenizer itself, which has the last word; this is slow, and happens only where something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from fusionrl.data.tokenizer_files import TokenizerFiles
+
+Messages = Sequence[dict[str, Any]]
+Confirm = Callable[[Messages, Any], str | None]  # (messages, tools) → why the tokenizer refuses them, or None
+
+# So many shapes are rendered in one set: data whose rows all differ must not make a plan take minutes.
+MAX_SHAPES = 1000
+
+
+class TemplateProbe:
+    """Asks a folder's template about shapes of messages.
+
+    confirm     renders by the tokenizer itself
+    for_answer  end with the header of the assistant's next turn, as prompts do and whole conversations do not
+    """
+
+    def __init__(
+        self, files: TokenizerFiles, kwargs: Mapping[str, Any], confirm: Confirm, *, for_answer: bool = True
+    ) -> None:
+        self._files, self._kwargs, self._confirm, self._for_answer = files, dict(kwargs), confirm, for_answer
+        self._compiled: dict[str, Any] = {}
+        self._known: dict[Hashable, str | None] = {}
+        self._num_odd = 0
+
+    def refusal(self, shape: Hashable, messages: Messages, tools: Any, is_odd: bool = False) -> str | None:
+        """Why the template refuses messages of this shape; None where it takes them.
+
+        is_odd  the words matter, too: ask the tokenizer about these very messages
+        """
+        if is_odd:
+            self._num_odd += 1
+            return self._confirm(messages, tools) if self._num_odd <= MAX_SHAPES else None
+        key = (shape, signature(tools) if tools else None)
+        if key not in self._known and len(self._known) < MAX_SHAPES:
+            takes = self._renders(messages, tools)
+            self._known[key] = None if takes else self._confirm(messages, tools)
+        return self._known.get(key)
+
+    def _renders(self, messages: Messages, tools: Any) -> bool:
+        if self._files.template(bool(tools)) is None:
+            return True  # a missing template is an error of its own
+        try:
+            rendered = self.render(messages, tools)
+        except Exception:  # a template is code of the model's folder and raises what it likes; the tokenizer will say
+            return False
+        return not writes_parts_as_python(messages, rendered)
+
+    def render(self, messages: Messages, tools: Any) -> str:
+        """The text of the messages; raises whatever the template raises."""
+        text = self._files.template(bool(tools)) or ""
+        variables: dict[str, Any] = {**self._files.named_tokens, **self._kwargs, "messages": messages, "tools": tools}
+        if text not in self._compiled:
+            self._compiled[text] = _environment().from_string(text)
+        return str(self._compiled[text].render(variables, documents=None, add_generation_prompt=self._for_answer))
+
+
+def writes_parts_as_python(messages: Messages, rendered: str) -> bool:
+    """Whether a content that is a list of parts was written as Python prints a list, which no model has seen."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    return any(repr(part) in rendered for part in parts if isinstance(part, dict))
+
+
+def signature(value: Any) -> Hashable:
+    """Kinds of values and keys of objects, down to the leaves; equal for values that differ in their texts alone."""
+    if isinstance(value, dict):
+        return tuple((key, signature(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ("list", *dict.fromkeys(signature(item) for item in value))
+    return (type(value), not value)
+
+
+def _environment() -> Any:
+    """As `apply_chat_template` of transformers 5 sets it up; importing transformers takes seconds."""
+    import jinja2.ext
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} … {% endgeneration %} marks what the assistant says; here it is rendered like the rest."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

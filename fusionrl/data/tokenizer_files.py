@@ -1,0 +1,94 @@
+"""What a tokenizer's files say about chat templates and special tokens, without the seconds that loading it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Of a Hugging Face folder; what its files do not say is empty.
+
+    templates       name of a chat template → its text; `default` is the one that is used without tools
+    named_tokens    `eos_token` and its like → the token's text, as templates see them
+    special_tokens  texts of all tokens that a tokenizer writes as one control token
+    """
+
+    templates: Mapping[str, str]
+    named_tokens: Mapping[str, str]
+    special_tokens: tuple[str, ...]
+
+    def template(self, has_tools: bool) -> str | None:
+        """The template that transformers would choose."""
+        return (self.templates.get("tool_use") if has_tools else None) or self.templates.get("default")
+
+
+def read_tokenizer_files(folder: str | Path) -> TokenizerFiles:
+    """Read them; damaged files count as missing, because loading the tokenizer says what is wrong with them."""
+    folder = Path(folder)
+    config = _object(folder / "tokenizer_config.json")
+    named = _object(folder / "special_tokens_map.json") | config
+    tokens = {name: text for name in _NAMED if (text := _text(named.get(name))) is not None}
+    special = set(tokens.values())
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = named.get(key)
+        listed = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        special |= {text for token in listed if (text := _text(token)) is not None}
+    decoder = config.get("added_tokens_decoder")
+    added = [*(decoder.values() if isinstance(decoder, dict) else []), *_added_tokens(folder / "tokenizer.json")]
+    special |= {
+        str(token["content"])
+        for token in added
+        if isinstance(token, dict) and token.get("special") and token.get("content")
+    }
+    return TokenizerFiles(_templates(folder, config), tokens, tuple(sorted(special - {""})))
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    found = config.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(found, str):
+        templates["default"] = found
+    elif isinstance(found, list):
+        templates |= {str(one.get("name")): str(one.get("template")) for one in found if isinstance(one, dict)}
+    if isinstance(text := _object(folder / "chat_template.json").get("chat_template"), str):
+        templates["default"] = text
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    for name, path in files.items():
+        try:
+            templates[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+    return templates
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(token: Any) -> str | None:
+    """Files hold a token as its text, or as an object with its text."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def _added_tokens(path: Path) -> list[Any]:
+    """They stand near the start of tokenizer.json, before a vocabulary of megabytes that is not parsed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        key = text.index('"added_tokens"')
+        found, _ = json.JSONDecoder().raw_decode(text, text.index("[", key))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return found if isinstance(found, list) else []

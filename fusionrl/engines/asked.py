@@ -1,0 +1,192 @@
+"""What a request asked for, and what its answer must therefore hold. Every answer of an engine is checked against it.
+
+Pure: no sockets, no processes.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pybase64
+
+LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
+SMALLEST_LOG_PROB = -1e5  # lower ones are no log-probs: exp of their difference to any other overflows
+_DEFAULT_NEW_TOKENS = 128  # SGLang's own, where a request names none
+_BASE_BYTES = 4 << 20
+_BYTES_PER_TOKEN = 1024  # about 45 are usual: a log-prob, an id, and its text, which a user may ask for
+_BYTES_PER_WIDE_TOKEN = 1 << 20  # with hidden states, or the log-probs of many tokens in each place
+_NUMBERS = frozenset((int, float))  # not bool, which numpy takes for a number
+_WHOLE = frozenset((int,))
+_WIDE = ("return_hidden_states", "top_logprobs_num", "token_ids_logprob", "return_routed_experts")
+
+
+class AnswerError(RuntimeError):
+    """An engine answered with something that no engine should: the message names the field and its value."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one request asked for. None: unknown, and not checked.
+
+    num_answers      answers of the request: one for each prompt
+    max_new_tokens   of each answer, at most
+    log_probs        whether each token needs the log-prob with which it was sampled
+    vocab_size       tokens are in [0, vocab_size)
+    max_bytes        of the body, at most
+    """
+
+    num_answers: int | None = None
+    max_new_tokens: int | None = None
+    log_probs: bool = False
+    vocab_size: int | None = None
+    max_bytes: int | None = None
+
+    @classmethod
+    def by(cls, payload: dict[str, Any], vocab_size: int | None = None) -> Asked:
+        """What a request in SGLang's form asks for."""
+        ids = payload.get("input_ids")
+        is_batch = ids is not None and len(ids) > 0 and isinstance(ids[0], (list, tuple, np.ndarray))
+        prompts: Any = ids if is_batch else [ids if ids is not None else payload.get("text") or ""]
+        params = payload.get("sampling_params") or {}
+        new = params.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+        new = _DEFAULT_NEW_TOKENS if new is None else int(new)
+        per_token = _BYTES_PER_WIDE_TOKEN if any(payload.get(name) for name in _WIDE) else _BYTES_PER_TOKEN
+        num_tokens = sum(len(prompt) + new for prompt in prompts)
+        return cls(
+            num_answers=len(prompts),
+            max_new_tokens=new,
+            log_probs=bool(payload.get("return_logprob")),
+            vocab_size=vocab_size,
+            max_bytes=_BASE_BYTES + per_token * num_tokens,
+        )
+
+    def check_size(self, num_bytes: int) -> None:
+        """Refuse a body that is longer than any answer to the request can be.
+
+        Raises:
+            AnswerError: it is.
+        """
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            raise AnswerError(f"the body has over {self.max_bytes} bytes, more than an answer to this request can have")
+
+
+def token_ids(values: Any, field: str, asked: Asked) -> np.ndarray:
+    """The ids of a field as int32 [n].
+
+    Raises:
+        AnswerError: no list of whole numbers, one outside the vocabulary, or more than were asked for.
+    """
+    if not isinstance(values, list):
+        raise AnswerError(f"{field} is {_shown(values)}, not a list of token ids")
+    try:
+        ids = np.array(values, np.int64) if _WHOLE.issuperset(map(type, values)) else None
+    except OverflowError:
+        ids = None
+    if ids is None:
+        raise AnswerError(f"{field} holds something other than whole numbers: {_shown(values)}")
+    most = np.iinfo(np.int32).max if asked.vocab_size is None else asked.vocab_size - 1
+    if values and (np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) > most):
+        wrong = int(ids[(ids < 0) | (ids > most)][0])
+        raise AnswerError(f"{field} holds {wrong}; the model's tokens are 0..{most}")
+    if asked.max_new_tokens is not None and len(ids) > asked.max_new_tokens:
+        raise AnswerError(f"{field} holds {len(ids)} tokens; the request asked for at most {asked.max_new_tokens}")
+    return ids.astype(np.int32)
+
+
+def log_prob_entries(entries: Any, field: str) -> tuple[np.ndarray, list[Any]]:
+    """(log-probs, float64 [n]; ids, [n]) of SGLang's entries [log-prob, id, text or null].
+
+    Raises:
+        AnswerError: other entries, or a log-prob that is none.
+    """
+    if not isinstance(entries, list):
+        raise AnswerError(f"{field} is {_shown(entries)}, not a list of [log-prob, token, text]")
+    try:
+        values = [entry[0] for entry in entries]
+        ids = [entry[1] for entry in entries]
+    except (IndexError, KeyError, TypeError) as error:
+        raise AnswerError(f"{field} is not a list of [log-prob, token, text]: {_shown(entries)}") from error
+    return log_probs(values, field), ids
+
+
+def log_probs(values: list[Any], field: str) -> np.ndarray:
+    """Log-probs as float64 [n].
+
+    Raises:
+        AnswerError: one that is null, no number, not finite, or over 0 by more than rounding.
+    """
+    if not _NUMBERS.issuperset(map(type, values)):
+        wrong = next(value for value in values if type(value) not in _NUMBERS)
+        raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is no number")
+    found = np.array(values, np.float64)
+    # NaN is neither over nor under a bound, and spreads through `reduce`.
+    if len(found) and not (
+        np.minimum.reduce(found) >= SMALLEST_LOG_PROB and np.maximum.reduce(found) <= LARGEST_LOG_PROB
+    ):
+        bad = ~((found >= SMALLEST_LOG_PROB) & (found <= LARGEST_LOG_PROB))
+        raise AnswerError(
+            f"{field} holds the log-prob {found[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
+            " 0"
+        )
+    return found
+
+
+def input_log_probs(meta: dict[str, Any], count: int) -> np.ndarray:
+    """The log-probs of the last `count` tokens of a prompt that was read, float32 [count].
+
+    The engine's first entry has none, as nothing stands before it.
+
+    Raises:
+        AnswerError: there are none, or of another number of tokens.
+    """
+    field = "meta_info.input_token_logprobs"
+    entries = meta.get("input_token_logprobs")
+    if not isinstance(entries, list) or len(entries) < count:
+        raise AnswerError(
+            f"{field} has {len(entries) if isinstance(entries, list) else 'no'} entries; {count} tokens were to be read"
+        )
+    return log_prob_entries(entries[len(entries) - count :], field)[0].astype(np.float32)
+
+
+def routed_experts(meta: dict[str, Any], size: tuple[int, ...], num_experts: int | None) -> np.ndarray:
+    """The experts that the engine chose, of base64 of int32, as int16 of the shape `size` (tokens, layers, experts).
+
+    Raises:
+        AnswerError: none, of another number of values, or experts that the model does not have.
+    """
+    field, data = "meta_info.routed_experts", meta.get("routed_experts")
+    if not isinstance(data, str):
+        raise AnswerError(f"{field} is {_shown(data)}, not base64 of int32 for {size} (tokens, layers, experts)")
+    try:
+        raw = pybase64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise AnswerError(f"{field} is not base64: {_shown(data)}") from error
+    if len(raw) != 4 * math.prod(size):
+        raise AnswerError(f"{field} has {len(raw)} bytes, not int32 for {size} (tokens, layers, experts)")
+    found = np.frombuffer(raw, np.int32)
+    most = np.iinfo(np.int16).max if num_experts is None else num_experts - 1
+    if found.size and (found.min() < -1 or found.max() > most):
+        raise AnswerError(f"{field} holds {found.min()}..{found.max()}; the model's experts are 0..{most}")
+    return found.reshape(size).astype(np.int16)
+
+
+def score(answer: Any, field: str = "embedding") -> float:
+    """The one number of what a classifier's `/classify` answers.
+
+    Raises:
+        AnswerError: no finite number.
+    """
+    values = answer.get(field) if isinstance(answer, dict) else None
+    value = values[0] if isinstance(values, list) and values else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise AnswerError(f"{field}[0] is {_shown(value if values is not None else answer)}, not a finite score")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

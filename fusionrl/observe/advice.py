@@ -1,0 +1,268 @@
+"""Warnings about a rollout that teaches nothing or little: plain functions over facts, and when to say them again.
+
+The Buffer gathers `RolloutFacts`; the driver asks `Watches` after each rollout and after each step, and prints the
+answers. Pure: nothing here knows flags beyond their names, nor a file.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fusionrl.observe.text import ending, shorten, visible
+
+TRUNCATED_SHARE = 0.5  # more truncated answers than this are warned about
+NO_ROOM_SHARE = 0.1  # the same of samples without room for a second turn: one in a thousand is nothing to act on
+_EXAMPLE_PROMPT, _EXAMPLE_ANSWER = 120, 160  # characters
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """One sample for people. Texts are as the sample has them, cut to some hundreds of characters."""
+
+    index: int | None
+    prompt: str  # its end
+    response: str
+    label: str | None
+    reward: float
+    response_length: int  # tokens
+    status: str
+
+
+@dataclass(frozen=True)
+class RolloutFacts:
+    """Counts over one rollout; `num_…` without another noun are samples.
+
+    num_equal_groups    groups whose raw rewards are all equal; a group of one is
+    num_same_text       groups of several samples whose answers are the same text
+    num_trained         samples with at least one token that is trained on
+    num_truncated       of these, num_at_response_limit and num_at_context_limit are as long as a limit allows
+    num_no_second_turn  samples of several turns that had no room left after the first one
+    teaches_nothing     the advantages are all 0, whatever the trainers add to them
+    lowest, highest     raw reward
+    example             a sample to show; None for a rollout without samples
+    """
+
+    num_samples: int
+    num_groups: int
+    num_equal_groups: int
+    num_same_text: int
+    num_trained: int
+    num_failed: int
+    num_truncated: int
+    num_at_response_limit: int
+    num_at_context_limit: int
+    num_without_label: int
+    num_no_second_turn: int
+    teaches_nothing: bool
+    lowest: float
+    highest: float
+    example: Glimpse | None = None
+
+    @property
+    def is_all_equal(self) -> bool:
+        """Whether no group prefers one answer to another."""
+        return self.num_equal_groups == self.num_groups
+
+
+@dataclass(frozen=True)
+class AdviceSettings:
+    """The values of flags that a warning names.
+
+    other_terms  flags whose loss terms train even where all advantages are 0
+    """
+
+    run: str
+    estimator: str = "grpo"
+    label_key: str | None = None
+    max_response_len: int | None = None
+    max_context_len: int | None = None
+    temperature: float = 1.0
+    ignores_eos: bool = False
+    other_terms: tuple[str, ...] = ()
+    threshold: float | None = None  # --reject-sampling-threshold, in that mode
+
+
+class Watches:
+    """Warnings of a run, step by step; the same kind again only after QUIET_STEPS steps."""
+
+    QUIET_STEPS = 20
+
+    def __init__(self, settings: AdviceSettings) -> None:
+        self.settings = settings
+        self._told_at: dict[str, int] = {}
+        self._facts: tuple[int, RolloutFacts] | None = None
+
+    def after_rollout(self, step: int, facts: RolloutFacts) -> list[str]:
+        """Warnings about the rollout of `step`, before it is trained on."""
+        self._facts = (step, facts)
+        found = {
+            "equal": equal_rewards(facts, self.settings, step) if facts.teaches_nothing else None,
+            "turns": no_second_turn(facts, self.settings, step),
+        }
+        texts = self._due(step, found)
+        is_said = bool(texts) and facts.num_truncated / max(facts.num_samples, 1) > TRUNCATED_SHARE
+        if is_said:  # a cause that these warnings name is no second warning
+            self._told_at["truncated"] = step
+        return texts + self._due(step, {"truncated": truncated(facts, self.settings, step)})
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Warnings about all that was measured in `step`."""
+        found: dict[str, str | None] = {f"eval {name}": text for name, text in truncated_evaluations(metrics).items()}
+        found["accepted"] = nothing_accepted(metrics, self.settings, step)
+        # A user's own advantages or loss may make something of equal rewards; a gradient of exactly 0 says they do not.
+        if self._facts is not None and self._facts[0] == step and metrics.get("train/grad_norm") == 0.0:
+            facts = self._facts[1]
+            found["equal"] = equal_rewards(facts, self.settings, step) if facts.is_all_equal else None
+        return self._due(step, found)
+
+    def _due(self, step: int, found: Mapping[str, str | None]) -> list[str]:
+        texts = []
+        for kind, text in found.items():
+            told_at = self._told_at.get(kind)
+            if text is None or (told_at is not None and step - told_at < self.QUIET_STEPS):
+                continue
+            self._told_at[kind] = step
+            texts.append(text)
+        return texts
+
+
+def equal_rewards(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str:
+    """What to say of a rollout whose advantages are all 0: likely causes, a sample, where to look."""
+    if not facts.num_trained:
+        found = f"no token of its {facts.num_samples} samples is trained on"
+    elif facts.is_all_equal:
+        many = f"all {facts.num_groups} groups have" if facts.num_groups > 1 else "its only group has"
+        same = f" ({facts.lowest:g} throughout)" if facts.lowest == facts.highest else ""
+        found = f"{many} equal rewards{same}, so every advantage is 0"
+    else:
+        found = "every advantage is 0"
+    also = f" beyond {' and '.join(settings.other_terms)}" if settings.other_terms else ""
+    lines = [f"this rollout teaches nothing{also}: {found}"]
+    lines += [f"  likely: {cause}" for cause in likely_causes(facts, settings)]
+    if facts.example is not None:
+        lines.append(f"  {describe(facts.example)}")
+    return "\n".join([*lines, f"  look: {show_command(settings.run, step)}{' --all-equal' * facts.is_all_equal}"])
+
+
+def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
+    """Why rewards may be equal, the surest first."""
+    causes, count = [], facts.num_samples
+    if facts.num_failed == count:
+        return ["every sample failed or was aborted: see logs/buffer.*.log"]
+    if not facts.num_trained:
+        return ["samples were removed (remove_sample), failed, or have a loss mask of 0 throughout"]
+    if facts.num_groups == count and settings.estimator not in ("remax", "reinforce_plus_plus"):
+        causes.append(
+            f"--n-samples-per-prompt 1: --advantage-estimator {settings.estimator} compares the answers to one prompt"
+        )
+    if facts.num_truncated / count >= TRUNCATED_SHARE:
+        causes.append(f"{facts.num_truncated / count:.0%} of the answers were cut off {_limit(facts, settings)}")
+    if facts.num_without_label:
+        share = "no sample has" if facts.num_without_label == count else f"{facts.num_without_label} samples have no"
+        column = (
+            "--label-key is not given, if the reward needs one"
+            if settings.label_key is None
+            else f"see column {settings.label_key!r} (--label-key) of the data"
+        )
+        causes.append(f"{share} {'a ' * (facts.num_without_label == count)}label: {column}")
+    if facts.num_same_text and facts.num_same_text >= facts.num_groups / 2:
+        causes.append(
+            f"the answers to one prompt are the same text in {facts.num_same_text} of {facts.num_groups} groups"
+            f" (--rollout-temperature {settings.temperature:g})"
+        )
+    if facts.lowest < facts.highest:
+        causes.append(
+            "each prompt is always answered right or always wrong: take prompts of medium difficulty, more"
+            " --n-samples-per-prompt, or a filter (--dynamic-sampling-filter-path)"
+        )
+    elif facts.highest > 0:
+        causes.append(f"every answer gets {facts.highest:g}: the prompts are too easy, or the reward is a constant")
+    else:
+        causes.append(
+            f"the reward is always {facts.highest:g}: it may not find the answer in the form in which the model gives"
+            " it, or the prompts are too hard"
+        )
+    return causes
+
+
+def truncated(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str | None:
+    """What to say where most answers were cut off; None where they were not, or where they are meant to be."""
+    share = facts.num_truncated / max(facts.num_samples, 1)
+    if share <= TRUNCATED_SHARE or settings.ignores_eos:
+        return None
+    return (
+        f"{share:.0%} of the answers ({facts.num_truncated} of {facts.num_samples}) were cut off"
+        f" {_limit(facts, settings)} before they ended; a reward mostly finds no answer in these. Raise the limit, or"
+        f" ask for shorter answers\n  look: {show_command(settings.run, step)}"
+    )
+
+
+def no_second_turn(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str | None:
+    """What to say where samples of several turns ended after the first for lack of room; None where they did not."""
+    share = facts.num_no_second_turn / max(facts.num_samples, 1)
+    if share <= NO_ROOM_SHARE:
+        return None
+    if settings.max_context_len is not None:
+        limit = f"--rollout-max-context-len {settings.max_context_len} bounds the prompt and all turns"
+    else:
+        limit = (
+            f"--rollout-max-response-len {settings.max_response_len} bounds all turns together, tools' tokens included,"
+            " where --rollout-max-context-len is not given"
+        )
+    return (
+        f"{share:.0%} of the samples ({facts.num_no_second_turn} of {facts.num_samples}) had no room for a second turn:"
+        f" {limit}. Raise it, or bound a turn with generate_turn(…, longest=…)"
+        f"\n  look: {show_command(settings.run, step)}"
+    )
+
+
+def truncated_evaluations(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Evaluation set → what to say where most of its answers were cut off."""
+    found = {}
+    for key, share in metrics.items():
+        prefix, _, name = key.removesuffix("/truncated_ratio").partition("/")
+        if prefix == "eval" and key.endswith("/truncated_ratio") and share > TRUNCATED_SHARE:
+            found[name] = (
+                f"evaluation set {name}: {share:.0%} of the answers were cut off at --eval-max-response-len (by default"
+                " --rollout-max-response-len) before they ended; its accuracy says little"
+            )
+    return found
+
+
+def nothing_accepted(metrics: Mapping[str, float], settings: AdviceSettings, step: int) -> str | None:
+    """--mode reject-sampling: what to say where not one sample of a rollout was accepted."""
+    if settings.threshold is None or metrics.get("rollout/accepted") != 0:
+        return None
+    names = ("unfinished", "below_threshold", "duplicates")
+    counts = ", ".join(f"{metrics.get(f'rollout/{name}', 0):.0f} {name.replace('_', ' ')}" for name in names)
+    return (
+        f"no sample of this rollout was accepted: {counts} (--reject-sampling-threshold {settings.threshold:g})"
+        f"\n  look: {show_command(settings.run, step)} --best"
+    )
+
+
+def describe(sample: Glimpse) -> str:
+    """One sample on one line, safe for a terminal."""
+    answer, label = visible(shorten(sample.response, _EXAMPLE_ANSWER)), sample.label
+    return (
+        f'sample {sample.index}: prompt "{visible(ending(sample.prompt, _EXAMPLE_PROMPT))}"; answer "{answer}"'
+        f" ({sample.response_length} tokens, {sample.status}); label"
+        f" {'None' if label is None else chr(34) + visible(shorten(label, _EXAMPLE_ANSWER)) + chr(34)};"
+        f" reward {sample.reward:g}"
+    )
+
+
+def show_command(run: str, step: int) -> str:
+    """The command that shows the samples of a step."""
+    return f"fusionrl show {shlex.quote(run)} --step {step}"
+
+
+def _limit(facts: RolloutFacts, settings: AdviceSettings) -> str:
+    """The limit that most of the truncated answers reached, with its flag."""
+    if 2 * facts.num_at_response_limit >= facts.num_truncated:
+        return f"at --rollout-max-response-len {settings.max_response_len}"
+    if 2 * facts.num_at_context_limit >= facts.num_truncated:
+        return f"at --rollout-max-context-len {settings.max_context_len}"
+    return "by a limit of the generate function (--max-turns, or the room left for a further turn)"

@@ -1,0 +1,401 @@
+"""`fusionrl show`: the samples of a step in a terminal, and the table of --log-samples.
+
+A rollout's file may have gigabytes: it is read once, sample by sample, for the few numbers by which samples are chosen,
+and then only the chosen ones are read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from fusionrl.observe.advice import Glimpse
+from fusionrl.observe.panel import BOLD, CYAN, cells, clip, color_wanted
+from fusionrl.observe.rollouts import EVAL_KIND, RolloutFile, list_rollouts, rollout_of_step
+from fusionrl.observe.text import shorten, visible
+
+EXIT_USER = 2
+_EQUAL = 1e-8  # rewards closer than this are equal, as in the metric rollout/zero_std_groups
+_LISTED, _ALONE = 600, 20_000  # characters of a text in a list of samples, and of one sample
+
+Paint = Callable[[str, str], str]  # (text, SGR code) -> text
+
+_HELP = """Show samples of a run: prompt, answer, label, reward, and what the trainers found out about each (advantage;
+mismatch: mean |engine - trainer| log-prob of its tokens). A run that is still going may be looked at."""
+
+
+# ------------------------------------------------------------------------------------------------ the command
+def main(argv: Sequence[str]) -> int:
+    """`fusionrl show [RUN] …`; returns the exit code, 2 for a user's mistake."""
+    options = _parser().parse_args(argv)
+    try:
+        parts = _shown(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    _write(parts, sys.stdout)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fusionrl show", description=_HELP)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
+    parser.add_argument("--step", type=int, help="default: the last step that has samples")
+    parser.add_argument("--eval", metavar="NAME", help="samples of the evaluation set NAME")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", action="store_true", help="lowest rewards first")
+    order.add_argument("--best", action="store_true", help="highest rewards first")
+    parser.add_argument(
+        "--all-equal", action="store_true", help="only groups whose rewards are all equal, one sample of each"
+    )
+    parser.add_argument("--sample", type=int, metavar="I", help="one sample, by its index, and its group")
+    parser.add_argument("-n", type=int, default=5, metavar="N", help="number of samples, 0: all; default 5")
+    parser.add_argument(
+        "--chars",
+        type=int,
+        metavar="N",
+        help=f"characters of a text that are shown, 0: all; default {_LISTED}, with --sample {_ALONE}",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a sample, nothing cut")
+    return parser
+
+
+def _shown(options: argparse.Namespace) -> Iterator[str]:
+    """What to print, part by part; all mistakes are found before the first."""
+    for flag, value in (("-n", options.n), ("--chars", options.chars or 0)):
+        if value < 0:
+            raise ValueError(f"{flag} {value} must be 0 or more")
+    run = find_run(options.run)
+    file = _choose_file(run, options.step, options.eval)
+    samples = Samples(file, reward_key(run, file))
+    if options.sample is not None:
+        chosen = samples.with_index(options.sample)
+    else:
+        chosen = samples.chosen(options.worst, options.best, options.all_equal, options.n)
+    if options.json:
+        return (json.dumps(samples.record(entry)) + "\n" for entry in chosen)
+    return _page(run, samples, chosen, options)
+
+
+def _page(run: Path, samples: Samples, chosen: list[Entry], options: argparse.Namespace) -> Iterator[str]:
+    default = _LISTED if options.sample is None else _ALONE
+    limit = default if options.chars is None else options.chars
+    paint = _painter(sys.stdout)
+    yield samples.header(run, options.all_equal) + "\n"
+    for entry in chosen:
+        yield "\n" + _block(samples.record(entry), limit, paint) + "\n"
+    if options.sample is not None:
+        if group := samples.describe_group(chosen[0]):
+            yield f"\n{group}\n"
+    elif len(chosen) < (total := samples.num_matching(options.all_equal)):
+        yield f"\n{len(chosen)} of {total}: -n 0 shows all; --sample I shows one in full, with its group\n"
+
+
+def find_run(given: str | None, root: Path = Path("runs")) -> Path:
+    """The run folder that was named (also by its name under runs/ alone); None: the newest one under runs/.
+
+    Raises:
+        ValueError: there is none; says what there is.
+    """
+    if given is not None:
+        for path in (Path(given), root / given):
+            if path.is_dir():
+                return path
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    runs = [path for path in folders if (path / "config.json").exists() or (path / "rollouts").is_dir()]
+    runs.sort(key=_last_change)
+    if given is not None:
+        there = f"; under {root}/ there are {', '.join(p.name for p in runs[-10:])}" if runs else ""
+        raise ValueError(f"{given} is no run folder{there}")
+    if not runs:
+        raise ValueError(f"there is no run under {root}/; name a run folder: fusionrl show RUN")
+    return runs[-1]
+
+
+def _last_change(run: Path) -> float:
+    return max(path.stat().st_mtime for path in (run, run / "rollouts", run / "metrics.jsonl") if path.exists())
+
+
+def _choose_file(run: Path, step: int | None, eval_name: str | None) -> RolloutFile:
+    kinds = {file.kind for file in list_rollouts(run)}
+    sets = sorted(kind.removeprefix(EVAL_KIND) for kind in kinds if kind.startswith(EVAL_KIND))
+    if not kinds:
+        raise ValueError(f"{run} has no samples: no rollout is finished yet, or its mode makes none (sft)")
+    if eval_name is not None:
+        if eval_name not in sets:
+            there = f"it has {', '.join(sets)}" if sets else "it has no evaluations"
+            raise ValueError(f"--eval {eval_name}: {run} has no evaluation set of this name; {there}")
+        return rollout_of_step(run, step, EVAL_KIND + eval_name)
+    if "train" in kinds:
+        return rollout_of_step(run, step)
+    if len(sets) == 1:
+        return rollout_of_step(run, step, EVAL_KIND + sets[0])
+    raise ValueError(f"{run} has evaluations alone; choose one with --eval: {', '.join(sets)}")
+
+
+def reward_key(run: Path, file: RolloutFile) -> str | None:
+    """The key of the reward that counts where rewards are dicts, as the run's files say; None: not known."""
+    try:
+        if file.kind.startswith(EVAL_KIND):
+            summary = json.loads((run / "eval" / f"{file.step}.json").read_text(encoding="utf-8"))
+            return summary["sets"][file.kind.removeprefix(EVAL_KIND)]["settings"]["reward_key"]
+        configs = sorted(run.glob("config*.json"), key=lambda path: path.stat().st_mtime)
+        return json.loads(configs[-1].read_text(encoding="utf-8"))["reward"]["reward_key"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # a folder put together by hand; rewards that are numbers need no key
+
+
+# ------------------------------------------------------------------------------------------------ samples
+@dataclass(frozen=True)
+class Entry:
+    """What samples are chosen by; `offset` is where the line begins in the file, `line` its number from 0."""
+
+    line: int
+    offset: int
+    index: int | None
+    group: Any
+    reward: float | None
+    length: int
+    status: str
+
+
+class Samples:
+    """The samples of one rollout file."""
+
+    def __init__(self, file: RolloutFile, key: str | None = None) -> None:
+        """Read the numbers of all samples. `key` chooses from rewards that are dicts."""
+        self.file, self.key = file, key
+        self.entries: list[Entry] = []
+        self.num_unreadable = 0
+        for line, (offset, row) in enumerate(file.scan()):
+            if row is None:
+                self.num_unreadable += 1
+            else:
+                self.entries.append(self._entry(line, offset, row))
+        self.groups: dict[Any, list[Entry]] = {}
+        for entry in self.entries:
+            self.groups.setdefault(entry.group, []).append(entry)
+        self._trained = file.trained()
+
+    def _entry(self, line: int, offset: int, row: dict[str, Any]) -> Entry:
+        group = row.get("group_index")
+        return Entry(
+            line=line,
+            offset=offset,
+            index=row.get("index"),
+            group=f"line {line}" if group is None else group,  # of no group: alone
+            reward=reward_number(row.get("reward"), self.key),
+            length=int(row.get("response_length") or 0),
+            status=str(row.get("status", "")),
+        )
+
+    def chosen(self, worst: bool, best: bool, all_equal: bool, count: int) -> list[Entry]:
+        """The first `count` samples (0: all) in this order and of these groups. Without a reward: last."""
+        entries = [group[0] for group in self._equal_groups()] if all_equal else list(self.entries)
+        if worst or best:
+            sign = -1.0 if best else 1.0
+            entries.sort(key=lambda e: math.inf if e.reward is None else sign * e.reward)
+        return entries[:count] if count else entries
+
+    def num_matching(self, all_equal: bool) -> int:
+        """Samples that `chosen` would return without a limit."""
+        return len(self._equal_groups()) if all_equal else len(self.entries)
+
+    def with_index(self, index: int) -> list[Entry]:
+        """The samples with this index: one, or several that a generate function made of one.
+
+        Raises:
+            ValueError: there is none; says which there are.
+        """
+        found = [entry for entry in self.entries if entry.index == index]
+        if not found:
+            known = [entry.index for entry in self.entries if entry.index is not None]
+            there = f"they have the indices {min(known)} to {max(known)}" if known else "they have no indices"
+            raise ValueError(f"--sample {index}: no sample of step {self.file.step} has this index; {there}")
+        return found
+
+    def record(self, entry: Entry) -> dict[str, Any]:
+        """All that is shown of a sample, as JSON can hold it; texts whole."""
+        row, trained = self.file.row_at(entry.offset), self._trained.get(entry.line, {})
+        mask, versions = row.get("loss_mask"), row.get("weight_versions") or []
+        prompt = row.get("prompt")
+        return {
+            "step": self.file.step,
+            "attempt": self.file.attempt,
+            "index": entry.index,
+            "group": row.get("group_index"),
+            "prompt": prompt,
+            "response": row.get("response"),
+            "label": row.get("label"),
+            "reward": entry.reward if entry.reward is not None else row.get("reward"),
+            "rewards": row["reward"] if isinstance(row.get("reward"), dict) else None,
+            "trained_reward": trained.get("trained_reward"),
+            "advantage": trained.get("advantage"),
+            "mismatch": trained.get("mismatch"),
+            "length": entry.length,
+            "num_trained": trained.get("num_trained", entry.length if mask is None else sum(map(bool, mask))),
+            "status": entry.status,
+            "is_removed": bool(row.get("remove_sample")),
+            "weight_versions": [min(versions), max(versions)] if versions else None,
+            "metadata": row.get("metadata") or {},
+        }
+
+    def _equal_groups(self) -> list[list[Entry]]:
+        return [group for group in self.groups.values() if _is_equal(group)]
+
+    def header(self, run: Path, all_equal: bool) -> str:
+        """What the step's samples are, in two lines."""
+        name = self.file.kind.removeprefix(EVAL_KIND) if self.file.kind.startswith(EVAL_KIND) else None
+        what = f"step {self.file.step}" if name is None else f"evaluation {name} at step {self.file.step}"
+        attempt = f", attempt {self.file.attempt}" if self.file.attempt > 1 else ""
+        lines = [f"{run}: {what}{attempt} ({self.file.path.relative_to(run)})"]
+        rewards = [entry.reward for entry in self.entries if entry.reward is not None]
+        parts = [f"{len(self.entries)} samples in {len(self.groups)} groups"]
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            parts.append(f"mean reward {mean:.4g} ({min(rewards):.4g} to {max(rewards):.4g})")
+            parts.append(f"groups with equal rewards: {len(self._equal_groups())}")
+        if self.entries:
+            parts.append(f"tokens of an answer: {sum(e.length for e in self.entries) / len(self.entries):.1f}")
+        for status in ("truncated", "aborted", "failed"):
+            if count := sum(entry.status == status for entry in self.entries):
+                parts.append(f"{status}: {count}")
+        lines.append("; ".join(parts))
+        if self.num_unreadable:
+            lines.append(f"lines of the file that cannot be read, and are left out: {self.num_unreadable}")
+        if all_equal and not self._equal_groups():
+            lines.append("no group has equal rewards")
+        return "\n".join(lines)
+
+    def describe_group(self, entry: Entry) -> str:
+        """The rewards of a sample's siblings; "" for a sample of no group."""
+        siblings = self.groups[entry.group]
+        if len(siblings) < 2:
+            return ""
+        shown = ", ".join(f"{sibling.index}: {_number(sibling.reward)}" for sibling in siblings[:64])
+        more = f" and {len(siblings) - 64} more" if len(siblings) > 64 else ""
+        equal = " (all equal)" if _is_equal(siblings) else ""
+        return f"group {entry.group}, sample: reward{equal}\n  {shown}{more}"
+
+
+def _is_equal(group: Sequence[Entry]) -> bool:
+    rewards = [entry.reward for entry in group if entry.reward is not None]
+    return bool(rewards) and max(rewards) - min(rewards) < _EQUAL
+
+
+def reward_number(reward: Any, key: str | None) -> float | None:
+    """A sample's reward as one number: of a dict that under `key`, or its only one; None where there is none."""
+    if isinstance(reward, dict):
+        only = next(iter(reward.values())) if len(reward) == 1 else None
+        reward = reward.get(key, only) if key is not None else only
+    return float(reward) if isinstance(reward, bool | int | float) else None
+
+
+# ------------------------------------------------------------------------------------------------ text
+def _block(record: dict[str, Any], limit: int, paint: Paint) -> str:
+    """One sample, a line of numbers and its texts."""
+    parts = [f"sample {record['index']}", f"group {record['group']}", f"reward {_number(record['reward'])}"]
+    if record["advantage"] is not None:
+        parts.append(f"advantage {record['advantage']:+.4g}")
+    if record["mismatch"] is not None:
+        parts.append(f"mismatch {record['mismatch']:.2g}")
+    tokens = f"{record['length']} tokens"
+    if record["num_trained"] != record["length"]:
+        tokens += f", {record['num_trained']} trained on"
+    parts += [tokens, record["status"]]
+    if record["is_removed"]:
+        parts.append("removed")
+    if versions := record["weight_versions"]:
+        first, last = versions
+        parts.append(f"weights {first}" if first == last else f"weights {first} to {last}")
+    lines = [paint(visible("  ".join(parts)), BOLD)]
+    if record["rewards"] is not None:
+        lines += _field("rewards", json.dumps(record["rewards"], ensure_ascii=False), limit, paint)
+    lines += _field("prompt", _as_text(record["prompt"]), limit, paint)
+    lines += _field("answer", _as_text(record["response"]), limit, paint)
+    lines += _field("label", "None" if record["label"] is None else _as_text(record["label"]), limit, paint)
+    if record["metadata"]:
+        lines += _field("metadata", json.dumps(record["metadata"], ensure_ascii=False), min(limit, _LISTED), paint)
+    return "\n".join(lines)
+
+
+def _field(name: str, text: str, limit: int, paint: Paint) -> list[str]:
+    """A text under its name, safe for the terminal, its further lines indented."""
+    first, *rest = visible(shorten(text, limit), keep_lines=True).split("\n")
+    return [f"  {paint(f'{name:<9}', CYAN)}{first}", *(f"  {' ' * 9}{line}" for line in rest)]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "content" in part for part in value):
+        return "\n".join(f"{part.get('role', '')}: {part['content']}" for part in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else ("none" if value is None else json.dumps(value))
+
+
+def _painter(stream: TextIO) -> Paint:
+    """Colours a text by an SGR code where `stream` is a terminal that may have colours."""
+    if stream.isatty() and color_wanted() and os.environ.get("TERM") != "dumb":
+        return lambda text, style: f"\x1b[{style}m{text}\x1b[0m"
+    return lambda text, style: text
+
+
+def _write(parts: Iterable[str], stream: TextIO) -> None:
+    encoding = stream.encoding or "utf-8"
+    try:
+        for text in parts:
+            stream.write(text.encode(encoding, errors="replace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has left; what is still buffered must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+# ------------------------------------------------------------------------------------------------ while training
+def sample_table(glimpses: Sequence[Glimpse], step: int, width: int) -> str:
+    """A line a sample for the console while a run goes on, none wider than `width` columns.
+
+    Of an answer and a prompt the end is shown, where the result and the question mostly are.
+    """
+    rows = [["sample", "reward", "tokens", "label", "answer (end)", "prompt (end)"]]
+    for one in glimpses:
+        cut = "+" if one.status == "truncated" else "" if one.status == "completed" else "!"
+        label = "" if one.label is None else clip(visible(one.label), 16)
+        rows.append(
+            [str(one.index), f"{one.reward:.4g}", f"{one.response_length}{cut}", label, one.response, one.prompt]
+        )
+    widths = [max(cells(row[i]) for row in rows) for i in range(4)]
+    room = max(width - 2 - sum(widths) - 2 * 5, 20)
+    needed = [max(cells(visible(row[i])) for row in rows) for i in (4, 5)]
+    answer = min(needed[0], max(room * 3 // 5, room - needed[1]))
+    lines = [f"step {step}: {len(glimpses)} samples (+: cut off, !: failed or aborted)"]
+    for number, row in enumerate(rows):
+        texts = row[4:] if not number else [_end(row[4], answer), _end(row[5], room - answer)]
+        head = [" " * (w - cells(text)) + text for w, text in zip(widths[:3], row[:3], strict=True)]
+        pad = [row[3] + " " * (widths[3] - cells(row[3])), texts[0] + " " * max(answer - cells(texts[0]), 0)]
+        lines.append("  " + "  ".join([*head, *pad, texts[1]]).rstrip())
+    return "\n".join(lines)
+
+
+def _end(text: str, width: int) -> str:
+    """The end of `text` on one line of at most `width` columns."""
+    text = visible(text)
+    if cells(text) <= width:
+        return text
+    kept, used = "", 1  # of the ellipsis
+    for char in reversed(text):
+        if used + cells(char) > width:
+            break
+        kept, used = char + kept, used + cells(char)
+    return f"…{kept}"

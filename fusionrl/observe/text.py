@@ -1,0 +1,36 @@
+"""Text of models and data, made safe and short for a terminal or a log. Pure."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters (ESC and the 8-bit CSI among them), line and paragraph separators, embeddings and overrides of the
+# writing direction, and halves of surrogate pairs, which no encoding can write.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNSAFE_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str, keep_lines: bool = False) -> str:
+    r"""`text` with every character that could steer a terminal written as Python writes it: \x1b, \r, \u202e.
+
+    keep_lines  line feeds and tabs stay; else they are written as \n and \t, so that the text is one line.
+    """
+    unsafe = _UNSAFE_IN_LINES if keep_lines else _UNSAFE
+    return unsafe.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most `limit` characters of `text`, more of its start than of its end, with a note of how many were cut.
+
+    0 cuts nothing. The note itself is not counted.
+    """
+    if limit <= 0 or len(text) <= limit:
+        return text
+    end = limit * 2 // 5
+    head, tail = text[: limit - end], text[len(text) - end :]
+    return f"{head}[… {len(text) - limit:,} characters cut …]{tail}"
+
+
+def ending(text: str, limit: int) -> str:
+    """The last `limit` characters of `text`, with an ellipsis where there are more."""
+    return text if len(text) <= limit else f"…{text[len(text) - limit :]}"

@@ -1,0 +1,165 @@
+"""`fusionrl plan --cluster`: plan for devices that are elsewhere, from a config.json."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionrl.config.config import Config
+from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
+from fusionrl.plan.devices import KINDS, Machine
+
+_SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of the same kind."""
+
+    num_nodes: int
+    num_gpus: int  # of a node
+    kind: str  # of KINDS
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """The cluster of NODESxGPUSxKIND.
+
+        Raises:
+            ValueError: another form, or a kind that is not in the table.
+        """
+        match = _SPEC.fullmatch(text.strip())
+        if match is None or not (int(match[1]) and int(match[2])):
+            raise ValueError(f"--cluster {text}: give NODESxGPUSxKIND, e.g. 8x8xh200")
+        kind = match[3].lower()
+        if kind not in KINDS:
+            close = difflib.get_close_matches(kind, KINDS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--cluster {text}: no kind {match[3]!r}; known are {', '.join(KINDS)}{hint}")
+        return cls(int(match[1]), int(match[2]), kind)
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.num_gpus
+
+    @property
+    def machine(self) -> Machine:
+        """One of its nodes; its host memory is not known."""
+        return Machine("cuda", self.kind, KINDS[self.kind].memory)
+
+    def describe(self) -> str:
+        """It and its devices' figures, with their source."""
+        kind = KINDS[self.kind]
+        return (
+            f"{self.num_nodes} nodes x {self.num_gpus} {self.kind}, each {kind.memory / 2**30:.0f} GiB,"
+            f" {kind.bandwidth / 1e12:.2f} TB/s, {kind.peak / 1e12:.0f} TFLOP/s in bf16 ({kind.source})"
+        )
+
+
+def on_cluster(config: Config, cluster: Cluster) -> Config:
+    """The configuration as it would be on the cluster: what was not given of sizes is worked out from it.
+
+    Trainers get all devices that nothing else asks for; where they are given and the engines are not, engines get the
+    rest.
+
+    Raises:
+        ValueError: flags that contradict the cluster, or that do not say how it is divided.
+    """
+    own, given = config.cluster, config.cluster.model_fields_set
+    for field, size in (("num_gpus_per_node", cluster.num_gpus), ("device", "cuda")):
+        value = getattr(own, field)
+        if field in given and value not in (size, "auto"):
+            raise ValueError(f"--{field.replace('_', '-')} {value} contradicts --cluster ({size}); leave it out")
+    update: dict[str, Any] = {"num_gpus_per_node": cluster.num_gpus, "device": "cuda"}
+    has_trainers = {"actor_num_nodes", "actor_num_gpus_per_node"} & given
+    shares = own.colocate or config.run.mode == "sft" or config.run.debug_train_only
+    only_engines = config.run.mode == "eval" or config.run.debug_rollout_only or config.reject_sampling.no_trainer
+    others = _others(config)
+    left = cluster.size - others
+    if only_engines:
+        if "rollout_num_gpus" not in given:
+            update["rollout_num_gpus"] = left
+    elif not has_trainers:
+        if not shares and "rollout_num_gpus" not in given:
+            raise ValueError(
+                f"--cluster: say how its {cluster.size} GPUs are divided: --colocate, or --rollout-num-gpus (the"
+                " trainers get the rest), or --actor-num-nodes and --actor-num-gpus-per-node"
+            )
+        left -= 0 if shares else own.rollout_num_gpus or 0
+        if left < 1:
+            raise ValueError(f"--rollout-num-gpus {own.rollout_num_gpus}: nothing of {cluster.size} GPUs is left")
+        whole_nodes = left % cluster.num_gpus == 0
+        update["actor_num_nodes"] = left // cluster.num_gpus if whole_nodes else 1
+        update["actor_num_gpus_per_node"] = cluster.num_gpus if whole_nodes else left
+    elif not shares and "rollout_num_gpus" not in given:
+        nodes = own.actor_num_nodes
+        each = own.actor_num_gpus_per_node if "actor_num_gpus_per_node" in given else cluster.num_gpus
+        left -= nodes * each
+        update["rollout_num_gpus"] = max(left - left % own.rollout_num_gpus_per_engine, 1)
+        update["actor_num_gpus_per_node"] = each
+    elif "actor_num_gpus_per_node" not in given:
+        update["actor_num_gpus_per_node"] = cluster.num_gpus
+    return config.model_copy(update={"cluster": own.model_copy(update=update)})
+
+
+def _others(config: Config) -> int:
+    """Devices of what has its own beside trainers and engines."""
+    algorithm, run = config.algorithm, config.run
+    count = config.reward.rm_num_gpus if config.reward.rm_model is not None and run.mode != "sft" else 0
+    if algorithm.use_opd and algorithm.opd_type == "sglang":
+        count += algorithm.opd_teacher_num_gpus
+    if run.mode == "rl" and algorithm.advantage_estimator == "ppo":
+        count += config.critic.critic_num_gpus or 0
+    if run.mode == "rl" and algorithm.advantage_estimator == "prime":
+        count += config.prm.prm_num_gpus or 0
+    return count
+
+
+def read_shape(path: str | None) -> ModelShape:
+    """The shape of a Hugging Face folder, or of its config.json alone.
+
+    Raises:
+        ValueError: neither, or a config.json that is no supported model's.
+    """
+    if path is None:
+        raise ValueError("--hf-checkpoint is required: a config.json, or a folder that has one")
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"--hf-checkpoint {path}: there is no config.json; give one, or a folder that has one")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--hf-checkpoint {path}: it is not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"--hf-checkpoint {path}: it is no JSON object")
+    return shape_from_hf_config(raw, f"--hf-checkpoint {path}")
+
+
+def not_checked(config: Config) -> list[str]:
+    """What a plan for a cluster elsewhere did not look at."""
+    shown = ["tokenizer", "weights and their quantisation", "prompt data", "rewards", "functions (--…-path)"]
+    if config.eval.has_sets:
+        shown.append("evaluation sets")
+    if config.reward.rm_model is not None:
+        shown.append("reward model (its own memory)")
+    if config.algorithm.use_opd:
+        shown.append("teacher (its own memory)")
+    if config.model.ref_load is not None:
+        shown.append("reference model")
+    role = {"ppo": "critic", "prime": "prm"}.get(config.algorithm.advantage_estimator)
+    if role is not None and getattr(getattr(config, role), f"{role}_load") is not None:
+        shown.append(f"--{role}-load (taken for a model of --hf-checkpoint's shape)")
+    return [*shown, "host memory, driver, network and disks of the nodes"]
+
+
+def cluster_errors(cluster: Cluster, num_bundles: int) -> list[str]:
+    """Whether a plan goes onto the cluster."""
+    if num_bundles <= cluster.size:
+        return []
+    return [
+        f"--cluster {cluster.num_nodes}x{cluster.num_gpus}x{cluster.kind}: the plan takes {num_bundles} devices of"
+        f" {cluster.size}; lower --actor-num-nodes, --rollout-num-gpus or those of a critic, reward model or teacher"
+    ]

@@ -1,0 +1,10 @@
+"""An estimate of what a plan takes of its devices' and its hosts' memory. Pure; see docs/memory.md.
+
+states       parameters, gradients, optimizer of a rank, exactly as Megatron lays them out
+activations  what autograd keeps of a layer
+head         the logits' share
+trainer      the three together, by pipeline stage
+engine       SGLang's weights and KV cache
+report       bars by device and node, and the verdict
+advice       the least change that fits
+"""

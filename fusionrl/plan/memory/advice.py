@@ -1,0 +1,125 @@
+"""The least change of a plan that does not fit by which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fusionrl.config.config import Config
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.plan.memory.report import MemoryReport, gib, longest_sample
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+Change = tuple[str, Config]
+
+
+def least_change(config: Config, shape: ModelShape, try_plan: Callable[[Config], MemoryReport | None]) -> str | None:
+    """Flags of the first change that fits, from the cheapest to the dearest; None: none of them does.
+
+    Args:
+        config: of the plan that does not fit.
+        shape: its model's.
+        try_plan: the estimate of another configuration; None: such a plan cannot be.
+    """
+    first = try_plan(config)
+    prefix = ""
+    if first is not None and first.starved is not None:
+        # What the trainers do cannot help the engines: these first.
+        for flags, changed in _engines(config):
+            report = try_plan(changed)
+            if report is not None and report.starved is None:
+                prefix, config = f"{flags} ", changed
+                if report.fits:
+                    return _told(flags, report)
+                break
+    for flags, changed in changes(config, shape):
+        report = try_plan(changed)
+        if report is not None and report.fits:
+            return _told(prefix + flags, report)
+    return None
+
+
+def _told(flags: str, report: MemoryReport) -> str:
+    worst = report.worst
+    return flags if worst is None else f"{flags} ({gib(worst.total)} GiB)"
+
+
+def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
+    """Changes to try: what costs nothing, then what costs time, then what takes another layout of the same devices."""
+    cluster = config.cluster
+    single: list[Change] = []
+    if cluster.colocate and not cluster.offload_rollout:
+        single.append(("--offload-rollout", _with(config, "cluster", offload_rollout=True)))
+    if cluster.colocate and cluster.offload_train == "never":
+        single.append(("--offload-train auto", _with(config, "cluster", offload_train="auto")))
+    yield from single
+    fewer = list(_fewer_tokens(config, shape))
+    yield from fewer
+    full = ("", config)
+    if config.passthrough.transformer.get("recompute_granularity") != "full":
+        full = (FULL_FLAGS, _passed(config, **FULL))
+        yield full
+        for flags, changed in fewer:
+            yield f"{FULL_FLAGS} {flags}", _passed(changed, **FULL)
+    wider = list(_wider(config, shape))
+    yield from wider
+    if full[0]:
+        for flags, changed in wider:
+            yield f"{flags} {FULL_FLAGS}", _passed(changed, **FULL)
+    if config.model.precision in ("fp32", "auto"):
+        changed = _with(config, "model", precision="bf16", rollout_dtype="bf16")
+        yield "--precision bf16 --rollout-dtype bf16", changed
+
+
+def _with(config: Config, group: str, **values: Any) -> Config:
+    return config.model_copy(update={group: getattr(config, group).model_copy(update=values)})
+
+
+def _passed(config: Config, **fields: Any) -> Config:
+    passed = config.passthrough
+    transformer = {name: value for name, value in passed.transformer.items() if name != "recompute_modules"}
+    return config.model_copy(update={"passthrough": passed.model_copy(update={"transformer": transformer | fields})})
+
+
+def _fewer_tokens(config: Config, shape: ModelShape) -> Iterator[Change]:
+    """Smaller micro-batches, as long as the longest sample goes into one."""
+    model, tokens = config.model, config.train.max_tokens_per_gpu
+    least = -(-longest_sample(config, shape) // model.context_parallel_size)
+    for part in (2, 4, 8):
+        fewer = tokens // part
+        if fewer >= max(least, 1):
+            yield f"--max-tokens-per-gpu {fewer}", _with(config, "train", max_tokens_per_gpu=fewer)
+
+
+def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:
+    """More model parallelism on the same devices, within a node for the kinds that talk most."""
+    model, cluster = config.model, config.cluster
+    devices = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
+    limits = {
+        "expert_model_parallel_size": devices if shape.moe else 1,
+        "tensor_model_parallel_size": min(cluster.num_gpus_per_node, devices),
+        "context_parallel_size": devices,
+        "pipeline_model_parallel_size": devices,
+    }
+    for factor in (2, 4, 8):
+        for name, limit in limits.items():
+            size = getattr(model, name) * factor
+            if size <= limit:
+                flag = "--" + name.replace("_", "-")
+                changed = _with(config, "model", **{name: size})
+                if name == "context_parallel_size":  # the same samples, in smaller pieces
+                    tokens = config.train.max_tokens_per_gpu // factor
+                    changed = _with(changed, "train", max_tokens_per_gpu=tokens)
+                    yield f"{flag} {size} --max-tokens-per-gpu {tokens}", changed
+                else:
+                    yield f"{flag} {size}", changed
+
+
+def _engines(config: Config) -> Iterator[Change]:
+    """Engines of more devices each."""
+    size, cluster = config.cluster.rollout_num_gpus_per_engine, config.cluster
+    for factor in (2, 4, 8):
+        if size * factor <= cluster.num_gpus_per_node:
+            changed = _with(config, "cluster", rollout_num_gpus_per_engine=size * factor)
+            yield f"--rollout-num-gpus-per-engine {size * factor}", changed

@@ -1,0 +1,95 @@
+"""Memory of an SGLang engine: its weights, and the tokens that its KV cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusionrl.config.model_shape import ModelShape
+
+GIB = 2**30
+_CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU
+_TORCH_WIDTHS = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of one device of an engine.
+
+    weights    of the device
+    kv_tokens  tokens that the KV cache holds; below 0: the weights alone do not fit
+    kv_bytes   of one token on the device
+    pool       the KV cache
+    fraction   of a device's memory that weights and KV cache may take (--sglang-mem-fraction-static); None on a CPU
+    """
+
+    weights: float
+    kv_tokens: int
+    kv_bytes: float
+    fraction: float | None
+
+    @property
+    def pool(self) -> float:
+        return max(self.kv_tokens, 0) * self.kv_bytes
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.pool
+
+
+def kv_bytes(shape: ModelShape, tp: int, width: int) -> float:
+    """Bytes of one token's keys and values on one of `tp` devices; latent attention's stand whole on each of them."""
+    if shape.mla is not None:
+        return float(shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * width)
+    return float(2 * shape.num_layers * max(-(-shape.num_query_groups // tp), 1) * shape.head_dim * width)
+
+
+def static_fraction(device_memory: float, tp: int) -> float:
+    """About what SGLang 0.5 takes where --mem-fraction-static is not given.
+
+    All but 0.5 GiB, 1.5 MiB for each token of a prefill chunk, 1/8 GiB for each device of the engine, and 1 GiB for
+    graphs; on a device of more than 60 GiB all but at least 10 GiB.
+    """
+    mebibytes = device_memory / 2**20
+    bounds = ((20, 2048), (60, 4096), (160, 8192))
+    chunk = next((size for limit, size in bounds if mebibytes < limit * 1024), 16384)
+    reserved = 512 + 1.5 * chunk + tp / 8 * 1024 + 1024
+    if mebibytes > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return max(round(1 - reserved / mebibytes, 3), 0.1)
+
+
+def engine_memory(
+    shape: ModelShape,
+    weight_bytes: float,
+    tp: int,
+    dtype: str,
+    server_args: Mapping[str, Any],
+    *,
+    device_memory: float | None,
+    on_cpu: bool,
+    resident: float = 0.0,
+) -> EngineMemory | None:
+    """One device of an engine; None: the device's memory is not known.
+
+    Args:
+        shape: the model's.
+        weight_bytes: of all its weights, as engines hold them.
+        tp: devices of the engine.
+        dtype: "fp32" or "bf16".
+        server_args: the user's own fields of SGLang's ServerArgs.
+        device_memory: bytes of a device.
+        on_cpu: the engine's pool has a fixed number of tokens there.
+        resident: bytes of others on the device; SGLang leaves them out of its fraction.
+    """
+    kind = str(server_args.get("kv_cache_dtype", "auto"))
+    token = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, _TORCH_WIDTHS[dtype]))
+    weights, limit = weight_bytes / tp, server_args.get("max_total_tokens")
+    if on_cpu:
+        return EngineMemory(weights, int(limit or _CPU_TOKENS), token, None)
+    if device_memory is None:
+        return None
+    fraction = float(server_args.get("mem_fraction_static") or static_fraction(device_memory, tp))
+    room = int((fraction * device_memory - resident - weights) // token)
+    return EngineMemory(weights, min(room, int(limit)) if limit else room, token, fraction)

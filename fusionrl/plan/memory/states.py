@@ -1,0 +1,164 @@
+"""Parameters, gradients and optimizer states of a trainer rank, counted as Megatron-core lays them out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.weights.families import model_rules
+from fusionrl.weights.families.rules import Rule
+
+_ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
+_BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, beside the number of data-parallel ranks
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of one rank. `optimizer` is on the device, `host_optimizer` (--optimizer-cpu-offload) is not."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    host_optimizer: int = 0
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """What decides how many bytes a parameter takes.
+
+    weight_bytes     of a parameter in the model: 2 in bf16, 4 in fp32
+    gradient_bytes   of a gradient in its buffer
+    optimizer_bytes  of a parameter's optimizer state: two moments, and beside weights in bf16 a master copy in fp32
+    host_share       share of the optimizer that is in host memory
+    is_distributed   whether the optimizer's states are divided over the data-parallel ranks
+    """
+
+    weight_bytes: int
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
+    host_share: float = 0.0
+    is_distributed: bool = True
+
+    @classmethod
+    def of(cls, precision: str, optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> StateOptions:
+        """For "fp32" or "bf16" and the passed-through fields of Megatron's OptimizerConfig and DDP configuration."""
+        is_bf16 = precision == "bf16"
+        sizes = [_width(optimizer.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+        if is_bf16:
+            sizes.append(_width(optimizer.get("main_params_dtype")))
+        share = optimizer.get("optimizer_offload_fraction", 0.0) if optimizer.get("optimizer_cpu_offload") else 0.0
+        return cls(
+            weight_bytes=2 if is_bf16 else 4,
+            gradient_bytes=2 if is_bf16 and ddp.get("grad_reduce_in_fp32") is False else 4,
+            optimizer_bytes=sum(sizes),
+            host_share=float(share),
+            is_distributed=ddp.get("use_distributed_optimizer", True) is not False,
+        )
+
+
+def _width(dtype: Any) -> int:
+    name = str(dtype).lower()
+    return 1 if "8" in name else 2 if "16" in name else 4
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Parameters of one rank of a pipeline stage, by the groups in which Megatron buffers them.
+
+    dense   numbers of values of its dense parameters
+    shared  those of an embedding that the first and the last stage share: in a bucket of their own
+    expert  those of its experts, which are replicated over the expert data-parallel ranks alone
+    """
+
+    dense: tuple[int, ...]
+    shared: tuple[int, ...]
+    expert: tuple[int, ...]
+
+    @property
+    def num_dense(self) -> int:
+        return sum(self.dense) + sum(self.shared)
+
+    @property
+    def num_expert(self) -> int:
+        return sum(self.expert)
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.num_dense + self.num_expert
+
+
+def stage_parameters(
+    shape: ModelShape, layout: TrainerLayout, stages: Sequence[Sequence[int]]
+) -> tuple[StageParameters, ...]:
+    """Parameters of a rank of each stage; `stages`: layers of each, as `plan.layout.stage_layers` says."""
+    stage_of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    last = len(stages) - 1
+    dense: list[list[int]] = [[] for _ in stages]
+    shared: list[list[int]] = [[] for _ in stages]
+    expert: list[list[int]] = [[] for _ in stages]
+    embedding = "embedding.word_embeddings.weight"
+    for rule in model_rules(shape).values():
+        if rule.buffer:
+            continue
+        if rule.expert is not None:
+            assert shape.moe is not None
+            if rule.expert < shape.moe.num_experts // layout.ep:  # all expert-parallel ranks have as many
+                expert[stage_of_layer[int(rule.megatron.split(".")[2])]].append(part_size(rule, layout.etp))
+            continue
+        size = part_size(rule, layout.tp)
+        if rule.megatron == embedding and shape.tie_word_embeddings:
+            for stage in {0, last}:  # the output layer of the last stage is a copy of it
+                shared[stage].append(size)
+        elif rule.megatron.startswith("decoder.layers."):
+            dense[stage_of_layer[int(rule.megatron.split(".")[2])]].append(size)
+        else:
+            dense[0 if rule.megatron == embedding else last].append(size)
+    return tuple(
+        StageParameters(tuple(dense[stage]), tuple(shared[stage]), tuple(expert[stage])) for stage in range(len(stages))
+    )
+
+
+def part_size(rule: Rule, size: int) -> int:
+    """Values of a tensor on one of `size` tensor-parallel ranks; the vocabulary is padded to a multiple of them."""
+    if rule.split == "replicated" or size == 1:
+        return rule.numel
+    if rule.split == "rows":
+        rows = sum(sizes[0] for sizes in rule.hf.values())
+        return -(-rows // size) * (rule.numel // rows)
+    return rule.numel // size
+
+
+def buffer_size(numels: Sequence[int], num_ranks: int, *, is_distributed: bool = True) -> int:
+    """Values of Megatron's buffer of parameters of `numels` values, which `num_ranks` ranks replicate."""
+    if not numels:
+        return 0
+    if not is_distributed:
+        return sum(numels)
+    return _up(sum(_up(numel, _ALIGNMENT) for numel in numels), math.lcm(num_ranks, _BUCKET_ALIGNMENT))
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def state_bytes(parameters: StageParameters, layout: TrainerLayout, options: StateOptions) -> Bytes:
+    """Bytes of the states of one rank; where the buffers' ends are padded, of the rank that has most."""
+    ranks, expert_ranks = layout.dp * layout.cp, layout.expert_dp
+    weights = gradients = optimizer = 0
+    groups = ((parameters.dense, ranks), (parameters.shared, ranks), (parameters.expert, expert_ranks))
+    for numels, replicas in groups:
+        size = buffer_size(numels, replicas, is_distributed=options.is_distributed)
+        weights += size * options.weight_bytes
+        gradients += size * options.gradient_bytes
+        optimizer += size // (replicas if options.is_distributed else 1) * options.optimizer_bytes
+    on_host = round(optimizer * options.host_share)
+    return Bytes(weights, gradients, optimizer - on_host, on_host)

@@ -1,0 +1,199 @@
+"""Memory of the ranks of one group of trainers (actor, critic, process reward model), by pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusionrl.config.model_shape import ModelShape
+from fusionrl.plan.layout import TrainerLayout, stage_layers
+from fusionrl.plan.memory.activations import ActivationOptions, chunk_bytes, layer_bytes
+from fusionrl.plan.memory.head import head_kept_bytes, head_transient_bytes
+from fusionrl.plan.memory.states import Bytes, StageParameters, StateOptions, stage_parameters, state_bytes
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What a rank computes at a time.
+
+    tokens             of a micro-batch on one rank: --max-tokens-per-gpu
+    num_micro_batches  of an optimizer step, at most
+    chunk_size         --log-probs-chunk-size
+    entropy_grad       the entropy is a part of the loss
+    whole_logits       a custom loss: all logits stand in memory
+    """
+
+    tokens: int
+    num_micro_batches: int
+    chunk_size: int | None = None
+    entropy_grad: bool = False
+    whole_logits: bool = False
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline stage.
+
+    states       weights, gradients, optimizer
+    activations  what forward passes keep at the worst moment: `in_flight` micro-batches
+    head         of these, what the loss keeps (last stage)
+    transient    what backward needs beside that for a moment, and `transient_of` which part does: "head", "layer"
+    placeholders  bytes of `transient` that stand in for weights' gradients, see `_weight_gradients`
+    scoring      what a forward pass without gradients needs for a moment
+    """
+
+    stage: int
+    states: Bytes
+    activations: float
+    in_flight: float
+    head: float
+    transient: float
+    transient_of: str
+    placeholders: float
+    scoring: float
+
+    @property
+    def training(self) -> float:
+        """The peak of a training step."""
+        return self.states.on_device + self.activations + self.transient
+
+
+def in_flight(layout: TrainerLayout, stage: int, num_micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once, all of its layers counted as one.
+
+    1F1B (arXiv:2104.04473): pp - stage. Interleaved: stage s of pp with v chunks warms up with 2(pp - s - 1) +
+    (v - 1)pp chunks and holds one more; for s = 0 that is pp · (1 + (pp - 1) / (pp · v)) micro-batches.
+    """
+    if layout.vpp == 1:
+        return min(layout.pp - stage, num_micro_batches)
+    chunks = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(chunks / layout.vpp, num_micro_batches)
+
+
+def even_stages(layout: TrainerLayout, num_layers: int) -> list[list[int]]:
+    """Layers dealt out as evenly as they go: for a layout of stages that only Megatron reads."""
+    bounds = [stage * num_layers // layout.pp for stage in range(layout.pp + 1)]
+    return [list(range(bounds[stage], bounds[stage + 1])) for stage in range(layout.pp)]
+
+
+def trainer_memory(
+    shape: ModelShape,
+    layout: TrainerLayout,
+    batch: BatchOptions,
+    states: StateOptions,
+    activations: ActivationOptions,
+    transformer: Mapping[str, Any],
+) -> tuple[StageMemory, ...]:
+    """Memory of a rank of each stage. `transformer`: passed-through fields of Megatron's TransformerConfig."""
+    stages = stage_layers(layout, shape.num_layers, transformer) or even_stages(layout, shape.num_layers)
+    counted = stage_parameters(shape, layout, stages)
+    return tuple(
+        _stage(shape, layout, batch, states, activations, transformer, stage, layers, parameters)
+        for stage, (layers, parameters) in enumerate(zip(stages, counted, strict=True))
+    )
+
+
+def _stage(
+    shape: ModelShape,
+    layout: TrainerLayout,
+    batch: BatchOptions,
+    states: StateOptions,
+    activations: ActivationOptions,
+    transformer: Mapping[str, Any],
+    stage: int,
+    layers: Sequence[int],
+    parameters: StageParameters,
+) -> StageMemory:
+    tokens, is_last = batch.tokens, stage == layout.pp - 1
+    width, split = activations.width, layout.tp if activations.sequence_parallel else 1
+    size = -(-len(layers) // layout.vpp)
+    chunks = [layers[start : start + size] for start in range(0, len(layers), size)]
+    sizes = [chunk_bytes(shape, layout, activations, chunk) for chunk in chunks]
+    flying = in_flight(layout, stage, batch.num_micro_batches)
+    # What enters a stage beside its layers: token ids, or hidden states of the stage before, and the rotary table.
+    entry = 8.0 if stage == 0 else 0.0
+    kept = tokens * (sum(each for each, _ in sizes) + entry) * flying
+    live = tokens * max((again for _, again in sizes), default=0.0)
+    rows = -(-shape.vocab_size // layout.tp)
+    head = head_now = 0.0
+    if is_last:
+        # The last norm keeps its input and the normalised copy; the loss of the micro-batch that is worked on.
+        head = tokens * (8 * shape.hidden_size + 4) / split
+        if not shape.value_head:
+            head += _head_kept(batch, shape, rows, width)
+            head_now = _head_now(batch, shape, rows, width)
+    layer_now = live + tokens * _backward_of_a_layer(shape, layout, activations)
+    table = rows * shape.hidden_size  # of the embedding, and of the output layer
+    largest, placeholders = _weight_gradients(states, activations, parameters, transformer, table, is_last)
+    layer_now += largest
+    transient_of = "head" if head_now > layer_now else "layer"
+    scoring = tokens * _forward_of_a_layer(shape, layout, activations, layers)
+    return StageMemory(
+        stage=stage,
+        states=state_bytes(parameters, layout, states),
+        activations=kept + head,
+        in_flight=flying,
+        head=head,
+        transient=max(head_now, layer_now) + placeholders,
+        transient_of=transient_of,
+        placeholders=placeholders,
+        scoring=max(scoring, head_now if is_last else 0.0),
+    )
+
+
+def _head_kept(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> float:
+    if batch.whole_logits:
+        return float(4 * batch.tokens * rows)
+    return head_kept_bytes(batch.tokens, shape.hidden_size, rows, width, batch.chunk_size)
+
+
+def _head_now(batch: BatchOptions, shape: ModelShape, rows: int, width: int) -> float:
+    """Logits are fp32, and so is their gradient; a softmax between them."""
+    if batch.whole_logits:
+        return float(2 * 4 * batch.tokens * rows)
+    sizes = (batch.tokens, shape.hidden_size, rows, width, batch.chunk_size)
+    return head_transient_bytes(*sizes, entropy_grad=batch.entropy_grad)
+
+
+def _widest(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
+    """Values a token of the widest gradient within a layer."""
+    moe = shape.moe
+    dense = shape.ffn_hidden_size / layout.tp if moe is None or len(moe.layers) < shape.num_layers else 0.0
+    if moe is None:
+        return dense
+    routed = moe.topk * layout.etp * options.imbalance / (layout.tp if options.sequence_parallel else 1)
+    return max(dense, routed * max(moe.ffn_hidden_size / layout.etp, shape.hidden_size / 3))
+
+
+def _backward_of_a_layer(shape: ModelShape, layout: TrainerLayout, options: ActivationOptions) -> float:
+    """Bytes a token of the gradients that stand at once where a layer is widest: of gate, up and their product."""
+    return 3 * options.width * _widest(shape, layout, options)
+
+
+def _forward_of_a_layer(
+    shape: ModelShape, layout: TrainerLayout, options: ActivationOptions, layers: Sequence[int]
+) -> float:
+    """Bytes a token of a layer whose tensors are given back as soon as they have been used: at most all of them."""
+    experts = set(shape.moe.layers) if shape.moe is not None else set()
+    kinds = {layer in experts for layer in layers}
+    return max((layer_bytes(shape, layout, options, has_experts=kind) for kind in kinds), default=0.0)
+
+
+def _weight_gradients(
+    states: StateOptions,
+    options: ActivationOptions,
+    parameters: StageParameters,
+    transformer: Mapping[str, Any],
+    table: int,
+    is_last: bool,
+) -> tuple[float, float]:
+    """(bytes of the largest gradient of a layer's weight, on its way into the buffer; bytes of placeholders).
+
+    With --gradient-accumulation-fusion Transformer Engine adds gradients in place, and keeps a placeholder for each
+    distinct size of a dense weight. The embedding's gradient (`table`) comes when all activations are gone.
+    """
+    sizes = set(parameters.dense) - {table}
+    if transformer.get("gradient_accumulation_fusion") and options.impl == "transformer_engine":
+        return 0.0, float((sum(sizes) + table * is_last) * states.weight_bytes)
+    return float(max([*sizes, *parameters.expert], default=0) * states.weight_bytes), 0.0

@@ -1,0 +1,186 @@
+"""One test of one program in the sandbox: passed, or the reason why not.
+
+A program runs in a process that has its inputs and nothing that is expected of it. It hands over values (see
+`plain_data`), and another process compares: this one, or a judge's in a sandbox of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from fusionrl.rewards.code_labels import CallTest, ExpressionTest, InputTest, JudgedTest, NumbersTest, Test
+from fusionrl.rewards.code_numbers import NoNumbers, number_of, value_of
+from fusionrl.rewards.plain_data import NoPlainData, Unreadable, canonical, read_answer, truth
+from fusionrl.sandbox import Limits, SandboxError, SandboxResult, probe
+from fusionrl.sandbox.run import Run
+
+LIMITS = Limits(wall_s=20.0, cpu_s=6, memory_bytes=1 << 30, output_bytes=4 << 20)
+ANSWER_BYTES = 4 << 20
+# Why a test is not passed; docs/rewards.md says what each stands for.
+REASONS = ("no_program", "wrong", "error", "no_answer", "time", "memory", "signal", "output", "object", "sandbox")
+
+_HARNESS = Path(__file__).with_name("harness")
+_PROGRAM = "\n".join((_HARNESS / name).read_text() for name in ("wire.py", "program.py"))
+_JUDGE = "\n".join((_HARNESS / name).read_text() for name in ("wire.py", "judge.py"))
+# Solutions in the manner of LeetCode use these without an import.
+_IMPORTS = "import collections, functools, heapq, itertools, math, re\nfrom typing import *\n"
+
+
+def run_test(program: str, test: Test) -> str | None:
+    """Run it; returns None if the program passes, else one of `REASONS`.
+
+    Raises:
+        SandboxError: the sandbox does not work any more; not because of this program.
+    """
+    try:
+        match test:
+            case InputTest():
+                return _run_input(program, test)
+            case CallTest():
+                request = {"do": "call", "setup": _IMPORTS + test.setup, "program": program}
+                return _run_asking(request | {"name": test.name, "arguments": test.arguments}, test)
+            case ExpressionTest():
+                request = {"do": "eval", "setup": test.setup, "program": program}
+                return _run_asking(request | {"expression": test.expression}, test)
+            case NumbersTest():
+                request = {"do": "eval", "setup": test.setup, "program": program}
+                try:
+                    return _run_asking(request | {"expression": f"[{', '.join(test.expressions)}]"}, test)
+                except NoNumbers:
+                    return _run_judged(program, test.judged)
+            case JudgedTest():
+                return _run_judged(program, test)
+    except SandboxError:
+        probe()  # raises, unless it was this program that has ended its sandbox
+        return "sandbox"
+
+
+def _reason(result: SandboxResult) -> str | None:
+    """Why the run itself failed; None: it ended with exit code 0."""
+    match result.killed_by:
+        case None:
+            return None if result.ok else "error"
+        case "wall time" | "CPU time":
+            return "time"
+        case "memory" | "disk":
+            return "memory"
+        case "SIGTERM to the sandbox":
+            return "sandbox"
+        case _:
+            return "signal"
+
+
+def _run_input(program: str, test: InputTest) -> str | None:
+    result = Run(program, test.stdin, LIMITS).result()
+    if reason := _reason(result):
+        return reason
+    if result.stdout_cut:
+        return "output"
+    return None if is_same_output(result.stdout, test.expected) else "wrong"
+
+
+def is_same_output(output: str, expected: str) -> bool:
+    """Line by line and word by word; numbers may be written otherwise ("1.0", "1.00")."""
+    found = [line.split() for line in output.strip().splitlines()]
+    wanted = [line.split() for line in expected.strip().splitlines()]
+    return len(found) == len(wanted) and all(
+        len(a) == len(b) and all(map(_is_same_word, a, b)) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _is_same_word(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    try:
+        return Decimal(a) == Decimal(b)
+    except InvalidOperation:  # no number, or a signalling NaN
+        return False
+
+
+def _run_asking(request: dict[str, Any], test: CallTest | ExpressionTest | NumbersTest) -> str | None:
+    result = Run(_PROGRAM, json.dumps(request), LIMITS, ANSWER_BYTES).result()
+    if reason := _reason(result):
+        return reason
+    if not result.answer:
+        return "no_answer"
+    try:
+        return None if _is_expected(read_answer(result.answer), test) else "wrong"
+    except NoPlainData:
+        return "object"
+    except Unreadable:
+        return "output"
+    except (ArithmeticError, TypeError):
+        return "error"
+
+
+def _is_expected(answer: Any, test: CallTest | ExpressionTest | NumbersTest) -> bool:
+    """Whether the test holds. Raises Unreadable, or what Python raises for a test over these numbers."""
+    if isinstance(test, NumbersTest):
+        if not isinstance(answer, list) or len(answer) != len(test.expressions):
+            raise Unreadable("not an answer to each expression")
+        return bool(value_of(test.test, [number_of(one) for one in answer]))
+    if isinstance(test, CallTest):
+        value = canonical(answer, as_json=True)
+        # APPS wraps some expected values in a list of one.
+        return value == canonical(test.expected, as_json=True) or (
+            isinstance(test.expected, list) and f"[{value}]" == canonical(test.expected, as_json=True)
+        )
+    match test.kind:
+        case "==":
+            return canonical(answer, as_json=False) == canonical(test.expected, as_json=False)
+        case "is":
+            return answer is test.expected
+        case "true":
+            return truth(answer)
+        case _:
+            return not truth(answer)
+
+
+def _run_judged(program: str, test: JudgedTest) -> str | None:
+    """The program serves its names to a judge, who runs the test; both in sandboxes, with two pipes between them."""
+    questions, answers = os.pipe(), os.pipe()  # (read end, write end)
+    serving = json.dumps({"do": "serve", "setup": test.program_setup, "program": program})
+    judging = json.dumps(
+        {"setup": test.setup, "statement": test.statement, "remote": test.remote, "modules": dict(test.modules)}
+    )
+    served = Run(_PROGRAM, serving, LIMITS, 1, (questions[0], answers[1]))
+    judged = Run(_JUDGE, judging, LIMITS, 64, (questions[1], answers[0]))
+    ends: dict[str, SandboxResult | SandboxError] = {}
+
+    def start(name: str, run: Run, *own: int) -> None:
+        try:
+            ends[name] = run.result(on_start=lambda: _close(own))
+        except SandboxError as error:
+            ends[name] = error
+
+    thread = threading.Thread(target=start, args=("program", served, questions[0], answers[1]))
+    thread.start()
+    start("judge", judged, questions[1], answers[0])
+    # Without questions to wait for it ends by itself; one that does not is not waited for.
+    thread.join(1.0)
+    was_running = thread.is_alive()
+    served.cancel()
+    thread.join()
+    judge, end = ends["judge"], ends["program"]
+    if isinstance(judge, SandboxError):
+        raise judge
+    verdict = judge.answer.decode("ascii", "replace") if judge.ok else "error"
+    if verdict == "passed":
+        return None
+    if verdict in ("wrong", "object", "error"):
+        return _reason(judge) or verdict
+    if isinstance(end, SandboxError):  # "ended": the program's process tells why
+        if was_running:
+            return "output"
+        raise end
+    return _reason(end) or "no_answer"
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

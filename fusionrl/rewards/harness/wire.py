@@ -1,0 +1,92 @@
+"""Values as JSON that keeps Python's types, so that processes can hand over values and no objects.
+
+None, bool, str, small int and finite float are themselves, a list is a list; everything else is an object of one key:
+{"i": hex}, {"f": "nan"}, {"c": [real, imaginary]}, {"b": hex}, {"t": tuple}, {"s": set}, {"z": frozenset},
+{"d": [[key, value], …]}, {"F": [numerator, denominator]} in hex, {"D": decimal}; {"o": …} is what is no plain data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+TYPE_CHECKING = False  # `typing` takes long to import, and every run would
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+MAX_DEPTH = 100
+_SMALL = 1 << 53
+
+
+def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
+    """Return the wire form of `value`; `other(value)` gives that of what is no plain data.
+
+    Objects of subclasses become plain ones (a Counter a dict, an IntEnum an int), scalars of numpy Python's numbers.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError("the value is nested too deeply")
+
+    def inner(values: Any) -> list[Any]:
+        return [encode(item, other, depth + 1) for item in values]
+
+    if value is None or type(value) is bool:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int.__int__(value)
+        return number if -_SMALL < number < _SMALL else {"i": hex(number)}
+    if isinstance(value, float):
+        number = float.__float__(value)
+        return number if math.isfinite(number) else {"f": repr(number)}
+    if isinstance(value, complex):
+        return {"c": inner([value.real, value.imag])}
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": bytes(value).hex()}
+    if isinstance(value, list):
+        return inner(list.__iter__(value))
+    if isinstance(value, dict):
+        return {"d": [inner(pair) for pair in dict.items(value)]}
+    for kind, tag in ((tuple, "t"), (set, "s"), (frozenset, "z")):
+        if isinstance(value, kind):
+            return {tag: inner(kind.__iter__(value))}
+    name = type(value).__name__
+    if name == "Fraction" and "fractions" in sys.modules:
+        return {"F": [hex(value.numerator), hex(value.denominator)]}
+    if name == "Decimal" and "decimal" in sys.modules:
+        return {"D": str(value)}
+    if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
+        return encode(value.item(), other, depth + 1)
+    return other(value)
+
+
+def decode(wire: Any, other: Callable[[Any], Any]) -> Any:
+    """Return the value of a wire form; `other(payload)` gives what stands for an object."""
+    if isinstance(wire, list):
+        return [decode(item, other) for item in wire]
+    if not isinstance(wire, dict):
+        return wire
+    ((tag, payload),) = wire.items()
+    if tag in ("i", "b", "f", "D"):
+        from decimal import Decimal
+
+        readers: dict[str, Callable[[Any], Any]]
+        readers = {"i": lambda text: int(text, 16), "b": bytes.fromhex, "f": float, "D": Decimal}
+        return readers[tag](payload)
+    if tag == "F":
+        from fractions import Fraction
+
+        return Fraction(int(payload[0], 16), int(payload[1], 16))
+    if tag == "o":
+        return other(payload)
+    items = [decode(item, other) for item in payload]
+    kinds: dict[str, Callable[[Any], Any]]
+    kinds = {"c": lambda parts: complex(*parts), "t": tuple, "s": set, "z": frozenset, "d": dict}
+    return kinds[tag](items)
+
+
+def to_line(message: Any) -> bytes:
+    """A message as a line of bytes."""
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,193 @@
+"""Weight versions of tokens that a user's function sampled by `fusionrl.plugin_api.post`.
+
+The engines say in each answer which version of the weights sampled it (`meta_info`). Functions written for slime set
+`sample.tokens` and `sample.rollout_log_probs` by hand and know nothing of versions of tokens. So the answers are noted
+while such a function runs, and its samples get their versions from them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fusionrl.data.build import response_mask
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, token_versions
+
+_lock = threading.Lock()
+_warned: set[str] = set()
+_warnings: list[str] = []
+
+
+@dataclass
+class Answers:
+    """What the policy's engines answered to the requests of one function.
+
+    parts     (tokens, their versions), int32 [n] each, in the order of the answers; empty where `keeps_tokens` is off
+    versions  all versions that were among them
+    """
+
+    urls: tuple[str, ...]
+    keeps_tokens: bool = True
+    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Note one answer of /generate; any other is passed over."""
+        meta = answer.get("meta_info")
+        if not isinstance(meta, dict):
+            return
+        entries = meta.get("output_token_logprobs") or []
+        tokens = np.array(answer.get("output_ids") or [entry[1] for entry in entries], np.int32)
+        versions = token_versions(meta, len(tokens))
+        self.versions |= set(versions.tolist())
+        if self.keeps_tokens:
+            self.parts.append((tokens, versions))
+
+
+_answers: ContextVar[Answers | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def noting_answers(args: Any, keeps_tokens: bool = True) -> Iterator[Answers]:
+    """Note what the engines answer to `post` within the block, also in tasks and threads that are started in it.
+
+    keeps_tokens: to tell the versions of several pushes apart; else only which versions there were.
+    """
+    urls = [getattr(args, "router_url", "") or "", *(getattr(args, "engine_urls", None) or ())]
+    answers = Answers(tuple(f"{url}/" for url in urls if url), keeps_tokens)
+    token = _answers.set(answers)
+    try:
+        yield answers
+    finally:
+        _answers.reset(token)
+
+
+def note_answer(url: str, answer: Any) -> None:
+    """Note what `url` answered, if it is one of the policy's engines or their router."""
+    answers = _answers.get()
+    if answers is not None and f"{url}/".startswith(answers.urls or ("\0",)):
+        for one in answer if isinstance(answer, list) else [answer]:
+            if isinstance(one, dict):
+                answers.add(one)
+
+
+@dataclass
+class Before:
+    """A sample's response before a user's function had it."""
+
+    response: np.ndarray
+    versions: np.ndarray | None
+
+    @classmethod
+    def of(cls, sample: Sample) -> Before:
+        """What `fill_versions` compares the result with."""
+        versions = sample.weight_versions
+        return cls(_response(sample), None if versions is None else np.array(versions, np.int32))
+
+
+def fill_versions(samples: Sequence[Sample], answers: Answers, where: str, before: Before | None = None) -> None:
+    """Give each sample the versions that its function has not set, from the engines' answers.
+
+    Tokens that no engine sampled get the version of the token before. What stays unknown among trained tokens is -1, or
+    `weight_versions` None where all is; that is warned of once for each function `where`.
+    """
+    for sample in samples:
+        try:
+            known = _known(sample, before)
+        except (TypeError, ValueError):  # fields of other types, a version that is no number
+            known = None
+        if known is None or not len(known):
+            continue  # what does not fit is for `check_samples` to say
+        if (known == UNKNOWN_VERSION).any():
+            _find(sample, known, answers)
+            _spread(sample, known)
+        found = known != UNKNOWN_VERSION
+        sample.weight_versions = known if found.any() else None
+        if (~found & (response_mask(sample) > 0)).any():
+            _warn(where)
+
+
+def take_warnings() -> list[str]:
+    """Warnings since the last call."""
+    with _lock:
+        found = list(_warnings)
+        _warnings.clear()
+    return found
+
+
+def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
+    """[response_length] int32: the versions that the sample has, -1 elsewhere; None where its fields do not fit."""
+    count, versions = int(sample.response_length), sample.weight_versions
+    if count > len(sample.tokens) or (sample.loss_mask is not None and len(sample.loss_mask) != count):
+        return None
+    known = np.full(count, UNKNOWN_VERSION, np.int32)
+    if versions is None:
+        return known
+    is_array = isinstance(versions, np.ndarray) and versions.dtype.kind == "i"
+    given = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)
+    if before is not None and before.versions is not None and np.array_equal(given, before.versions):
+        # As it came: right for the tokens that are still there, not for those that were sampled anew.
+        response = _response(sample)
+        shorter = min(len(response), len(before.response))
+        differs = np.flatnonzero(response[:shorter] != before.response[:shorter])
+        same = int(differs[0]) if len(differs) else shorter
+        known[:same] = given[:same]
+        return known
+    return given.copy() if len(given) == count else None
+
+
+def _find(sample: Sample, known: np.ndarray, answers: Answers) -> None:
+    """Fill in what the answers tell: all of it where they are of one version, else where their tokens stand."""
+    if len(answers.versions) == 1:
+        known[known == UNKNOWN_VERSION] = next(iter(answers.versions))
+        return
+    response, start = _response(sample), 0
+    for tokens, versions in answers.parts:
+        place = _index(response, tokens, start)
+        if place is None or not len(tokens):
+            continue
+        part = known[place : place + len(tokens)]
+        part[part == UNKNOWN_VERSION] = versions[part == UNKNOWN_VERSION]
+        start = place + len(tokens)
+
+
+def _index(response: np.ndarray, tokens: np.ndarray, start: int) -> int | None:
+    """Where `tokens` stand in `response`, from `start` on."""
+    whole, part, size = response.tobytes(), tokens.tobytes(), response.itemsize
+    place = whole.find(part, start * size)
+    while place >= 0 and place % size:  # within a number
+        place = whole.find(part, place + 1)
+    return place // size if place >= 0 else None
+
+
+def _spread(sample: Sample, known: np.ndarray) -> None:
+    """Tokens that no engine sampled: the version of the token before, at the start that of the first one known."""
+    found = np.flatnonzero(known != UNKNOWN_VERSION)
+    if not len(found):
+        return
+    mask = np.ones(len(known)) if sample.loss_mask is None else np.asarray(sample.loss_mask)
+    untrained = (known == UNKNOWN_VERSION) & (mask == 0)
+    last = np.maximum.accumulate(np.where(known != UNKNOWN_VERSION, np.arange(len(known)), -1))
+    known[untrained] = known[np.where(last < 0, found[0], last)][untrained]
+
+
+def _response(sample: Sample) -> np.ndarray:
+    tokens = np.asarray(sample.tokens, np.int32)
+    return tokens[len(tokens) - sample.response_length :]
+
+
+def _warn(where: str) -> None:
+    with _lock:
+        if where not in _warned:
+            _warned.add(where)
+            _warnings.append(
+                f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
+                " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
+                ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/multi-turn.md)'
+            )

@@ -1,0 +1,23 @@
+"""Room `sandbox`: untrusted Python in a process of its own, with bounds on what it may use and reach.
+
+`run_python` for an event loop, `run_python_sync` for a grader. Nothing of the caller is inherited: no environment,
+descriptor, working folder or process group, and when a run returns, every process that it started is gone.
+
+docs/sandbox.md says what is guaranteed in each mode and what is not. Imports neither ray, megatron nor sglang, and
+nothing but the standard library.
+"""
+
+from fusionrl.sandbox.limits import Limits, SandboxError, SandboxResult
+from fusionrl.sandbox.probe import Mode, probe
+from fusionrl.sandbox.run import allow_weak, run_python, run_python_sync
+
+__all__ = [
+    "Limits",
+    "Mode",
+    "SandboxError",
+    "SandboxResult",
+    "allow_weak",
+    "probe",
+    "run_python",
+    "run_python_sync",
+]

@@ -1,0 +1,105 @@
+"""A memory cgroup for a run, where the kernel and the rights of this process allow one."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+import threading
+import time
+from pathlib import Path
+
+from fusionrl.sandbox.launcher.watch import was_full
+
+_PREFIX = "fusionrl-sandbox-"
+_numbers = itertools.count()
+
+
+class MemoryCgroup:
+    """A cgroup below this process's own, or beside it, with a limit on memory and without swap."""
+
+    def __init__(self, parent: Path, limit: int) -> None:
+        """Make it. Raises OSError if it cannot be made or limited."""
+        self._folder = parent / f"{_PREFIX}{os.getpid()}-{threading.get_ident()}-{next(_numbers)}"
+        self._folder.mkdir()
+        try:
+            if _is_v2(parent):
+                (self._folder / "memory.max").write_text(str(limit))
+                swap = self._folder / "memory.swap.max"
+                swap_limit = 0
+            else:
+                (self._folder / "memory.limit_in_bytes").write_text(str(limit))
+                swap = self._folder / "memory.memsw.limit_in_bytes"  # memory and swap together
+                swap_limit = limit
+            if swap.exists():
+                swap.write_text(str(swap_limit))
+        except OSError:
+            self.remove()
+            raise
+
+    def add(self, pid: int) -> None:
+        """Move a process into it. Takes some 10 ms, in which the process may go on."""
+        (self._folder / "cgroup.procs").write_text(str(pid))
+
+    @property
+    def oom_events(self) -> Path:
+        """The file that counts the processes that the kernel killed for want of memory."""
+        return self._folder / ("memory.events" if _is_v2(self._folder) else "memory.oom_control")
+
+    def was_full(self) -> bool:
+        """Whether the kernel killed a process of it for want of memory."""
+        return was_full(self.oom_events.read_bytes())
+
+    def remove(self) -> None:
+        """Remove it; its processes have ended."""
+        for _ in range(20):
+            try:
+                self._folder.rmdir()
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    return
+                time.sleep(0.01)  # a killed process leaves it a moment later
+
+
+def _is_v2(folder: Path) -> bool:
+    return (folder / "cgroup.controllers").exists()
+
+
+@functools.cache
+def writable_parent() -> Path | None:
+    """A folder in which memory cgroups can be made; None: there is none, or this process lacks the right.
+
+    In cgroup v2 a group with processes of its own has no limited groups below it, so the parent of this process's group
+    is tried as well, which a user has been given (systemd's Delegate=) or not.
+    """
+    for folder in _own_folders():
+        try:
+            if _is_v2(folder) and "memory" not in (folder / "cgroup.subtree_control").read_text().split():
+                continue  # not ours to change: the memory of other processes would be counted from now on
+            MemoryCgroup(folder, 64 << 20).remove()
+        except OSError:
+            continue
+        return folder
+    return None
+
+
+def _own_folders() -> list[Path]:
+    """Folders of the memory cgroup of this process, and of its parent."""
+    try:
+        memberships = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return []
+    folders = []
+    for fields in mounts:
+        dash = fields.index("-")
+        kind, options, root, place = fields[dash + 1], fields[dash + 3].split(","), fields[3], fields[4]
+        for _, controllers, path in memberships:
+            is_it = kind == "cgroup2" and not controllers
+            is_it |= kind == "cgroup" and "memory" in options and "memory" in controllers.split(",")
+            if is_it and (path + "/").startswith(root.rstrip("/") + "/"):
+                own = Path(place, path[len(root.rstrip("/")) :].lstrip("/"))
+                folders += [own, own.parent] if own != Path(place) else [own]
+    return folders

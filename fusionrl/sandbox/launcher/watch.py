@@ -1,0 +1,116 @@
+"""A watch on what all processes of a run use together, where no cgroup bounds it: it measures, the launcher kills.
+
+It looks every `INTERVAL_S` seconds, so between two looks a run can be over its limit by what its processes can touch in
+that time.
+"""
+
+from __future__ import annotations
+
+import os
+
+INTERVAL_S = 0.05
+_FREE_DESCRIPTORS, _SOCKET_BYTES = 32, 208 << 10  # what is queued in a socket is nobody's memory: Linux's default bound
+
+
+def descendants(of: int) -> list[int]:
+    """Processes that descend from `of`, without itself."""
+    found: list[int] = []
+    waiting = [of]
+    while waiting:
+        children = _children(waiting.pop())
+        found += children
+        waiting += children
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                children += map(int, file.read().split())
+    except FileNotFoundError:
+        if not os.path.exists(f"/proc/{pid}"):
+            return []
+        return _children_by_parent(pid)  # a kernel without CONFIG_PROC_CHILDREN
+    except OSError:
+        pass  # it ended
+    return children
+
+
+def _children_by_parent(parent: int) -> list[int]:
+    children = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == parent:
+                    children.append(int(name))
+        except OSError:
+            pass  # it ended
+    return children
+
+
+def memory_of(pids: list[int], limit: int) -> int:
+    """Bytes of memory that the processes use together, shared pages counted once if it matters for `limit`."""
+    total = sum(_resident(pid) + _queued(pid) for pid in pids)
+    return total if total <= limit else sum(_proportional(pid) + _queued(pid) for pid in pids)
+
+
+def _resident(pid: int) -> int:
+    """Resident and swapped bytes, as everybody may read them."""
+    return _sum_of(f"/proc/{pid}/status", ("VmRSS:", "VmSwap:"))
+
+
+def _proportional(pid: int) -> int:
+    """The same, each page divided by the number of processes that share it, where that may be read."""
+    return _sum_of(f"/proc/{pid}/smaps_rollup", ("Pss:", "SwapPss:")) or _resident(pid)
+
+
+def _sum_of(path: str, names: tuple[str, ...]) -> int:
+    total = 0
+    try:
+        with open(path, errors="replace") as file:
+            for line in file:
+                if line.startswith(names):
+                    total += int(line.split()[1]) << 10
+    except OSError:
+        pass  # it ended, or may not be read
+    return total
+
+
+def _queued(pid: int) -> int:
+    try:
+        return max(0, len(os.listdir(f"/proc/{pid}/fd")) - _FREE_DESCRIPTORS) * _SOCKET_BYTES
+    except OSError:
+        return 0  # it ended, or may not be read
+
+
+def disk_of(folder: str, is_own_mount: bool, most_files: int) -> tuple[int, int]:
+    """(bytes on disk, files) of a run's folder; counting ends above `most_files`."""
+    if is_own_mount:
+        stats = os.statvfs(folder)
+        return (stats.f_blocks - stats.f_bfree) * stats.f_frsize, 0
+    size = number = 0
+    waiting = [folder]
+    while waiting and number <= most_files:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    number += 1
+                    if number > most_files:
+                        break
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except OSError:
+            pass  # it was removed meanwhile, or made unreadable: the bound on each file holds
+    return size, number
+
+
+def was_full(events: bytes) -> bool:
+    """Whether the kernel killed a process of a cgroup for want of memory, by the cgroup's file of events."""
+    for line in events.splitlines():
+        name, _, count = line.partition(b" ")
+        if name == b"oom_kill":
+            return count != b"0"
+    return False

@@ -1,0 +1,273 @@
+"""`run_python` and `run_python_sync`: start the launcher, feed it, read what comes, and clean up."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import functools
+import marshal
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fusionrl.sandbox.cgroup import MemoryCgroup, writable_parent
+from fusionrl.sandbox.limits import Limits, SandboxError, SandboxResult
+from fusionrl.signal_names import signal_name
+
+_START_LAUNCHER = "import sys; sys.path.append(sys.argv[1]); from launcher.main import main; main()"
+_FOLDER = str(Path(__file__).parent)
+_START_S = 60.0  # beyond the wall time, for the launcher of a machine under load to start and to report
+WEAK_HINT = (
+    "the kernel grants no namespaces, so untrusted code would run in the weak mode of the sandbox (docs/sandbox.md says"
+    " what that lacks). Run as root outside of a container, or allow user namespaces (sysctl user.max_user_namespaces,"
+    " docker run --security-opt seccomp=unconfined), or accept the weak mode with --allow-weak-sandbox"
+)
+
+_allow_weak = False
+
+
+def allow_weak(allowed: bool) -> None:
+    """Say whether runs of this process may fall back to the weak mode where the kernel grants no namespaces."""
+    global _allow_weak
+    _allow_weak = allowed
+
+
+async def run_python(code: str, *, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
+    """Run `code` as a script, with `stdin` as its input; cancelling the call ends the run.
+
+    A few runs a core go on at a time and further calls wait; the wall time counts from a run's own start.
+
+    Raises:
+        SandboxError: the sandbox itself could not be set up, or would be weak and `allow_weak` was not called.
+    """
+    run = Run(code, stdin, limits or Limits())
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_pool(), run.result)
+    except asyncio.CancelledError:
+        run.cancel()
+        raise
+
+
+def run_python_sync(
+    code: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    answer_bytes: int = 0,
+    descriptors: Sequence[int] = (),
+) -> SandboxResult:
+    """As `run_python`, from any thread.
+
+    Args:
+        answer_bytes: if positive, the code may write as many bytes to descriptor 3, apart from its output.
+        descriptors: open descriptors that become 4, 5, … of the code (with `answer_bytes`, else 3, 4, …).
+    """
+    return Run(code, stdin, limits or Limits(), answer_bytes, descriptors).result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that wait for runs. More at once would only turn waiting into wall times that run out."""
+    return ThreadPoolExecutor(max(16, 4 * (os.cpu_count() or 1)), "sandbox")
+
+
+class _Stream:
+    """Keeps the first `limit` bytes of a pipe and counts the others."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.kept, self.total = limit, bytearray(), 0
+
+    def add(self, data: bytes) -> None:
+        self.kept += data[: self.limit - len(self.kept)]
+        self.total += len(data)
+
+    @property
+    def cut(self) -> bool:
+        return self.total > self.limit
+
+    def text(self) -> str:
+        text = self.kept.decode("utf-8", "replace")
+        return text + f"\n[output cut: {self.limit} of {self.total} bytes are shown]" if self.cut else text
+
+
+class Run:
+    """One run, which another thread may cancel."""
+
+    def __init__(
+        self, code: str, stdin: str, limits: Limits, answer_bytes: int = 0, descriptors: Sequence[int] = ()
+    ) -> None:
+        self.code, self.stdin, self.limits = code, stdin, limits
+        self._answer_bytes, self._descriptors = answer_bytes, descriptors
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def cancel(self) -> None:
+        """End the run, now or when its turn would come."""
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.terminate()  # the launcher takes everything with it
+
+    def result(self, on_start: Callable[[], object] | None = None) -> SandboxResult:
+        """Start the launcher in a folder of its own, wait for its end and its report, and remove the folder.
+
+        Args:
+            on_start: called once when the launcher has the descriptors, or will never have them.
+
+        Raises:
+            SandboxError: no report came, or it says that the code could not be started.
+        """
+        with contextlib.ExitStack() as stack:
+            if on_start is not None:
+                stack.callback(on_start)
+            return self._result(stack)
+
+    def _result(self, starting: contextlib.ExitStack) -> SandboxResult:
+        folder = tempfile.mkdtemp(prefix="sandbox-")
+        cgroup = _make_cgroup(self.limits)
+        pipes = [os.pipe()] + ([os.pipe()] if self._answer_bytes else [])
+        read_ends, write_ends = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
+        start = time.monotonic()
+        try:
+            passed = [*write_ends, *self._descriptors]
+            with self._lock:
+                if self._cancelled:
+                    raise SandboxError("the run was cancelled")
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _START_LAUNCHER, _FOLDER, *map(str, passed)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=passed,
+                    cwd=folder,
+                    env={"LANG": "C.UTF-8"},
+                    start_new_session=True,
+                )
+            starting.close()
+            while write_ends:
+                os.close(write_ends.pop())
+            request: dict[str, Any] = {"code": self.code, "stdin": self.stdin, "folder": folder}
+            request |= {"limits": asdict(self.limits), "allow_weak": _allow_weak}
+            request |= {"namespaces": self.limits.namespaces, "oom_events": cgroup and str(cgroup.oom_events)}
+            if cgroup is not None:
+                cgroup.add(self._process.pid)  # it starts its interpreter meanwhile, and waits for the request
+            streams = self._communicate(self._process, request, read_ends)
+            report = self._read_report(streams)
+            was_full = cgroup is not None and cgroup.was_full()
+            return self._make_result(report, streams, "cgroup" if cgroup else "watch", was_full, start)
+        finally:
+            for descriptor in (*read_ends, *write_ends):
+                os.close(descriptor)
+            if cgroup is not None:
+                cgroup.remove()
+            _remove(folder)
+
+    def _communicate(
+        self, process: subprocess.Popen[bytes], request: dict[str, Any], read_ends: list[int]
+    ) -> list[_Stream]:
+        """Send the request and read stdout, stderr, report and answer to their ends."""
+        assert process.stdin and process.stdout and process.stderr
+        limit = self.limits.output_bytes
+        streams = [_Stream(limit), _Stream(limit), _Stream(1 << 16), _Stream(self._answer_bytes)]
+        deadline = time.monotonic() + self.limits.wall_s + _START_S
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it died: its errors tell more
+                pipe.write(marshal.dumps(request))
+            with selectors.DefaultSelector() as selector:
+                sources = (process.stdout.fileno(), process.stderr.fileno(), *read_ends)
+                for source, stream in zip(sources, streams, strict=False):
+                    selector.register(source, selectors.EVENT_READ, stream)
+                while selector.get_map():
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        break
+                    for key, _ in selector.select(remaining):
+                        data = os.read(key.fd, 1 << 16)
+                        if data:
+                            key.data.add(data)
+                        else:
+                            selector.unregister(key.fd)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if process.poll() is None and not streams[2].total:
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
+        return streams
+
+    def _read_report(self, streams: list[_Stream]) -> dict[str, Any]:
+        stderr, report = streams[1], streams[2]
+        if not report.total:
+            reason = "the run was cancelled" if self._cancelled else stderr.text().strip() or "its launcher was killed"
+            raise SandboxError(f"the sandbox gave no report: {reason}")
+        try:
+            answer: dict[str, Any] = ast.literal_eval(report.kept.decode())
+        except (ValueError, SyntaxError) as error:
+            raise SandboxError("the sandbox gave a report that is cut off: its launcher was killed") from error
+        if "error" in answer:
+            weak = "no namespaces" in answer["error"]
+            raise SandboxError(WEAK_HINT if weak else f"the sandbox could not start the code: {answer['error']}")
+        return answer
+
+    def _make_result(
+        self, report: dict[str, Any], streams: list[_Stream], memory: str, was_full: bool, start: float
+    ) -> SandboxResult:
+        stdout, stderr, _, answer = streams
+        code, killed_by = report["exit_code"], report["over"]
+        if code is not None and code < 0:
+            killed_by = "CPU time" if -code == signal.SIGXCPU else signal_name(-code)
+        if was_full and killed_by == "SIGKILL":
+            killed_by = "memory"
+        return SandboxResult(
+            stdout=stdout.text(),
+            stderr=stderr.text(),
+            answer=bytes(answer.kept),
+            exit_code=code,
+            timed_out=report["over"] == "wall time",
+            killed_by=killed_by,
+            stdout_cut=stdout.cut,
+            stderr_cut=stderr.cut,
+            answer_cut=answer.cut,
+            wall_s=time.monotonic() - start,
+            mode="namespaces" if report["isolated"] else "weak",
+            landlock=report["landlock"],
+            memory=memory,
+        )
+
+
+def _make_cgroup(limits: Limits) -> MemoryCgroup | None:
+    parent = writable_parent() if limits.cgroup else None
+    try:
+        return MemoryCgroup(parent, limits.memory_bytes) if parent is not None else None
+    except OSError:
+        return None  # cgroups ran out, or the right was taken away: the watch bounds this run
+
+
+def _remove(folder: str) -> None:
+    """Remove a run's folder, also where the code took the rights to its own subfolders away."""
+
+    def make_writable(_function: Any, path: str, _error: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.chmod(path, 0o700)
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+
+    shutil.rmtree(folder, onerror=make_writable)

@@ -1,0 +1,95 @@
+"""Reads Megatron's checkpoint files without running code that stands in them.
+
+torch.distributed.checkpoint unpickles `.metadata`, and the objects among the shards, with everything that a pickle can
+name: a prepared file runs any program. Within `only_data`, `.metadata` may name the classes of `_METADATA_CLASSES`, and
+what torch.load reads those that it takes with weights_only, and numpy's arrays (of a random number generator's state).
+"""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fusionrl.file_hashes import plain_name
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "collections": {"OrderedDict"},
+}
+_ARRAYS = [
+    np.ndarray,
+    np.dtype,
+    np._core.multiarray._reconstruct,
+    *{type(np.dtype(kind)) for kind in ("u4", "i4", "i8", "u8", "f4", "f8", "b1")},
+]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs: it may run code")
+
+
+def read_metadata(file: Any) -> Metadata:
+    """The content of `.metadata`, in place of `pickle.load`.
+
+    Raises:
+        pickle.UnpicklingError: it names something else than a checkpoint's classes.
+        ValueError: it is no checkpoint's metadata, or names a file outside of its folder.
+    """
+    metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError(".metadata holds no metadata of a checkpoint")
+    for place in metadata.storage_data.values():
+        plain_name(getattr(place, "relative_path", None), ".metadata")
+    return metadata
+
+
+@contextmanager
+def only_data() -> Iterator[None]:
+    """Within it, this process's checkpoint files are read as said above."""
+    before, torch_load = filesystem.pickle, torch.load
+
+    def load(*args: Any, **options: Any) -> Any:
+        try:
+            return torch_load(*args, **{**options, "weights_only": True})
+        except pickle.UnpicklingError as error:  # its message is a page that advises to trust the file
+            named = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "function" in line]
+            raise pickle.UnpicklingError(f"an object in it is no plain data ({(named or [''])[0][:200]})") from None
+
+    # The functions of pickle that torch's module calls; `load` is the one that is not trusted.
+    filesystem.pickle = types.SimpleNamespace(**{**vars(pickle), "load": read_metadata})  # type: ignore[assignment]
+    torch.load = load
+    try:
+        with torch.serialization.safe_globals(_ARRAYS):
+            yield
+    finally:
+        filesystem.pickle, torch.load = before, torch_load

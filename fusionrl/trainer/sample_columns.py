@@ -1,0 +1,82 @@
+"""What training found out about single samples: cheap sums over each sample's tokens, for those who look at them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from fusionrl.data.train_batch import TrainShard
+from fusionrl.trainer.columns import Columns
+from fusionrl.trainer.loss import LossSums
+
+
+class Differences:
+    """Sums over each sample's tokens of |trainer - engine|, as losses see them: this rank's part of the tokens."""
+
+    def __init__(self, num_samples: int, device: torch.device) -> None:
+        self._sums = torch.zeros(num_samples, 2, dtype=torch.float64, device=device)
+
+    def add(self, parts: list[LossSums]) -> None:
+        """The micro-batches of an optimizer step; [] but on the last pipeline stage."""
+        for part in parts:
+            if part.differences is not None and part.batch is not None and part.batch.samples:
+                places = torch.tensor(part.batch.samples, device=self._sums.device)
+                self._sums.index_add_(0, places, part.differences)
+
+    def means(self) -> np.ndarray:
+        """[num_samples] mean over the compared tokens, NaN without any. A collective of the context-parallel ranks."""
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(self._sums, group=group)
+        total, count = self._sums.cpu().numpy().T
+        return _over(total, count)
+
+
+def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> Columns:
+    """Of each sample of the shard, by its position in the rollout:
+
+    num_trained     tokens that are trained on
+    trained_reward  the reward after post-processing and normalisation
+    advantage       mean over the tokens that are trained on
+    mismatch        mean |trainer - engine| log-prob of these, nats; of the trainers' log-probs before the first step
+                    where the shard has them, else `differences` [num_samples]
+
+    What is not known, or the mean over no token, is left out. Columns over the response tokens may be added as arrays.
+    """
+    lengths, mask = shard.response_lengths, shard.fields["loss_mask"] > 0
+    counts = _sums(mask, lengths)
+    found: dict[str, np.ndarray] = {"trained_reward": shard.fields["rewards"].astype(np.float64)}
+    if "advantages" in shard.fields:
+        found["advantage"] = _over(_sums(np.where(mask, shard.fields["advantages"], 0), lengths), counts)
+    if "log_probs" in shard.fields and "rollout_log_probs" in shard.fields:
+        with np.errstate(invalid="ignore"):  # -inf on both sides
+            gaps = np.abs(shard.fields["log_probs"] - shard.fields["rollout_log_probs"])
+        used = mask & np.isfinite(gaps)
+        num_used = counts if used.sum() == mask.sum() else _sums(used, lengths)
+        found["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
+    elif differences is not None:
+        found["mismatch"] = differences
+    rows = [{"num_trained": int(n)} for n in counts]
+    for name, values in found.items():
+        for row, value in zip(rows, values.tolist(), strict=True):
+            if value == value:  # not NaN
+                row[name] = value
+    positions = shard.fields.get("position", np.arange(shard.num_samples))
+    return dict(zip(positions.tolist(), rows, strict=True))
+
+
+def _over(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """total / count, NaN where the count is 0."""
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[samples] fp64 sums of `values` [N], which stand sample after sample."""
+    sums = np.zeros(len(lengths))
+    filled = np.flatnonzero(lengths)  # an empty stretch has no sum of its own to reduceat
+    if filled.size:
+        starts = np.cumsum(lengths) - lengths
+        sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int64 if values.dtype == bool else np.float64)
+    return sums

@@ -1,0 +1,133 @@
+"""What an optimizer step reports, and the metrics of a rollout that several steps trained on.
+
+A step reports sums and counts, not means. Means over a rollout's steps are then pooled: each is the sum over all steps
+divided by the count over all steps, so a step with few tokens weighs little. docs/metrics.md describes every name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
+
+MISMATCH = "mismatch/"  # prefix of the token sums that `mismatch_metrics` reports
+
+# They compare the policy with the one before the first step, so the first step has a fixed value: ratio 1, no clip.
+OFF_POLICY = frozenset(
+    {"ppo_kl", "clip_fraction", "clip_fraction_tokens", "dual_clip_fraction", "gate", "value_clip_fraction"}
+)
+COUNTED = frozenset(
+    {"num_tokens", "num_samples", "masked_samples", "skipped", "excluded", "num_pairs", "pairs_excluded"}
+)
+OF_PAIRS = frozenset({"dpo_loss", "reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward"})
+WITH_MAXIMUM = ("ppo_kl", "clip_fraction", "value_clip_fraction", "grad_norm")
+WITH_MINIMUM = ("grad_norm",)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Sums of one optimizer step over all its micro-batches and ranks.
+
+    sums           values whose sum is the metric: the loss, which has its weights already
+    token_sums     sums over trained tokens, and `tokens`, their number
+    sequence_sums  sums over samples of the mean over each one's trained tokens, and `sequences`, their number
+    peak           largest |engine - trainer| of a log-prob, nats
+    numbers        what is no sum over tokens: grad_norm, lr, skipped, num_samples, …
+    """
+
+    sums: dict[str, float]
+    token_sums: dict[str, float]
+    sequence_sums: dict[str, float] = field(default_factory=dict)
+    peak: float = 0.0
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of this step alone, without prefix."""
+        return pooled_metrics([self])
+
+
+def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> dict[str, float]:
+    """Metrics of a rollout's optimizer steps, without prefix.
+
+    Args:
+        steps: at least one.
+        first_is_old: the policy at the first step is the one that the ratios compare with. Metrics of `OFF_POLICY` are
+            then of the steps after it, if there are any.
+
+    Returns:
+        Means over tokens and over samples, pooled over the steps; means over the steps of what is one number a step
+        (`loss`, `lr`, `grad_norm`); sums of `COUNTED`; and the smallest and largest step as `…_min` and `…_max`.
+    """
+    later = steps[1:] if first_is_old and len(steps) > 1 else steps
+    found: dict[str, float] = {}
+    for name in _names([step.sums for step in steps]):
+        values = [step.sums[name] for step in steps if name in step.sums]
+        found[name] = sum(values) if name in COUNTED else sum(values) / len(values)
+    for kind, counter in (("token_sums", "tokens"), ("sequence_sums", "sequences")):
+        for name in _names([getattr(step, kind) for step in steps]):
+            if name != counter and not name.startswith(MISMATCH):
+                used = [getattr(step, kind) for step in (later if name in OFF_POLICY else steps)]
+                found[name] = _pooled([sums for sums in used if name in sums], name, counter)
+    found |= _mismatch(steps)
+    found |= _of_numbers([step.numbers for step in steps])
+    for name in WITH_MAXIMUM:
+        if values := _each(later if name in OFF_POLICY else steps, name):
+            found[f"{name}_max"] = _extreme(values, max)
+    for name in WITH_MINIMUM:
+        if values := _each(steps, name):
+            found[f"{name}_min"] = _extreme(values, min)
+    return found
+
+
+def _names(parts: Sequence[dict[str, float]]) -> list[str]:
+    return list(dict.fromkeys(name for part in parts for name in part))
+
+
+def _pooled(parts: Sequence[dict[str, float]], name: str, counter: str) -> float:
+    return sum(part[name] for part in parts) / max(sum(part[counter] for part in parts), 1.0)
+
+
+def _mismatch(steps: Sequence[StepReport]) -> dict[str, float]:
+    compared = [step for step in steps if MISMATCH + MISMATCH_SUMS[0] in step.token_sums]
+    if not compared:
+        return {}
+    sums = [sum(step.token_sums[MISMATCH + name] for step in compared) for name in MISMATCH_SUMS]
+    peak = max(step.peak for step in compared)
+    return mismatch_metrics(torch.tensor(sums, dtype=torch.float64), torch.tensor([peak], dtype=torch.float64))
+
+
+def _of_numbers(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in _names(steps):
+        parts = [step for step in steps if name in step]
+        values = [part[name] for part in parts]
+        if name in COUNTED:
+            found[name] = sum(values)
+        elif name in OF_PAIRS:
+            weights = [part["num_pairs"] for part in parts]
+            found[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1.0)
+        else:
+            found[name] = sum(values) / len(values)
+    return found
+
+
+def _each(steps: Sequence[StepReport], name: str) -> list[float]:
+    """The metric `name` of each step that has it."""
+    values = []
+    for step in steps:
+        if name in step.numbers:
+            values.append(step.numbers[name])
+        elif name in step.sequence_sums:
+            values.append(_pooled([step.sequence_sums], name, "sequences"))
+        elif name in step.token_sums:
+            values.append(_pooled([step.token_sums], name, "tokens"))
+    return values
+
+
+def _extreme(values: Sequence[float], choose: Callable[[Sequence[float]], float]) -> float:
+    # NaN compares false with everything: max() would return or lose it depending on the order.
+    return math.nan if any(map(math.isnan, values)) else choose(values)

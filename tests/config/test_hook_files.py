@@ -1,0 +1,172 @@
+"""Hooks given as files: what they import beside them, in this process and in others."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.config.hooks import check_hook, load_function, register_hooks
+
+Write = Callable[[dict[str, str]], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """write({"folder/file.py": text, …}) -> the folder around them."""
+
+    def made(files: dict[str, str]) -> Path:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from calc_tool import add",
+        "import calc_tool; add = calc_tool.add",
+        "from .calc_tool import add",
+        "from . import calc_tool; add = calc_tool.add",
+        "from tools.calc import add",
+        "import tools.calc; add = tools.calc.add",
+        "import tools.calc as calc; add = calc.add",
+        "from tools import calc; add = calc.add",
+        "from tools import *; add = calc.add",
+        "def add(a, b):\n    from calc_tool import add\n    return add(a, b)",
+    ],
+)
+def test_all_ways_to_import_a_neighbour(write: Write, statement: str) -> None:
+    folder = write(
+        {
+            "calc_tool.py": "from deeper import one\ndef add(a, b): return a + b + one - 1\n",
+            "deeper.py": "one = 1\n",
+            "tools/calc.py": "from calc_tool import add\n",
+            "tools/__init__.py": "from . import calc\n__all__ = ['calc']\n",
+            "my_generate.py": f"{statement}\ndef f(args, sample, params): return add(2, 3)\n",
+        }
+    )
+    path = f"{folder / 'my_generate.py'}:f"
+    assert check_hook("custom_generate_function_path", path) is None
+    assert load_function(path)(None, None, None) == 5
+    assert "calc_tool" not in sys.modules and str(folder) not in sys.path, "nobody else sees it"
+
+
+def test_a_neighbour_is_loaded_once(write: Write) -> None:
+    hook = "import state\nfrom .state import SEEN\ndef f(x):\n    state.SEEN.append(x)\n    return SEEN\n"
+    folder = write({"state.py": "SEEN = []\n", "one.py": hook, "two.py": hook})
+    load_function(f"{folder / 'one.py'}:f")("a")
+    assert load_function(f"{folder / 'two.py'}:f")("b") == ["a", "b"]
+
+
+def test_two_folders_with_modules_of_one_name_do_not_mix(write: Write) -> None:
+    hook = "from utils import NAME\ndef f():\n    import utils\n    return NAME, utils.NAME\n"
+    names = ["a", "b"]
+    folder = write({f"{n}/{file}": text for n in names for file, text in (("h.py", hook), ("utils.py", f"NAME='{n}'"))})
+    found = [load_function(f"{folder / n / 'h.py'}:f") for n in names]
+    assert [function() for function in found] == [("a", "a"), ("b", "b")]
+
+
+def test_a_neighbour_goes_before_a_module_of_python_and_hides_it_from_nobody(write: Write) -> None:
+    code = (
+        "import random, json, collections.abc\ndef f(): return random.NUMBER, json.dumps([1]), collections.abc.Sized\n"
+    )
+    folder = write({"h.py": code, "random.py": "NUMBER = 4\n"})
+    number, text, _ = load_function(f"{folder / 'h.py'}:f")()
+    assert (number, text) == (4, "[1]")
+    assert random.randint(1, 1) == 1 and sys.modules["random"] is random
+
+
+def test_a_folder_of_data_hides_no_package(write: Write) -> None:
+    """A folder `yaml` of files beside the hook is no module: the package of that name is."""
+    folder = write({"h.py": "import yaml\ndef f(): return yaml.safe_load('[1]')\n", "yaml/x.yaml": ""})
+    assert load_function(f"{folder / 'h.py'}:f")() == [1]
+
+
+def test_files_of_a_package(write: Write) -> None:
+    code = "from ..common import ONE\nfrom my_pkg.common import SEEN\nfrom . import other\n"
+    code += "def f(args, sample): return ONE + other.TWO\nSEEN.append(1)\n"
+    folder = write(
+        {
+            "my_pkg/__init__.py": "",
+            "my_pkg/common.py": "ONE, SEEN = 1, []\n",
+            "my_pkg/rewards/__init__.py": "def g(args, sample): return 7\n",
+            "my_pkg/rewards/other.py": "from my_pkg.common import ONE\nTWO = 2 * ONE\n",
+            "my_pkg/rewards/score.py": code,
+        }
+    )
+    assert load_function(f"{folder / 'my_pkg' / 'rewards' / 'score.py'}:f")(None, None) == 3
+    assert load_function(f"{folder / 'my_pkg' / 'rewards' / '__init__.py'}:g")(None, None) == 7
+
+
+def test_a_file_of_a_package_that_python_finds_keeps_its_name(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write({"findable/__init__.py": "", "findable/hook.py": "SEEN = []\ndef f(): return SEEN\n"})
+    monkeypatch.syspath_prepend(str(folder))
+    by_file = load_function(f"{folder / 'findable' / 'hook.py'}:f")
+    by_file().append(1)
+    assert load_function("findable.hook.f")() == [1]
+    for name in ("findable", "findable.hook"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_framework_is_the_framework(write: Write) -> None:
+    """A hook beside a checkout of fusionrl gets the one that runs."""
+    from fusionrl.data.sample import Sample
+
+    root = Path(__file__).parents[2]
+    link = write({"h.py": "from fusionrl.data.sample import Sample\ndef f(): return Sample\n"})
+    (link / "fusionrl").symlink_to(root / "fusionrl")
+    assert load_function(f"{link / 'h.py'}:f")() is Sample
+
+
+@pytest.mark.parametrize("name", ["my-reward.py", "reward.v2.py"])
+def test_names_that_are_no_names_of_python(write: Write, name: str) -> None:
+    folder = write({name: "from helper import ONE\ndef f(args, sample): return ONE\n", "helper.py": "ONE = 1\n"})
+    assert load_function(f"{folder / name}:f")(None, None) == 1
+
+
+def test_what_is_missing_is_said_with_the_line(write: Write) -> None:
+    folder = write(
+        {"h.py": "import os\n\nimport calc_tol\n", "deep.py": "from broken import x\n", "broken.py": "1 / 0\n"}
+    )
+    message = check_hook("custom_rm_path", f"{folder / 'h.py'}:f")
+    assert message is not None and f"No module named 'calc_tol' at {folder / 'h.py'}:3: import calc_tol" in message
+    message = check_hook("custom_rm_path", f"{folder / 'deep.py'}:f")
+    assert message is not None and f"division by zero at {folder / 'broken.py'}:1: 1 / 0" in message
+
+
+PICKLED = """
+import pickle, sys
+from types import SimpleNamespace
+from fusionrl.config.hooks import register_hooks
+register_hooks({"custom_rm_path": sys.argv[1]})
+found = pickle.load(sys.stdin.buffer)
+print(type(found).__name__, found.value, found.double())
+"""
+
+
+def test_what_a_hook_makes_travels_to_other_processes(write: Write) -> None:
+    """By the class's name, to a process that knows the folder and has not yet loaded the hook."""
+    code = (
+        "class Note:\n    def __init__(self, value): self.value = value\n    def double(self): return 2 * self.value\n"
+    )
+    folder = write({"notes.py": code, "h.py": "from notes import Note\ndef f(x): return Note(x)\n"})
+    path = f"{folder / 'h.py'}:f"
+    note: Any = load_function(path)(21)
+    assert pickle.loads(pickle.dumps(note)).value == 21
+    command = [sys.executable, "-c", PICKLED, path]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, input=pickle.dumps(note), capture_output=True, check=True, env=env, cwd="/")
+    assert done.stdout.split() == [b"Note", b"21", b"42"]
+    register_hooks({"rollout_sample_hook_path": [path], "custom_rm_path": None, "tools_path": "package.module.f"})

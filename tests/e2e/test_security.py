@@ -1,0 +1,158 @@
+"""A whole run under a stranger's eyes: who listens and what is answered without a key, and where secrets are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.launch import Launched, launch, metrics_of
+from tests.e2e.strangers import Listener, answers_as_a_store, is_loopback, listeners, what_a_stranger_gets
+
+pytestmark = pytest.mark.e2e
+
+DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+SHELL = {
+    "HF_TOKEN": "hf_stolen0123456789",
+    "WANDB_API_KEY": "wandbstolen0123456789",
+    "AWS_SECRET_ACCESS_KEY": "awsstolen0123456789",
+    "OPENAI_API_KEY": "sk-hook0123456789",
+}
+RAY_PROCESSES = r"^ray::|gcs_server|raylet|/ray/|fusionrl\.cli train"
+KINDS = {
+    r"gcs_server": "Ray: GCS",
+    r"/raylet/raylet": "Ray: raylet",
+    r"^ray::RuntimeEnvAgent": "Ray: runtime environment agent",
+    r"^ray::(Engine|Buffer|Trainer)Worker": "Ray: actors",
+    r"fusionrl\.cli train": "Ray: driver",
+    r"engines\.launch_server": "engine",
+    r"^sglang::router": "router",
+    r"^sglang::scheduler": "engine's ranks, gloo",
+}
+
+
+def _kind(listener: Listener, answer: str) -> str:
+    kind = next((kind for pattern, kind in KINDS.items() if re.search(pattern, listener.command)), listener.command)
+    if kind == "Ray: actors" and not answer.startswith("gRPC"):
+        return "trainers, gloo"
+    return "router, Prometheus" if kind == "router" and "/metrics" in answer else kind
+
+
+def _processes(launched: Launched) -> set[int]:
+    """All of the run: descendants of the driver, and what carries its mark."""
+    driver = psutil.Process(launched.process.pid)
+    return {driver.pid, *launched.living(), *(child.pid for child in driver.children(recursive=True))}
+
+
+def _holders(pids: set[int], secret: str) -> dict[str, list[str]]:
+    """Places with the secret: "environ" and "cmdline" → command lines."""
+    found: dict[str, list[str]] = {"environ": [], "cmdline": []}
+    for pid in pids:
+        for place, holders in found.items():
+            try:
+                if secret.encode() in Path(f"/proc/{pid}/{place}").read_bytes():
+                    holders.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
+            except OSError:
+                continue  # it ended meanwhile
+    return found
+
+
+def _files_with(folder: Path, secrets: dict[str, str]) -> list[str]:
+    texts = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+    return [
+        f"{path.relative_to(folder)}: {name}"
+        for path, text in texts.items()
+        for name, value in secrets.items()
+        if value.encode() in text
+    ]
+
+
+def _documented() -> set[tuple[str, str]]:
+    """(process, what a stranger gets) of the table in docs/security.md."""
+    rows = re.findall(r"^\| ([^|]+?) \| loopback \| ([^|]+?) \|", DOCS.read_text(), re.MULTILINE)
+    return {(process, answer) for process, answer in rows}
+
+
+def test_a_store_is_recognised() -> None:
+    """The probe below would find a TCPStore: else it would show nothing."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert answers_as_a_store(Listener("127.0.0.1", store.port, os.getpid(), "this test"))
+
+
+def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> None:
+    """Two trainers, two engines. Every listener is on loopback and answers nobody without a key; the run outlives the
+    questions. Secrets of the shell stay in the shell, and the run's own are in no file and no command line."""
+    folder, told = tmp_path / "run", tmp_path / "told.json"
+    flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:tells_its_secrets", "--hook-env", "OPENAI_API_KEY"]
+    flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "200"]
+    flags += ["--save-interval", "2", "--keep-checkpoints", "1", "--run-dir", str(folder)]
+    launched = launch(flags, tmp_path, FUSIONRL_TEST_SECRETS=str(told), **SHELL)
+    try:
+        launched.wait_for(lambda: told.exists() and len(metrics_of(folder)) > 3, timeout_s=300)
+        pids = _processes(launched)
+
+        found: dict[tuple[str, str], list[Listener]] = {}
+        for listener in listeners(pids):
+            answer = what_a_stranger_gets(listener)
+            found.setdefault((_kind(listener, answer), answer), []).append(listener)
+        exposed = [one for group in found.values() for one in group if not is_loopback(one.address)]
+        assert not exposed, exposed
+        assert set(found) == _documented()
+
+        # What a hook was given, and what it was not.
+        given = json.loads(told.read_text())
+        key = given["FUSIONRL_ROUTER_KEY"]
+        assert len(key) == 48 and given["OPENAI_API_KEY"] == SHELL["OPENAI_API_KEY"]
+        assert given["HF_TOKEN"] is given["WANDB_API_KEY"] is given["RAY_AUTH_TOKEN"] is None
+
+        children = pids - {launched.process.pid}
+        for name, value in {**SHELL, "the engines' key": key}.items():
+            assert _holders(children, value) == {"environ": [], "cmdline": []}, name
+        (token,) = {
+            entry.partition(b"=")[2].decode()
+            for pid in children
+            for entry in _environment(pid)
+            if entry.startswith(b"RAY_AUTH_TOKEN=")
+        }
+        holders = _holders(children, token)
+        assert holders["cmdline"] == []
+        assert all(re.search(RAY_PROCESSES, command) for command in holders["environ"]), holders
+
+        secrets = {**SHELL, "key": key, "token": token}
+        private = [Path(command) for command in re.findall(r"--temp-dir=(\S+)/ray ", _raylet(pids))]
+        assert private and all(path.stat().st_mode & 0o777 == 0o700 for path in private)
+        for place in (folder, private[0]):
+            assert _files_with(place, secrets) == []
+        num_lines = len(metrics_of(folder))
+        launched.wait_for(lambda: len(metrics_of(folder)) > num_lines + 2)
+        os.kill(launched.process.pid, signal.SIGTERM)
+        assert launched.wait(90) == 143
+    finally:
+        for pid in launched.living() if launched.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+    launched.assert_nothing_left()
+    assert not private[0].exists()
+    assert _files_with(folder, secrets) == []
+    assert "***" in (folder / "logs" / "engine-0.log").read_text(), "SGLang prints its arguments"
+    rights = {path: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in rights.items()), rights
+    assert "HF_TOKEN" in (folder / "logs" / "driver.log").read_text(), "the run says what it does not pass on"
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _raylet(pids: set[int]) -> str:
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in pids]
+    return next(command for command in commands if "/raylet/raylet" in command)

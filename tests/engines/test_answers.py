@@ -1,0 +1,193 @@
+"""Answers of engines that no engine should give: refused in one place, asked once more elsewhere, never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import resource
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from aiohttp import web
+
+from fusionrl.engines.asked import AnswerError, Asked, input_log_probs, routed_experts, score
+from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.generation import parse_answer
+from tests.engines.answer_mutations import GOOD, HARMLESS, MAX_NEW_TOKENS, MUTATIONS, VOCAB_SIZE, compressed, table
+
+PAYLOAD = {"input_ids": [1, 2], "return_logprob": True, "sampling_params": {"max_new_tokens": MAX_NEW_TOKENS}}
+ASKED = Asked.by(PAYLOAD, VOCAB_SIZE)
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+NUMBER = web.AppKey("number", int)
+Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "answer"), MUTATIONS, ids=[f"{k}: {w}" for k, w, _ in MUTATIONS])
+def test_an_answer_that_is_wrong_is_refused_in_one_message(kind: str, wrong: str, answer: bytes) -> None:
+    start = time.perf_counter()
+    with pytest.raises(AnswerError) as raised:
+        parse_answer(answer, ASKED)
+    assert time.perf_counter() - start < 5
+    message = str(raised.value)
+    assert len(message) < 400 and "\n" not in message, message
+    fields = ("output_ids", "meta_info", "text", "the body")
+    assert message.startswith(fields), message
+
+
+@pytest.mark.parametrize("answer", [body for _, body in HARMLESS], ids=[name for name, _ in HARMLESS])
+def test_an_answer_that_can_be_trained_on_is_taken(answer: bytes) -> None:
+    (generation,) = parse_answer(answer, ASKED)
+    assert len(generation.tokens) == len(generation.log_probs) == sum(count for _, count in generation.weight_versions)
+
+
+def serve(answer: Answers, use: Callable[[list[str]], Awaitable[Any]], num_engines: int = 2) -> Any:
+    """Run `use(urls)` with engines that answer by `answer`, which finds its number in `request.app[NUMBER]`."""
+
+    async def run() -> Any:
+        runners, urls = [], []
+        for number in range(num_engines):
+            app = web.Application(client_max_size=1 << 30)
+            app[NUMBER] = number
+            app.router.add_post("/generate", answer)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            runners.append(runner)
+            urls.append("http://{}:{}".format(*runner.addresses[0][:2]))
+        try:
+            return await use(urls)
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def _respond(request: web.Request, body: bytes, is_stream: bool) -> web.Response:
+    if is_stream:
+        return web.Response(body=b"data: " + body + b"\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+    return web.Response(body=body, content_type="application/json")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_every_wrong_answer_is_asked_for_once_more_at_another_engine(is_stream: bool) -> None:
+    """One engine of two errs, each time in another way: the samples are those of the good one."""
+    wrong: list[bytes] = []
+    asked_of: list[int] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        asked_of.append(request.app[NUMBER])
+        return _respond(request, wrong[0] if request.app[NUMBER] == 0 else orjson.dumps(GOOD), is_stream)
+
+    async def use(urls: list[str]) -> None:
+        async with GenerateClient(
+            urls[0], None, 30.0, vocab_size=VOCAB_SIZE, engine_urls=urls, stream_responses=is_stream, num_tries=1
+        ) as client:
+            for _, name, body in MUTATIONS:
+                if is_stream and not body:  # no event at all
+                    continue
+                wrong[:], asked_of[:] = [body], []
+                start = time.perf_counter()
+                found = await client.generate(PAYLOAD)
+                assert found.tokens.tolist() == [97, 98, 99], name
+                assert found.log_probs.tolist() == [-0.5, -1.25, 0.0], name
+                assert asked_of == [0, 1], name
+                assert time.perf_counter() - start < 5, name
+            assert client.num_answers_refused >= 60
+
+    serve(answer, use)
+
+
+def test_the_second_wrong_answer_ends_the_request_and_names_the_engine_and_the_field() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return _respond(request, MUTATIONS[-1][2], is_stream=False)
+
+    async def use(urls: list[str]) -> None:
+        async with GenerateClient("http://127.0.0.1:9", None, 30.0, worker_urls=urls) as client:
+            with pytest.raises(AnswerError, match=r"http://127.*/generate: .*meta_info\.weight_version"):
+                await client.generate(PAYLOAD)
+            assert client.num_answers_refused == 2
+
+    serve(answer, use)
+
+
+def test_siblings_of_one_request_get_as_many_answers_as_they_are() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        count = len((await request.json())["input_ids"]) - (request.app[NUMBER] == 0)
+        return web.json_response([GOOD] * count)
+
+    async def use(urls: list[str]) -> Any:
+        async with GenerateClient(urls[0], None, 30.0, engine_urls=urls) as client:
+            found = await asyncio.gather(*(client.generate(PAYLOAD) for _ in range(5)))
+            assert client.num_answers_refused == 1
+            return [one.tokens.tolist() for one in found]
+
+    assert serve(answer, use) == [[97, 98, 99]] * 5
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("kind", ["compressed", "endless", "long"])
+def test_a_body_of_600_mb_never_gets_into_memory(kind: str, is_stream: bool) -> None:
+    packed = compressed() if kind == "compressed" else b""
+    served = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal served
+        await request.read()
+        if request.app[NUMBER] == 1:
+            return _respond(request, orjson.dumps(GOOD), is_stream)
+        if kind == "compressed":
+            return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+        response = web.StreamResponse()
+        if kind == "long":
+            response.content_length = 600 << 20
+        await response.prepare(request)
+        for _ in range(600):
+            await response.write(b" " * (1 << 20))
+            served += 1
+        return response
+
+    async def use(urls: list[str]) -> Any:
+        async with GenerateClient(urls[0], None, 60.0, engine_urls=urls, stream_responses=is_stream) as client:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            found = await client.generate(PAYLOAD)
+            assert client.num_answers_refused == 1
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            assert grown < 100 << 10, f"{grown >> 10} MB"  # ru_maxrss is in KB
+            return found.tokens.tolist()
+
+    assert serve(answer, use) == [97, 98, 99]
+    assert served < 300
+
+
+def test_log_probs_of_what_was_read_experts_and_scores() -> None:
+    entries = [[None, 5, None], [-0.5, 6, None], [-0.25, 7, None]]
+    assert input_log_probs({"input_token_logprobs": entries}, 2).tolist() == [-0.5, -0.25]
+    for wrong in ({}, {"input_token_logprobs": None}, {"input_token_logprobs": entries[1:]}):
+        with pytest.raises(AnswerError, match=r"input_token_logprobs"):
+            input_log_probs(wrong, 3)
+    with pytest.raises(AnswerError, match="no number"):
+        input_log_probs({"input_token_logprobs": entries}, 3)
+    chosen = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
+    meta = {"routed_experts": base64.b64encode(chosen.tobytes()).decode()}
+    assert np.array_equal(routed_experts(meta, (2, 3, 2), 12), chosen)
+    with pytest.raises(AnswerError, match=r"0\.\.10"):
+        routed_experts(meta, (2, 3, 2), 11)
+    for data in (None, "@@@", meta["routed_experts"][:8], 7):
+        with pytest.raises(AnswerError, match="routed_experts"):
+            routed_experts({"routed_experts": data}, (2, 3, 2), None)
+    assert score({"embedding": [0.5]}) == 0.5
+    for wrong_score in (None, [], {}, {"embedding": []}, {"embedding": ["a"]}, {"embedding": [float("nan")]}):
+        with pytest.raises(AnswerError, match="not a finite score"):
+            score(wrong_score)
+
+
+def test_the_table_of_the_docs_is_that_of_this_catalogue() -> None:
+    assert len(MUTATIONS) >= 60
+    assert table() in PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,139 @@
+"""Warnings about rollouts: said when they hold, silent when they do not, and not at every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fusionrl.observe.advice import AdviceSettings, Glimpse, RolloutFacts, Watches, likely_causes
+
+SETTINGS = AdviceSettings(run="runs/a b", label_key="label", max_response_len=64)
+EXAMPLE = Glimpse(7, "What is 3+4?", "\x1b[2Jten\n", "7", 0.0, 3, "completed")
+GOOD = RolloutFacts(
+    num_samples=32,
+    num_groups=8,
+    num_equal_groups=3,
+    num_same_text=0,
+    num_trained=32,
+    num_failed=0,
+    num_truncated=2,
+    num_at_response_limit=2,
+    num_at_context_limit=0,
+    num_without_label=0,
+    num_no_second_turn=0,
+    teaches_nothing=False,
+    lowest=0.0,
+    highest=1.0,
+    example=EXAMPLE,
+)
+EQUAL = replace(GOOD, num_equal_groups=8, teaches_nothing=True, highest=0.0)
+
+
+def causes(facts: RolloutFacts, **settings: object) -> str:
+    return " | ".join(likely_causes(facts, replace(SETTINGS, **settings)))  # type: ignore[arg-type]
+
+
+def test_nothing_is_said_of_a_good_rollout() -> None:
+    watches = Watches(SETTINGS)
+    assert watches.after_rollout(1, GOOD) == []
+    assert watches.after_step(1, {"train/grad_norm": 0.5, "eval/gsm8k/truncated_ratio": 0.5}) == []
+
+
+def test_equal_rewards_name_cause_sample_and_command() -> None:
+    (text,) = Watches(SETTINGS).after_rollout(4, EQUAL)
+    assert "teaches nothing: all 8 groups have equal rewards (0 throughout)" in text
+    assert "the reward is always 0" in text
+    assert 'prompt "What is 3+4?"; answer "\\x1b[2Jten\\n" (3 tokens, completed); label "7"; reward 0' in text
+    assert "fusionrl show 'runs/a b' --step 4 --all-equal" in text
+    assert "\x1b" not in text
+
+
+def test_loss_terms_that_train_all_the_same_are_named() -> None:
+    (text,) = Watches(replace(SETTINGS, other_terms=("--use-kl-loss",))).after_rollout(4, EQUAL)
+    assert "teaches nothing beyond --use-kl-loss:" in text
+
+
+def test_the_command_finds_what_it_is_about() -> None:
+    """Rewards of a group may differ where advantages are 0: a user's post-processing, ReMax's whitened baseline."""
+    (text,) = Watches(SETTINGS).after_rollout(4, replace(EQUAL, num_equal_groups=2))
+    assert ": every advantage is 0\n" in text and text.endswith("--step 4")
+
+
+def test_causes() -> None:
+    assert "--n-samples-per-prompt 1: --advantage-estimator grpo" in causes(replace(EQUAL, num_groups=32))
+    assert "--n-samples-per-prompt" not in causes(replace(EQUAL, num_groups=32), estimator="remax")
+    cut = replace(EQUAL, num_truncated=24, num_at_response_limit=20)
+    assert "75% of the answers were cut off at --rollout-max-response-len 64" in causes(cut)
+    context = replace(cut, num_at_response_limit=0, num_at_context_limit=20)
+    assert "cut off at --rollout-max-context-len 99" in causes(context, max_context_len=99)
+    assert "--max-turns" in causes(replace(context, num_at_context_limit=0))
+    assert "no sample has a label: see column 'label'" in causes(replace(EQUAL, num_without_label=32))
+    assert "no sample has a label: --label-key is not given" in causes(
+        replace(EQUAL, num_without_label=32), label_key=None
+    )
+    assert "5 samples have no label" in causes(replace(EQUAL, num_without_label=5))
+    assert "same text in 8 of 8 groups (--rollout-temperature 0.01)" in causes(
+        replace(EQUAL, num_same_text=8), temperature=0.01
+    )
+    assert "every answer gets 1: the prompts are too easy" in causes(replace(EQUAL, lowest=1.0, highest=1.0))
+    assert "always answered right or always wrong" in causes(replace(EQUAL, highest=1.0))
+    assert causes(replace(EQUAL, num_failed=32)).startswith("every sample failed")
+    assert "loss mask of 0" in causes(replace(EQUAL, num_trained=0))
+
+
+def test_the_same_again_only_after_some_steps() -> None:
+    watches = Watches(SETTINGS)
+    told = [step for step in range(1, 60) if watches.after_rollout(step, EQUAL)]
+    assert told == [1, 21, 41]
+
+
+def test_truncated_answers() -> None:
+    facts = replace(GOOD, num_truncated=17, num_at_response_limit=17)
+    (text,) = Watches(SETTINGS).after_rollout(2, facts)
+    assert "53% of the answers (17 of 32) were cut off at --rollout-max-response-len 64" in text
+    assert Watches(SETTINGS).after_rollout(2, replace(facts, num_truncated=16)) == []
+    assert Watches(replace(SETTINGS, ignores_eos=True)).after_rollout(2, facts) == []
+
+
+def test_one_warning_of_what_another_named_already() -> None:
+    """Truncation is a cause in the first warning; it is no second one, then or in the step after."""
+    watches = Watches(SETTINGS)
+    assert len(watches.after_rollout(1, replace(EQUAL, num_truncated=30, num_at_response_limit=30))) == 1
+    assert watches.after_rollout(2, replace(GOOD, num_truncated=30, num_at_response_limit=30)) == []
+
+
+def test_no_room_for_a_second_turn() -> None:
+    facts = replace(GOOD, num_no_second_turn=8, num_truncated=20)
+    (text,) = Watches(SETTINGS).after_rollout(2, facts)
+    assert "25% of the samples (8 of 32) had no room for a second turn: --rollout-max-response-len 64" in text
+    (text,) = Watches(replace(SETTINGS, max_context_len=128)).after_rollout(2, facts)
+    assert "--rollout-max-context-len 128" in text
+    assert Watches(SETTINGS).after_rollout(2, replace(GOOD, num_no_second_turn=3)) == []
+
+
+def test_a_gradient_of_zero_tells_what_a_users_function_hid() -> None:
+    facts = replace(EQUAL, teaches_nothing=False)  # as with --custom-advantage-function-path
+    for norm, count in ((0.0, 1), (0.3, 0)):
+        watches = Watches(SETTINGS)
+        assert watches.after_rollout(1, facts) == []
+        assert len(watches.after_step(1, {"train/grad_norm": norm})) == count
+    watches = Watches(SETTINGS)
+    watches.after_rollout(1, GOOD)
+    assert watches.after_step(1, {"train/grad_norm": 0.0}) == [], "the groups differ: something else is wrong"
+
+
+def test_evaluations_that_are_cut_off() -> None:
+    watches = Watches(SETTINGS)
+    (text,) = watches.after_step(0, {"eval/a/truncated_ratio": 0.7, "eval/b/truncated_ratio": 0.1})
+    assert "evaluation set a: 70%" in text and "--eval-max-response-len" in text
+    assert len(watches.after_step(5, {"eval/a/truncated_ratio": 0.7, "eval/b/truncated_ratio": 0.6})) == 1
+
+
+@pytest.mark.parametrize(("accepted", "count"), [(0.0, 1), (3.0, 0)])
+def test_nothing_accepted(accepted: float, count: int) -> None:
+    values = {"rollout/accepted": accepted, "rollout/unfinished": 20.0, "rollout/below_threshold": 12.0}
+    assert Watches(SETTINGS).after_step(1, values) == [], "another mode"
+    texts = Watches(replace(SETTINGS, threshold=0.5)).after_step(1, values)
+    assert len(texts) == count
+    assert not count or "20 unfinished, 12 below threshold, 0 duplicates (--reject-sampling-threshold 0.5)" in texts[0]

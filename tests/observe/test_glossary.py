@@ -1,0 +1,152 @@
+"""The glossary of metrics against the code that reports them. Whole runs compare it in tests/e2e/launch.py."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
+from fusionrl.algorithms.dpo import pair_slopes
+from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
+from fusionrl.algorithms.policy_loss import PolicyLossOptions
+from fusionrl.algorithms.policy_losses import POLICY_LOSSES
+from fusionrl.algorithms.sequences import Sequences
+from fusionrl.algorithms.value_loss import value_loss
+from fusionrl.buffer.accepted import AcceptedSamples
+from fusionrl.buffer.rollout_metrics import eval_metrics, rollout_metrics, set_metrics
+from fusionrl.cli import main
+from fusionrl.data.sample import Sample
+from fusionrl.observe.glossary import GLOSSARY, SECTIONS, describe, entry_of, render_glossary, undocumented
+from fusionrl.observe.metric_entries import ENGINE_AGAINST_TRAINER
+from fusionrl.trainer.step_report import WITH_MAXIMUM, WITH_MINIMUM, StepReport, pooled_metrics
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fusionrl"
+HOW = (
+    "add an entry to fusionrl/observe/metric_entries.py, or correct the one of the old name, "
+    "and run: python -m fusionrl.cli metrics > docs/metrics.md"
+)
+_METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm)/[\w{}/@]+")
+# `TrainerActor.evaluate_loss` answers with the first two; the driver reports them with the set's name. The last one is
+# filled in with "timeout" and "crash", see `RewardPool`.
+NO_METRICS = {"eval/loss", "eval/num_tokens", "eval/reward_{}"}
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page == render_glossary(), "run: python -m fusionrl.cli metrics > docs/metrics.md"
+
+
+def names_in_the_code() -> Iterator[tuple[str, str]]:
+    """(name, file) of every metric that the code spells out; a part that it fills in is {}."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.name in ("glossary.py", "metric_entries.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+            if _METRIC.fullmatch(text) and not text.endswith("_"):  # else the beginning of a longer one
+                yield text, str(path.relative_to(PACKAGE))
+
+
+def test_every_name_in_the_code_is_documented() -> None:
+    names = {name: file for name, file in names_in_the_code() if name not in NO_METRICS}
+    assert {"train/loss", "perf/step_time_s", "eval/{}/loss"} <= set(names), "the search is broken"
+    # Nothing is known of a name that is filled in as a whole; the tests below call what makes these.
+    spelled = {name for name in names if not re.fullmatch(r"\w+(/\{\})+", name)}
+    missing = {name: names[name] for name in spelled if undocumented([name.replace("{}", "x")])}
+    assert not missing, f"no entry describes these metrics: {missing}; {HOW}"
+
+
+def test_every_entry_is_of_a_metric_that_its_module_computes() -> None:
+    """The module that an entry names spells the name, or what stands before and after its open parts."""
+    stale = []
+    for name, entry in GLOSSARY.items():
+        text = (PACKAGE / entry.source).read_text(encoding="utf-8")
+        last = name.split("/", 1)[1] if name.count("/") > 1 and "<" not in name else name.rsplit("/", 1)[1]
+        if entry.source == "rewards/pool.py":
+            last = last.removeprefix("reward_")
+        last = re.sub("_(min|max|ci95)$", "", last)  # added to a name that the module has
+        if not all(part in text for part in re.split(r"<\w+>", last)):
+            stale.append(f"{name} ({entry.source})")
+    assert not stale, f"nothing reports these metrics of the glossary: {stale}; {HOW}"
+
+
+def tokens(size: int = 6) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(1)
+    return tuple(-torch.rand(size, generator=random) for _ in range(3))
+
+
+def reported_by_losses() -> Iterator[tuple[str, dict]]:
+    """(prefix, metrics) of every function whose metrics take their names from it."""
+    new, old, advantages = tokens()
+    mask, sequences = torch.ones(6), Sequences.of_lengths([2, 4])
+    for name, loss in POLICY_LOSSES.items():
+        extra = {"selected": torch.ones(6) > 0} if name in ("clip_cov", "kl_cov") else {}
+        options = PolicyLossOptions(dual_clip=3.0)
+        yield "train", loss(new, old, advantages, mask, sequences, options, **extra)[1]
+    yield "train", importance_weights(new, old, mask, sequences, CorrectionOptions())[2]
+    yield "train", opsm_mask(new, old, advantages, mask, sequences, 0.1)[1]
+    yield "train", pair_slopes([(0, 1.0, 0.5), (0, -1.0, 0.2)], 0.1, 0.0)[1]
+    yield "critic", value_loss(new, old, advantages, 0.2)[1]
+    yield "train", mismatch_metrics(*mismatch_sums(new, old, mask))
+    extremes = dict.fromkeys([*WITH_MAXIMUM, *WITH_MINIMUM], 1.0)
+    extremes = {name: value for name, value in extremes.items() if not name.startswith("value_")}
+    yield "train", pooled_metrics([StepReport({}, {"tokens": 1.0}, numbers=extremes)])
+
+
+def test_what_the_losses_report_is_documented() -> None:
+    names = [f"{prefix}/{name}" for prefix, metrics in reported_by_losses() for name in metrics]
+    assert len(set(names)) > 30
+    assert not undocumented(names), f"no entry describes {undocumented(names)}; {HOW}"
+    assert {f"train/{name}" for name in ENGINE_AGAINST_TRAINER} <= set(names)
+
+
+def test_what_rollouts_and_evaluations_report_is_documented(tmp_path: Path) -> None:
+    samples = [
+        Sample(
+            index=i, group_index=i // 2, tokens=[1, 2, 3], response_length=2, response=str(i), prompt="p", reward=1.0
+        )
+        for i in range(4)
+    ]
+    for sample in samples:
+        sample.metadata = {"data_source": "gsm8k", "rewards": {"math": 1.0}}
+        sample.teacher_log_probs = sample.rollout_log_probs = [-1.0, -1.0]
+    raw = [0.0, 1.0, 1.0, 1.0]
+    names = [*rollout_metrics(samples, raw, np.arange(4) // 2), *set_metrics(samples, raw)]
+    names += eval_metrics({"held-out": {"rewards": raw, "truncated": [False] * 4, "samples": samples}})
+    counts = AcceptedSamples(tmp_path / "accepted.jsonl", 0.5, 1).add(0, samples, raw)
+    names += [f"rollout/{name}" for name in counts]
+    assert {"rollout/reward_math", "rollout/gsm8k/accuracy", "eval/held-out/pass@2", "rollout/accepted"} <= set(names)
+    assert not undocumented(names), f"no entry describes {undocumented(names)}; {HOW}"
+
+
+def test_a_name_that_nothing_describes_is_found() -> None:
+    line = {"step": 1, "attempt": 1, "time": 0.0, "nonfinite": [], "train/loss": 1.0, "train/los": 1.0, "mine": 2.0}
+    assert undocumented(line) == ["mine", "train/los"]
+    assert entry_of("eval/a/b/pass@16") is GLOSSARY["eval/<set>/pass@<k>"]
+    assert entry_of("rollout/reward_timeout") is GLOSSARY["rollout/reward_timeout"], "the exact name goes first"
+    assert entry_of("eval/accuracy") is None, "a pattern's open part is not empty"
+
+
+def test_every_entry_is_complete_and_no_name_is_in_two_sections() -> None:
+    assert len(GLOSSARY) == sum(map(len, SECTIONS.values()))
+    for name, entry in GLOSSARY.items():
+        assert entry.meaning.endswith("."), name
+        assert entry.unit or name.endswith("/lr"), name
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics"]) == 0
+    assert capsys.readouterr().out == render_glossary()
+    assert main(["metrics", "eval/gsm8k/pass@4"]) == 0
+    assert "at least one of k samples" in capsys.readouterr().out
+    assert main(["metrics", "train/no_such"]) == 2
+    assert "no metric is called 'train/no_such'" in capsys.readouterr().err
+    assert describe("grad_norm").count("from: fusionrl/") == 9, "of three models: mean, minimum, maximum"

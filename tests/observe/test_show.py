@@ -1,0 +1,276 @@
+"""`fusionrl show`: the right samples, safe for a terminal, readable by programs, quick on big files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl import cli
+from fusionrl.observe.advice import Glimpse
+from fusionrl.observe.panel import cells
+from fusionrl.observe.rollouts import RolloutWriter, as_ranges, rollout_of_step
+from fusionrl.observe.show import sample_table
+from fusionrl.observe.text import ending, shorten, visible
+
+REWARDS = [0.0, 1.0, 0.5, 0.5, -2.0, 3.0]  # of groups 0, 0, 1, 1, 2, 2
+
+
+def row(index: int, reward: Any, **fields: Any) -> dict[str, Any]:
+    return {
+        "index": index,
+        "group_index": index // 2,
+        "prompt": f"question {index}",
+        "response": f"answer {index}",
+        "label": str(index),
+        "reward": reward,
+        "response_length": 3,
+        "loss_mask": np.array([1, 0, 1]),
+        "weight_versions": np.array([4, 4, 5]),
+        "status": "completed",
+        "tokens": np.arange(5),
+        **fields,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with rollouts 0 and 1 (the second one trained on), and an evaluation of step 2."""
+    folder = tmp_path / "runs" / "mine"
+    writer = RolloutWriter(folder)
+    writer.write(0, 1, [row(0, 0.0)])
+    path = writer.write(1, 1, [row(10 + i, reward, group_index=i // 2) for i, reward in enumerate(REWARDS)])
+    writer.write_trained(path, [{"line": 2, "advantage": -0.5, "mismatch": 1.5e-4, "num_trained": 2}])
+    writer.write(2, 1, [row(0, {"acc": 1.0, "style": 0.25})], kind="eval-gsm8k")
+    (folder / "eval").mkdir()
+    (folder / "eval" / "2.json").write_text(json.dumps({"sets": {"gsm8k": {"settings": {"reward_key": "acc"}}}}))
+    (folder / "config.json").write_text(json.dumps({"reward": {"reward_key": None}}))
+    return folder
+
+
+def show(capsys: pytest.CaptureFixture[str], *args: Any, code: int = 0) -> str:
+    assert cli.main(["show", *map(str, args)]) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def indices(capsys: pytest.CaptureFixture[str], *args: Any) -> list[int]:
+    return [record["index"] for record in records(show(capsys, *args, "--json"))]
+
+
+# ------------------------------------------------------------------------------------------------ which samples
+def test_the_last_step_with_all_that_is_known_of_a_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(capsys, run)
+    assert f"{run}: step 2 (rollouts/train_000001.a1.jsonl)" in text
+    assert "6 samples in 3 groups; mean reward 0.5 (-2 to 3); groups with equal rewards: 1" in text
+    line = next(line for line in text.splitlines() if line.startswith("sample 12"))
+    assert line == (
+        "sample 12  group 1  reward 0.5  advantage -0.5  mismatch 0.00015  3 tokens, 2 trained on  completed"
+        "  weights 4 to 5"
+    )
+    for part in ("prompt   question 12", "answer   answer 12", "label    12"):
+        assert f"  {part}\n" in text
+    assert "advantage" not in next(line for line in text.splitlines() if line.startswith("sample 11"))
+    assert "5 of 6: -n 0 shows all" in text and "\x1b" not in text
+
+
+def test_order_and_choice(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert indices(capsys, run) == [10, 11, 12, 13, 14]
+    assert indices(capsys, run, "-n", 0) == [10, 11, 12, 13, 14, 15]
+    assert indices(capsys, run, "--worst", "-n", 2) == [14, 10]
+    assert indices(capsys, run, "--best", "-n", 3) == [15, 11, 12]
+    assert indices(capsys, run, "--all-equal") == [12], "one of the group whose rewards are 0.5"
+    assert indices(capsys, run, "--sample", 13) == [13]
+    assert indices(capsys, run, "--step", 1) == [0]
+
+
+def test_samples_without_a_reward_come_last(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RolloutWriter(run).write(1, 2, [row(0, None, status="failed"), row(1, 5.0), row(2, -1.0)])
+    assert indices(capsys, run, "--worst") == [2, 1, 0] and indices(capsys, run, "--best") == [1, 2, 0]
+    text = show(capsys, run)
+    assert "step 2, attempt 2" in text and "reward none" in text and "failed: 1" in text
+
+
+def test_one_sample_in_full_with_its_group(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RolloutWriter(run).write(2, 1, [row(0, 1.0, response="a" * 5000 + "END", metadata={"k": [1]}), row(1, 1.0)])
+    text = show(capsys, run, "--sample", 0)
+    assert "a" * 5000 + "END" in text and 'metadata {"k": [1]}' in text
+    assert "group 0, sample: reward (all equal)\n  0: 1, 1: 1" in text
+    assert "[… 4,403 characters cut …]" in show(capsys, run), "600 of 5,003 are shown"
+    assert "[… 4,993 characters cut …]" in show(capsys, run, "--chars", 10)
+    assert "a" * 5000 in show(capsys, run, "--chars", 0)
+
+
+def test_evaluations(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = show(capsys, run, "--eval", "gsm8k")
+    assert "evaluation gsm8k at step 2" in text and "reward 1 " in text
+    assert 'rewards  {"acc": 1.0, "style": 0.25}' in text
+    assert "it has gsm8k" in show(capsys, run, "--eval", "math", code=2)
+
+
+def test_a_run_of_evaluations_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = RolloutWriter(tmp_path)
+    writer.write(0, 1, [row(0, 1.0)], kind="eval-a")
+    assert "evaluation a at step 0" in show(capsys, tmp_path)
+    writer.write(0, 1, [row(0, 1.0)], kind="eval-b")
+    assert "choose one with --eval: a, b" in show(capsys, tmp_path, code=2)
+
+
+# ------------------------------------------------------------------------------------------------ which run
+def test_the_newest_run_is_the_default(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent.parent)
+    time.sleep(0.02)
+    RolloutWriter(Path("runs/newer")).write(0, 1, [row(77, 1.0)])
+    assert indices(capsys) == [77]
+    assert indices(capsys, "mine", "--step", 1) == [0], "a name under runs/"
+    time.sleep(0.02)
+    RolloutWriter(run).write(5, 1, [row(55, 1.0)])
+    assert indices(capsys) == [55], "the run that went on last"
+    assert "under runs/ there are newer, mine" in show(capsys, "other", code=2)
+
+
+def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RolloutWriter(run).write(6, 1, [row(0, 0.0)])
+    assert f"--step 4: {run} has samples of steps 1-2, 7" in show(capsys, run, "--step", 4, code=2)
+    message = show(capsys, run, "--step", 2, "--sample", 99, code=2)
+    assert "--sample 99: no sample of step 2 has this index; they have the indices 10 to 15" in message
+    assert "-n -1 must be 0 or more" in show(capsys, run, "-n", -1, code=2)
+    assert "--chars -1 must be 0 or more" in show(capsys, run, "--chars", -1, code=2)
+    (tmp_path / "empty").mkdir()
+    assert "no rollout is finished yet" in show(capsys, tmp_path / "empty", code=2)
+
+
+def test_steps_are_found_in_one_place(run: Path) -> None:
+    assert rollout_of_step(run).path.name == "train_000001.a1.jsonl"
+    assert rollout_of_step(run, 1).path.name == "train_000000.a1.jsonl"
+    assert rollout_of_step(run, 2, "eval-gsm8k").path.name == "eval-gsm8k_000002.a1.jsonl"
+    assert as_ranges([3, 1, 2, 9]) == "1-3, 9" and as_ranges([4]) == "4"
+
+
+# ------------------------------------------------------------------------------------------------ hostile files
+def test_escapes_in_a_sample_do_not_reach_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\b\u202egnp.exe\ud800\x00 ok\n\tnext 数学 e\u0301 👩‍🚀"
+    fields = dict.fromkeys(("prompt", "response", "label", "status"), evil)
+    RolloutWriter(run).write(2, 1, [row(3, 1.0, metadata={evil: evil}, **fields)])
+    for args in ([], ["--sample", 3], ["--json"]):
+        text = show(capsys, run, *args)
+        assert not set(text) & set("\x1b\x07\x9b\r\b\x00\u202e\ud800"), args
+    (record,) = records(show(capsys, run, "--json"))
+    assert record["response"] == evil, "whole, for a program"
+    text = show(capsys, run)
+    assert "answer   \\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\r\\x08\\u202egnp.exe\\ud800\\x00 ok\n" in text
+    assert "\n           \tnext 数学 e\u0301 👩‍🚀\n" in text, "further lines are indented"
+
+
+def test_a_torn_file_is_read_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("rollouts", "rollouts/trained"):
+        path = run / folder / "train_000001.a1.jsonl"
+        whole = path.read_bytes()
+        path.write_bytes(whole + whole.splitlines()[-1][:25])
+    text = show(capsys, run, "-n", 0)
+    assert "6 samples in 3 groups" in text and "cannot be read, and are left out: 1" in text
+    assert "advantage -0.5" in text
+
+
+def test_a_sparse_row_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's rollout function need not fill all fields; messages stand for a prompt."""
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    RolloutWriter(tmp_path).write(0, 1, [{"prompt": messages, "reward": {"a": 0.5}}, {"reward": {"a": 1, "b": 2}}])
+    text = show(capsys, tmp_path)
+    assert "prompt   system: be brief\n           user: hi" in text
+    assert "reward 0.5 " in text and 'reward {"a": 1, "b": 2}' in text
+
+
+@pytest.mark.timed
+def test_big_files_are_streamed(tmp_path: Path) -> None:
+    """128 samples of 40,000 tokens, some 100 MB: shown in seconds, with the memory of a few samples."""
+    rng = np.random.default_rng(0)
+
+    def rows() -> Any:
+        for i in range(128):
+            n = 40_000
+            fields = {"tokens": rng.integers(0, 150_000, n), "rollout_log_probs": -rng.random(n).astype(np.float32)}
+            fields |= {"loss_mask": np.ones(n, np.int32), "weight_versions": np.zeros(n, np.int32)}
+            yield row(i, float(i % 7), response="word " * n, response_length=n, **fields)
+
+    path = RolloutWriter(tmp_path).write(0, 1, rows())
+    assert path.stat().st_size > 90e6
+    code = (
+        "import resource, sys, time; from fusionrl import cli; before = time.perf_counter();"
+        f"cli.main(['show', {str(tmp_path)!r}, '--best', '-n', '1']); after = time.perf_counter();"
+        "print(after - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, kib = map(float, done.stderr.split()[-2:])
+    assert "sample 6 " in done.stdout and "reward 6 " in done.stdout
+    assert seconds < 10 and kib < 400_000, (seconds, kib)
+
+
+def test_a_reader_that_leaves_early(run: Path) -> None:
+    """`fusionrl show … | head -1`: no traceback."""
+    RolloutWriter(run).write(3, 1, [row(i, 0.0, response="x" * 100_000) for i in range(20)])
+    command = f"{sys.executable} -m fusionrl.cli show {run} -n 0 --chars 0 | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and len(done.stdout) == 10
+
+
+@pytest.mark.parametrize(
+    ("no_color", "term", "colored"), [("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)]
+)
+def test_colour_only_on_a_terminal_that_wants_it(
+    no_color: str,
+    term: str,
+    colored: bool,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert ("\x1b[1msample 10" in show(capsys, run)) == colored
+    assert "\x1b" not in show(capsys, run, "--json")
+
+
+def test_an_ascii_terminal(run: Path) -> None:
+    RolloutWriter(run).write(2, 1, [row(0, 1.0, response="数 ü")])
+    env = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin", "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-m", "fusionrl.cli", "show", str(run)], capture_output=True, env=env)
+    assert done.returncode == 0 and b"answer   ? ?\n" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ texts
+def test_texts() -> None:
+    assert visible("a\tb\nc") == "a\\tb\\nc" and visible("a\tb\nc", keep_lines=True) == "a\tb\nc"
+    assert visible("a\r\nb\u2028c", keep_lines=True) == "a\\r\nb\\u2028c"
+    assert shorten("0123456789", 5) == "012[… 5 characters cut …]89" and shorten("01234", 5) == "01234"
+    assert shorten("0123456789", 0) == "0123456789"
+    assert ending("0123456789", 3) == "…789" and ending("789", 3) == "789"
+
+
+def test_the_table_of_a_step() -> None:
+    shown = [
+        Glimpse(0, "question " * 40, "think\nso it is 42", "42", 1.0, 12, "completed"),
+        Glimpse(11, "数学" * 60, "\x1b[31m" + "答" * 90, "a long label that goes on", -0.25, 4096, "truncated"),
+        Glimpse(None, "", "", None, 0.0, 0, "failed"),
+    ]
+    for width in (80, 120, 200):
+        table = sample_table(shown, 3, width)
+        first, names, *lines = table.splitlines()
+        assert first.startswith("step 3: 3 samples") and len(lines) == 3
+        assert max(cells(line) for line in (names, *lines)) <= width
+        assert "\x1b" not in table and "4096+" in lines[1] and "0!" in lines[2]
+        assert "so it is 42" in lines[0] and lines[0].rstrip().endswith("question")
+        assert lines[1].count("答") > 5, "the end of the answer"

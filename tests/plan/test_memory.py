@@ -1,0 +1,294 @@
+"""The memory estimate: its parts by hand, its verdict, and the change that it proposes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
+from fusionrl.plan.devices import GIB, KINDS, Machine, host_memory
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, layer_bytes
+from fusionrl.plan.memory.engine import engine_memory, kv_bytes, static_fraction
+from fusionrl.plan.memory.head import BLOCK_BYTES, KEPT_BYTES, block_sizes, head_kept_bytes
+from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
+from fusionrl.plan.memory.trainer import BatchOptions, in_flight, trainer_memory
+from fusionrl.plan.plan import Plan, make_plan, memory_warnings, plan_for_layout, render_plan, stage_layers
+
+QWEN3_30B = shape_from_hf_config(json.loads((Path(__file__).parent / "qwen3_30b_a3b.json").read_text()))
+DENSE = shape_from_hf_config(
+    {
+        "model_type": "qwen3",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    }
+)
+BF16, FP32 = StateOptions.of("bf16", {}, {}), StateOptions.of("fp32", {}, {})
+FUSED = ActivationOptions("transformer_engine", "bf16", on_cpu=False, packing=Packing(4096))
+
+
+def states(shape: ModelShape, layout: TrainerLayout, options: StateOptions = BF16) -> Any:
+    stages = stage_layers(layout, shape.num_layers, {})
+    assert stages is not None
+    return [state_bytes(parameters, layout, options) for parameters in stage_parameters(shape, layout, stages)]
+
+
+def plan(shape: ModelShape, memory: float, device: Any = "cuda", passed: Any = None, **values: Any) -> Plan:
+    values = {"rollout_batch_size": 64, "num_rollout": 3, "rollout_max_response_len": 1024} | values
+    config = Config.from_flat(values, passed)
+    kind = {"device_memory": memory * GIB} if device == "cuda" else {"host_memory": memory * GIB}
+    made = make_plan(config, shape, device=device, num_prompts=9, machine=Machine(device, "a box", **kind))
+    assert "verdict" in render_plan(made, config)
+    return made
+
+
+def test_experts_are_divided_by_expert_parallelism_and_context_ranks_share_the_optimizer() -> None:
+    """A 30B model's 29 B expert parameters dominate: at EP 8 a rank has an eighth of them."""
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = QWEN3_30B.num_parameters - experts
+    (one,) = states(QWEN3_30B, TrainerLayout(8))
+    (eight,) = states(QWEN3_30B, TrainerLayout(8, ep=8))
+    assert one.weights == pytest.approx(2 * (dense + experts), rel=1e-4)
+    assert eight.weights == pytest.approx(2 * (dense + experts / 8), rel=1e-4)
+    # No other rank has these experts: their states are whole, those of the dense part are shared by 8.
+    assert eight.optimizer == pytest.approx(12 * (dense / 8 + experts / 8), rel=1e-4)
+    (context,) = states(QWEN3_30B, TrainerLayout(8, cp=8))
+    assert context == one
+    (split,) = states(QWEN3_30B, TrainerLayout(8, tp=2, ep=2, etp=2))
+    assert split.weights == pytest.approx(2 * (dense / 2 + experts / 4), rel=1e-2)  # norms and router are whole
+
+
+def test_the_ends_of_a_pipeline_have_the_embedding_and_the_output_layer() -> None:
+    table = 151936 * 2048
+    counted = stage_parameters(QWEN3_30B, TrainerLayout(4, pp=4), [list(range(12 * s, 12 * s + 12)) for s in range(4)])
+    layers = counted[1].count
+    assert [parameters.count - layers for parameters in counted] == [table, 0, 0, table + 2048]
+    tied = DENSE.model_copy(update={"tie_word_embeddings": True})
+    both = stage_parameters(tied, TrainerLayout(2, pp=2), [[0, 1], [2, 3]])
+    assert [sum(parameters.shared) for parameters in both] == [512 * 64, 512 * 64]
+    critic = stage_parameters(DENSE.with_value_head(), TrainerLayout(2, pp=2), [[0, 1], [2, 3]])
+    assert critic[0].count - critic[1].count == 512 * 64 - 64 - 64
+
+
+def test_flags_of_the_optimizer_change_the_states() -> None:
+    layout = TrainerLayout(1)
+    (plain,) = states(DENSE, layout)
+    (fp32,) = states(DENSE, layout, FP32)
+    count = plain.weights // 2
+    assert (plain.gradients, plain.optimizer, plain.host_optimizer) == (4 * count, 12 * count, 0)
+    assert (fp32.weights, fp32.gradients, fp32.optimizer) == (4 * count, 4 * count, 8 * count)
+    offload = StateOptions.of("bf16", {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}, {})
+    (half,) = states(DENSE, layout, offload)
+    assert (half.optimizer, half.host_optimizer) == (3 * count, 9 * count)
+    lean = StateOptions.of(
+        "bf16", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, {"grad_reduce_in_fp32": False}
+    )
+    (small,) = states(DENSE, layout, lean)
+    assert (small.gradients, small.optimizer) == (2 * count, 8 * count)
+
+
+def test_micro_batches_in_flight() -> None:
+    """1F1B holds pp - stage; interleaving pp (1 + (pp - 1) / (pp v)) on the first stage; never more than there are."""
+    layout = TrainerLayout(4, pp=4)
+    assert [in_flight(layout, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(layout, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    interleaved = TrainerLayout(4, pp=4, vpp=2)
+    assert in_flight(interleaved, 0, 16) == 4 * (1 + 3 / (4 * 2))
+    assert in_flight(interleaved, 3, 16) == 5 / 2
+    assert in_flight(interleaved, 0, 4) == 4
+
+
+def test_activations_fall_with_tensor_and_grow_with_tokens_but_not_with_context_parallelism() -> None:
+    """Tokens are those of one rank: context parallelism does not divide them again."""
+
+    def kept(tokens: int = 4096, **sizes: int) -> float:
+        layout = TrainerLayout(8, **sizes)
+        (stage,) = trainer_memory(DENSE, layout, BatchOptions(tokens, 1), BF16, FUSED, {})
+        return stage.activations - stage.head
+
+    assert kept(tp=2) == pytest.approx(kept() / 2, rel=0.02)
+    assert kept(cp=2) == kept()
+    assert kept(8192) == 2 * kept()
+
+
+def test_recompute_as_megatrons_flags_say() -> None:
+    def kept(**fields: Any) -> tuple[float, float]:
+        options = replace(FUSED, recompute=Recompute.of(fields))
+        batch = BatchOptions(4096, 1, chunk_size=1)  # the loss is not what needs most
+        (stage,) = trainer_memory(DENSE, TrainerLayout(1), batch, BF16, options, fields)
+        return (stage.activations - stage.head) / 4096 - 8, stage.transient
+
+    none, full = kept(), kept(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    by_two = kept(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+    block = kept(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
+    mlp = kept(recompute_granularity="selective", recompute_modules=["mlp"])
+    layer = none[0] / 4
+    assert full[0] == 4 * 2 * 64  # the hidden states that enter each layer
+    assert by_two[0] == 2 * 2 * 64
+    assert block[0] == pytest.approx(3 * 2 * 64 + layer)
+    assert mlp[0] == pytest.approx(none[0] - 4 * 2 * (64 + 3 * 128))
+    assert full[1] > none[1]  # one layer is alive again in backward
+    assert by_two[1] > full[1]
+
+
+def test_a_busy_experts_rank_keeps_more() -> None:
+    even = layer_bytes(QWEN3_30B, TrainerLayout(8, ep=8), FUSED, has_experts=True)
+    busy = layer_bytes(QWEN3_30B, TrainerLayout(8, ep=8), replace(FUSED, imbalance=1.5), has_experts=True)
+    assert busy - even == 2 * 0.5 * 8 * (2 * 2048 + 3 * 768)
+
+
+def test_the_loss_never_keeps_all_logits() -> None:
+    """The trainer's own blocks; at 151936 tokens of vocabulary all logits of 8192 tokens would be 4.6 GiB."""
+    width, num_kept = block_sizes(8192, 2048, 151936)
+    assert 4 * 8192 * width == 2 * BLOCK_BYTES  # a block is as wide as the hidden states
+    assert 4 * 8192 * width * num_kept == KEPT_BYTES
+    assert head_kept_bytes(8192, 2048, 151936, 2) < 0.2 * GIB
+    custom = BatchOptions(8192, 1, whole_logits=True)
+    (stage,) = trainer_memory(QWEN3_30B, TrainerLayout(1), custom, BF16, FUSED, {})
+    assert stage.head > 4 * 8192 * 151936
+
+
+def test_tokens_of_a_kv_cache() -> None:
+    """Keys and values of 4 groups, 128 wide, in 48 layers; over 2 devices each has 2 groups, over 8 still one."""
+    assert kv_bytes(QWEN3_30B, 1, 2) == 2 * 48 * 4 * 128 * 2
+    assert kv_bytes(QWEN3_30B, 2, 2) == 2 * 48 * 2 * 128 * 2
+    assert kv_bytes(QWEN3_30B, 8, 2) == 2 * 48 * 1 * 128 * 2
+    args = {"mem_fraction_static": 0.8}
+    engine = engine_memory(QWEN3_30B, 60e9, 2, "bf16", args, device_memory=80 * GIB, on_cpu=False)
+    assert engine is not None
+    assert engine.kv_tokens == int((0.8 * 80 * GIB - 30e9) // (2 * 48 * 2 * 128 * 2))
+    fp8 = args | {"kv_cache_dtype": "fp8_e4m3"}
+    twice = engine_memory(QWEN3_30B, 60e9, 2, "bf16", fp8, device_memory=80 * GIB, on_cpu=False)
+    assert twice is not None
+    assert twice.kv_tokens == pytest.approx(2 * engine.kv_tokens, abs=1)
+    assert all(0.5 < static_fraction(kind.memory, 1) < 0.95 for kind in KINDS.values())
+
+
+def test_it_fits() -> None:
+    made = plan(DENSE, 80, colocate=True, actor_num_gpus_per_node=4)
+    assert made.memory is not None
+    assert made.memory.fits
+    assert made.memory.verdict().startswith("fits: ")
+    assert "of 80.0 GiB (a box; worst: " in made.memory.verdict()
+    assert memory_warnings(made) == []
+
+
+def test_phases_that_alternate_are_not_summed() -> None:
+    """Colocated, an engine's 60 GiB and the trainers' memory take turns; kept on the device they do not."""
+    values = {"colocate": True, "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8}
+    turns = plan(QWEN3_30B, 141, **values).memory
+    kept = plan(QWEN3_30B, 141, **values, offload_train="never", offload_rollout=False).memory
+    assert turns is not None
+    assert kept is not None
+    assert turns.worst is not None
+    assert kept.worst is not None
+    names = [bar.name for bar in turns.device_bars]
+    assert names == ["trainers, stage 0, backward", "trainers, stage 0, log-probs", "stage 0, push", "generation"]
+    assert kept.worst.total > turns.worst.total + 50 * GIB
+    assert turns.engine is not None
+    assert kept.engine is not None
+    assert kept.engine.kv_tokens < turns.engine.kv_tokens
+    offloaded = dict(turns.host_bars[0].parts)["offloaded trainers"]
+    assert offloaded == 8 * turns_states(turns)
+    assert dict(kept.host_bars[0].parts)["offloaded trainers"] == 0
+
+
+def turns_states(report: Any) -> float:
+    """Weights, gradients and optimizer of a rank, from its bar."""
+    parts = dict(report.device_bars[0].parts)
+    return parts["weights"] + parts["gradients"] + parts["optimizer"]
+
+
+def test_the_least_change_that_fits_is_named_and_fits() -> None:
+    values = {"mode": "sft", "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8, "num_rollout": 1}
+    passed = PassThrough(transformer={"recompute_granularity": "full", "recompute_method": "uniform"})
+    made = plan(QWEN3_30B, 90, **values, max_tokens_per_gpu=32768, rollout_max_response_len=None)
+    assert made.memory is not None
+    assert made.memory.fits is False
+    assert "--recompute-granularity full" in str(made.memory.change)
+    passed.transformer["recompute_num_layers"] = 1
+    cured = plan(QWEN3_30B, 90, passed=passed, **values, max_tokens_per_gpu=32768, rollout_max_response_len=None)
+    assert cured.memory is not None
+    assert cured.memory.fits
+    (warning,) = memory_warnings(made)
+    assert "DOES NOT FIT" in warning
+    assert "--recompute-granularity full" in warning
+    hopeless = plan(QWEN3_30B, 20, **values)
+    assert hopeless.memory is not None
+    assert hopeless.memory.change is None
+    assert "take more devices" in hopeless.memory.verdict()
+
+
+def test_an_engine_without_room_for_one_sample() -> None:
+    sizes = {"actor_num_nodes": 8, "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8}
+    made = plan(QWEN3_30B, 60, colocate=True, **sizes)
+    assert made.memory is not None
+    assert "KV cache has room for 0 tokens" in made.memory.verdict()
+    assert str(made.memory.change).startswith("--rollout-num-gpus-per-engine 2")
+
+
+def test_a_plan_of_hundreds_of_gigabytes_does_not_pass_in_silence_on_a_cpu() -> None:
+    """All processes share the node's memory: a 30B model in fp32 takes hundreds of GiB, this machine has 23."""
+    made = plan(QWEN3_30B, 23, device="cpu")
+    assert made.memory is not None
+    assert made.memory.worst is not None
+    assert made.memory.worst.total > 500 * GIB
+    assert made.memory.fits is False
+    assert "DOES NOT FIT" in made.memory.verdict()
+    small = plan(DENSE, 23, device="cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2)
+    assert small.memory is not None
+    assert small.memory.fits
+    assert small.memory.worst is not None
+    assert small.memory.worst.total < 12 * GIB
+
+
+def test_a_critic_and_a_reference_model_have_their_own_share() -> None:
+    values = {"advantage_estimator": "ppo", "use_kl_loss": True, "kl_loss_coef": 0.1}
+    without = plan(DENSE, 23, device="cpu").memory
+    made = plan(DENSE, 23, device="cpu", **values).memory
+    assert without is not None
+    assert made is not None
+    bar, plain = (dict(report.host_bars[0].parts) for report in (made, without))
+    (actor,) = states(DENSE, TrainerLayout(1), FP32)
+    (critic,) = states(DENSE.with_value_head(), TrainerLayout(1), FP32)
+    assert bar["weights"] == actor.weights + critic.weights
+    assert bar["reference weights"] == actor.weights
+    assert plain["reference weights"] == 0
+
+
+def test_the_pushs_memory_is_that_of_its_plan() -> None:
+    made = plan(DENSE, 23, device="cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2)
+    assert made.layout is not None
+    assert made.memory is not None
+    push = plan_for_layout(DENSE, made.layout, made.engine_bundles, 512 * 2**20, "float32", [[0, 1, 2, 3]])
+    assert made.memory.push == max(push.peak_bytes(rank) for rank in push.sources)
+
+
+def test_short_samples_do_not_fill_a_micro_batch() -> None:
+    """16 samples of 33 tokens a step are 528 tokens, however many --max-tokens-per-gpu allows."""
+    values = {"rollout_max_response_len": 32, "rollout_batch_size": 16}
+    few, many = plan(DENSE, 23, device="cpu", **values).memory, plan(DENSE, 23, device="cpu").memory
+    assert few is not None
+    assert many is not None
+    few_bar, many_bar = (dict(report.host_bars[0].parts) for report in (few, many))
+    assert few_bar["activations"] < many_bar["activations"] / 8
+
+
+def test_memory_of_this_machine_is_what_its_control_group_allows(tmp_path: Path) -> None:
+    whole = host_memory(tmp_path)
+    assert whole is not None
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert host_memory(tmp_path) == whole
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1048576\n")
+    assert host_memory(tmp_path) == 1048576

@@ -1,0 +1,308 @@
+"""Cheats score 0 in every form of a test; honest programs of every kind still score 1."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.buffer.rollout_metrics import rollout_metrics
+from fusionrl.data.sample import Sample
+from fusionrl.rewards import code_run
+from fusionrl.rewards.calls import call_reward
+from fusionrl.rewards.code import grade_all, grade_share
+from fusionrl.rewards.code_labels import NumbersTest, read_tests
+from fusionrl.rewards.code_run import REASONS
+from fusionrl.sandbox import SandboxError
+from tests.rewards.cheats import CHEATS, EXPECTED, LABELS
+
+
+def block(source: str) -> str:
+    return f"```python\n{source}\n```"
+
+
+def test_the_catalogue_is_large_enough() -> None:
+    assert len(CHEATS) >= 30
+
+
+def test_the_task_itself_can_be_solved() -> None:
+    honest = (
+        f"def f(x): return {EXPECTED} // x * x + {EXPECTED % 20}\nif __name__ == '__main__': print(f(int(input())))"
+    )
+    for form, label in LABELS.items():
+        assert grade_share(block(honest), label) == (1.0, {}), form
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_scores_nothing(name: str) -> None:
+    for form, label in LABELS.items():
+        reward, failures = grade_all(block(CHEATS[name]), label)
+        assert reward == 0.0, form
+        assert sum(failures.values()) == 1 and set(failures) <= set(REASONS), (form, failures)
+
+
+def test_failures_are_counted_by_reason() -> None:
+    source = (
+        "import os, sys, time\nn = int(input())\n"
+        "if n == 1: print(1)\nif n == 2: 1 / 0\nif n == 3: os.kill(os.getpid(), 40)\n"
+        "if n == 4: sys.stdout.write('x' * (5 << 20))\nif n == 5: print(7)\n"
+    )
+    label = {"inputs": ["1", "2", "3", "4", "5", "5"], "outputs": ["1"] * 6}
+    assert grade_share(block(source), label) == (1 / 6, {"error": 1, "signal": 1, "output": 1, "wrong": 2})
+    assert grade_share("no code", label) == (0.0, {"no_program": 6})
+    for source, reason in (
+        ("def f(): return object()", "object"),
+        ("raise SystemExit(0)", "no_answer"),
+        ("def f(): return 10 ** 5000", "wrong"),
+        ("def f(): return [[]] * 3", "wrong"),
+        ("import os\nos.write(3, b'[' * 100000 + b'\\n'); os._exit(0)", "output"),
+        ("import os\nos.write(3, b'9' * 5000 + b'\\n'); os._exit(0)", "output"),
+        ("import os\nos.write(3, b'\\xff\\n'); os._exit(0)", "output"),
+    ):
+        assert grade_share(block(source), ["assert f() == 3"]).failures == {reason: 1}, source
+
+
+LINKED = "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+HONEST: dict[str, tuple[str, Any]] = {
+    "prints, threads and atexit": (
+        "import atexit, threading\natexit.register(print, 'end')\nthreading.Thread(target=print, args=('x',)).start()\n"
+        "print('noise')\ndef f(x): print('more'); return x + 1",
+        ["assert f(1) == 2", "assert f(2) > 2"],
+    ),
+    "a Counter, a namedtuple, an enum, a bool": (
+        "import collections, enum\nclass E(enum.IntEnum):\n    A = 3\nP = collections.namedtuple('P', 'x y')\n"
+        "def c(s): return collections.Counter(s)\ndef p(): return P(1, 2)\ndef e(): return E.A\ndef b(): return 1",
+        ["assert c('aab') == {'a': 2, 'b': 1}", "assert p() == (1, 2)", "assert e() == 3", "assert b() == True"],
+    ),
+    "numbers of every kind": (
+        "import numpy\nfrom fractions import Fraction\nfrom decimal import Decimal\n"
+        "def i(): return numpy.int64(3)\ndef a(): return numpy.float32(0.5)\ndef q(): return Fraction(1, 2)\n"
+        "def d(): return Decimal('0.5')\ndef z(): return 1 + 2j\ndef n(): return 7 ** 3000\n"
+        "def t(): return numpy.bool_(True)",
+        [
+            *("assert i() == 3", "assert a() == 0.5", "assert q() == 0.5", "assert d() == 0.5", "assert z() == 1 + 2j"),
+            *("assert n() == 7 ** 3000", "assert t()", "assert not not t()", "assert t() is True"),
+        ],
+    ),
+    "sets, bytes, None and nested data": (
+        "def s(x): return set(x)\ndef b(): return b'ab'\ndef o(): return None\ndef d(): return {(1, 2): [3, {4}]}\n"
+        "def m(x): import re; return re.match('a', x)",
+        [
+            *("assert set(s([1, 2])) == set((2, 1))", "assert s([]) == set()", "assert b() == b'ab'"),
+            *("assert o() is None", "assert o() == None", "assert d() == {(1, 2): [3, {4}]}", "assert not o()"),
+            *("assert m('abc')", "assert not m('b')", "assert sorted(s([2, 1])) == [1, 2]", "assert len(s([5])) == 1"),
+        ],
+    ),
+    "generators and views": (
+        "def g(n): yield from range(n)\ndef k(d): return d.keys()\ndef z(): return zip([1], [2])",
+        [
+            "assert list(g(3)) == [0, 1, 2]",
+            "assert sorted(k({2: 1, 1: 1})) == [1, 2]",
+            "assert [x for x in z()] == [(1, 2)]",
+        ],
+    ),
+    "closeness": (
+        "def area(r): return 3.14159265 * r * r",
+        {
+            "setup": "import math",
+            "asserts": [
+                "assert math.isclose(area(2), 12.5663706, rel_tol=1e-6)",
+                "assert abs(area(1) - 3.1416) < 1e-3",
+            ],
+        },
+    ),
+    "closeness without an import": ("def area(r): return 3.0 * r", ["assert math.isclose(area(2), 6.0)"]),
+    "HumanEval's check": (
+        "def add(a, b):\n    return a + b",
+        {
+            "setup": "def check(candidate):\n    for a in range(3):\n        assert candidate(a, 1) == a + 1",
+            "asserts": ["check(add)"],
+        },
+    ),
+    "errors that are wanted": (
+        "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** 0.5",
+        ["try:\n    root(-1)\nexcept ValueError:\n    pass\nelse:\n    assert False", "assert root(4) == 2"],
+    ),
+    "a class with state": (
+        "class Stack:\n    def __init__(self): self.items = []\n"
+        "    def push(self, x): self.items.append(x); return self\n"
+        "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n"
+        "    def __getitem__(self, i): return self.items[i]",
+        [
+            "s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2\nassert len(s) == s[0] == 1 and s.items == [1]",
+            "assert Stack().push(3).pop() == 3",
+        ],
+    ),
+    "what is changed in place": (
+        "def order(x): x.sort()\ndef empty(d): d.clear()",
+        ["x = [3, 1]\norder(x)\nassert x == [1, 3]", "d = {1: 2}\nempty(d)\nassert d == {}"],
+    ),
+    "objects of the setup": (
+        "def last(n):\n    while n.next: n = n.next\n    return n.value\ndef rest(n): return n.next",
+        {
+            "setup": LINKED
+            + "def values(n):\n    out = []\n    while n: out.append(n.value); n = n.next\n    return out",
+            "asserts": [
+                "assert last(Node(1, Node(2))) == 2",
+                "assert values(rest(Node(1, Node(2, Node(3))))) == [2, 3]",
+            ],
+        },
+    ),
+    "functions as arguments": (
+        "def twice(g, x): return g(g(x))",
+        ["assert twice(lambda x: x + 1, 1) == 3", "assert 0 < twice(lambda x: x * 2, 1) < 5"],
+    ),
+    "names of builtins": (
+        "def sum(a, b): return a * b",
+        ["assert sum(10, 15) == 150", "assert abs(sum(1, 2) - 2.1) < 0.2"],
+    ),
+    "a name of a module": ("def bisect(a, x): return a.index(x)", ["assert bisect([5, 6], 6) == 1"]),
+    "answers that other answers make": (
+        "def e(x): return x[::-1]\ndef d(x): return x[::-1]",
+        ["assert d(e('abc')) == 'abc'", "assert e('ab') == d('ab')"],
+    ),
+    "the other way round": (
+        "def f(): return [1, (2, 3)]",
+        ["assert [1, (2, 3)] == f()", "assert f() != 3", "assert f()[1] == (2, 3)"],
+    ),
+    "deep recursion": (
+        "import sys\nsys.setrecursionlimit(20000)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)",
+        ["assert f(9000) == 9000"],
+    ),
+    "one text of asserts": ("def f(x): return x", "assert f(1) == 1\nassert f(2) == 2"),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_programs_pass(name: str) -> None:
+    source, label = HONEST[name]
+    label = {"asserts": label} if isinstance(label, str) else label
+    assert grade_share(block(source), label) == (1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "statement"),
+    [
+        ("def f(): return [1, 2]", "assert f() == (1, 2)"),
+        ("def f(): return 'a'", "assert f() == b'a'"),
+        ("def f(): return {1: 2}", "assert f() == {'1': 2}"),
+        ("def f(): return '3'", "assert f() == 3"),
+        ("def f(): return 1", "assert f() is True"),
+        ("def f(): return [0]", "assert not f()"),
+        ("def f(): return 0.1 + 0.2", "assert f() == 0.3"),
+        ("def f(): return float('nan')", "assert f() == float('nan')"),
+    ],
+)
+def test_types_count_in_asserts(source: str, statement: str) -> None:
+    assert grade_share(block(source), [statement]) == (0.0, {"wrong": 1})
+
+
+NUMBERS = [
+    ("assert abs(f() - 3.1) < 0.2 and not f() > 4", 3, True),
+    ("assert math.isclose(f(), 3.0, rel_tol=1e-3)", 3.0001, True),
+    ("assert math.isclose(f(), 3.0)", 3.1, False),
+    ("assert 1 < f() <= 3 != 4", 3, True),
+    ("assert 1 < f() <= 3", 3.5, False),
+    ("assert f() == f() + 0 * 2", True, True),
+    ("assert round(f(), 2) == 3.14 or f() / 0 == 1", 3.14159, True),
+    ("assert f() / 0 == 1 or True", 3, False),
+    ("assert abs(f() - 3) < 1", float("nan"), False),
+    ("assert f() == 3 or f() / 0 == 1", 3, True),
+    ("assert f() == 4 and f() / 0 == 1", 3, False),
+    ("assert f() != 3", [3], True),
+    ("assert f() < 3", "2", False),
+    ("assert -f() > 0", None, False),
+    ("assert f() > 10 ** 400", 10**401, True),
+]
+
+
+@pytest.mark.parametrize(("statement", "answer", "passes"), NUMBERS)
+def test_asserts_over_numbers(statement: str, answer: Any, passes: bool) -> None:
+    """As Python itself says, and as the judge says, who has the same test for answers that are no numbers."""
+    try:
+        exec(f"import math\ndef f(): return {answer!r}\n{statement}", {"nan": float("nan")})
+        python = True
+    except (AssertionError, ArithmeticError, TypeError):
+        python = False
+    assert python is passes
+    program = f"nan = float('nan')\ndef f(): return {answer!r}"
+    assert grade_share(block(program), [statement]).reward == float(passes)
+    (test,) = read_tests([statement])
+    judged = test.judged if isinstance(test, NumbersTest) else test
+    assert (code_run.run_test(program, judged) is None) is passes
+
+
+def test_a_math_of_the_setup_is_not_taken_for_the_module() -> None:
+    setup = "class math:\n    isclose = staticmethod(lambda a, b: a == b + 1)"
+    assert (
+        grade_share(block("def f(): return 4"), {"setup": setup, "asserts": ["assert math.isclose(f(), 3)"]}).reward
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "same"),
+    [
+        ("(1, 2)", [1, 2], True),
+        ("{1: 2}", {"1": 2}, True),
+        ("1.0", 1, True),
+        ("True", 1, False),
+        ("'1'", 1, False),
+        ("{1, 2}", [1, 2], False),
+        ("5", [5], True),
+        ("None", None, True),
+    ],
+)
+def test_calls_compare_as_json(answer: str, expected: Any, same: bool) -> None:
+    label = {"inputs": [[]], "outputs": [expected], "fn_name": "f"}
+    assert grade_share(block(f"def f(): return {answer}"), label).reward == float(same)
+
+
+@pytest.mark.parametrize(
+    ("label", "part"),
+    [
+        ({"asserts": "assert f( == 1"}, "is no Python"),
+        ({"asserts": ["assert f() == 1", 3]}, "no list of texts"),
+        ({"asserts": {"a": 1}}, "no list of texts"),
+        ({"asserts": ["assert f() == 1\0"]}, "is no Python"),
+        ({"asserts": ["assert f() == 1"], "setup": "def"}, "is no Python"),
+        ({"asserts": "  "}, "no tests"),
+        ("[" * 100_000, "not valid JSON"),
+        ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "input or output 0 of the label is unreadable"),
+    ],
+)
+def test_labels_that_cannot_be_read(label: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=f"--rm-type code: .*{part}"):
+        grade_share("no code", label)
+
+
+def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the weak mode without Landlock a program may kill its launcher. A sandbox that is broken is another thing."""
+
+    def lost(*_: Any) -> Any:
+        raise SandboxError("the sandbox gave no report: its launcher was killed")
+
+    monkeypatch.setattr(code_run, "_run_asking", lost)
+    assert grade_share(block("x"), ["assert f() == 1"]) == (0.0, {"sandbox": 1})
+    monkeypatch.setattr(code_run, "probe", lost)
+    with pytest.raises(SandboxError, match="launcher was killed"):
+        grade_share(block("x"), ["assert f() == 1"])
+
+
+def test_reasons_reach_the_sample_and_the_metrics() -> None:
+    args = SimpleNamespace(custom_rm_path=None, rm_type="code+format:0.1", allow_weak_sandbox=True)
+    metadata = {"shared": 1}
+    samples = [
+        Sample(index=i, response=block(f"def f(): return {i}"), label=["assert f() == 1"] * 2, metadata=metadata)
+        for i in range(3)
+    ]
+    rewards = [call_reward(args, sample) for sample in samples]
+    assert rewards == [0.0, 1.0, 0.0]
+    assert [sample.metadata.get("code_failures") for sample in samples] == [{"wrong": 2}, None, {"wrong": 2}]
+    assert metadata == {"shared": 1}, "the samples of a group share it"
+    metrics = rollout_metrics(samples, rewards, np.zeros(3))
+    assert {name: value for name, value in metrics.items() if "code_failed" in name} == {
+        "rollout/code_failed/wrong": 2.0
+    }

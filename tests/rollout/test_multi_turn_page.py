@@ -1,0 +1,158 @@
+"""docs/multi-turn.md: its files run as they stand and print what it shows, and its signatures are right."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl import plugin_api
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import check_hook, load_function
+from fusionrl.config.parser import read_args
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.sglang_rollout import generate_and_rm, sampling_params
+from tests.rollout.engine import Engine, Turn, check_sample
+from tests.tiny_model import make_byte_tokenizer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "multi-turn.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"```python\n# my_task/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+ROW = json.loads(PAGE.split("```json\n")[1].split("```")[0])
+SHOWN = PAGE.split("`logs/buffer.a1.log`:\n\n```\n")[1].split("```")[0]
+ASKS, ANSWERS = Turn("I calculate <calc>12 * 7</calc>", end=None), Turn("The answer is 84.")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def play(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Sample, Engine]]:
+    """play("my_generate.py", [turn, …], flag=value) -> (the scored sample, engine), as a rollout calls them."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    make_byte_tokenizer(1 << 16).save_pretrained(folder)
+
+    def start(name: str, turns: list[Turn], **changes: Any) -> tuple[Sample, Engine]:
+        values = {
+            "hf_checkpoint": folder,
+            "apply_chat_template": True,
+            "rm_type": "last_number",
+            "rollout_max_response_len": 128,
+            "rollout_max_context_len": 512,
+            "custom_generate_function_path": f"{task / name}:generate",
+            "rollout_sample_hook_path": [f"{task / 'my_generate.py'}:show_mask"],
+        }
+        for field in ("custom_generate_function_path", "rollout_sample_hook_path"):
+            for path in [values[field]] if isinstance(values[field], str) else values[field]:
+                assert check_hook(field, path) is None
+        args = Config.from_flat(values | changes).to_args(rollout_id=0)
+        tokenizer = plugin_api.load_tokenizer(folder)
+        prompt = tokenizer.apply_chat_template(ROW["prompt"], tokenize=False, add_generation_prompt=True)
+        sample = Sample(index=0, prompt=prompt, messages=ROW["prompt"], label=ROW["label"])
+        engine = Engine(tokenizer, list(turns))
+
+        async def use() -> Any:
+            args.semaphore = asyncio.Semaphore(1)
+            return await generate_and_rm(args, sample, sampling_params(args))
+
+        return engine.serve(args, use), engine
+
+    return start
+
+
+@pytest.mark.parametrize("name", ["my_generate.py", "by_hand.py"])
+def test_the_calculator(play: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Each token's mask, log-prob and version, the reward, and what is printed."""
+    sample, engine = play(name, [ASKS, ANSWERS])
+    between = [engine.tokenizer.decode(tokens) for tokens in check_sample(sample, engine.exchanges)]
+    assert between == ["<result>84</result>\n", ""]
+    assert capsys.readouterr().out == SHOWN
+    assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 1.0)
+    assert sample.response == "I calculate <calc>12 * 7</calc><result>84</result>\nThe answer is 84."
+    assert engine.exchanges[0].asked["sampling_params"]["stop"] == ["</calc>"]
+
+
+@pytest.mark.parametrize("name", ["my_generate.py", "by_hand.py"])
+def test_an_answer_without_the_tool(play: Any, name: str) -> None:
+    sample, engine = play(name, [ANSWERS])
+    assert check_sample(sample, engine.exchanges) == [[]] and sample.reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["my_generate.py", "by_hand.py"])
+def test_a_first_turn_that_is_cut_off(play: Any, name: str) -> None:
+    sample, engine = play(name, [ASKS], rollout_max_response_len=10)
+    assert check_sample(sample, engine.exchanges) == [[]]
+    assert (sample.status, sample.response_length) == (Sample.Status.TRUNCATED, 10)
+
+
+def test_room_for_one_turn_alone(play: Any) -> None:
+    """What the page says of a response without --rollout-max-context-len."""
+    sample, engine = play("my_generate.py", [ASKS], rollout_max_context_len=None, rollout_max_response_len=40)
+    assert len(engine.exchanges) == 1 and sample.status == Sample.Status.TRUNCATED
+    assert sample.response == ASKS.text, "nothing of the result was appended"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12 * 7", "84"),
+        ("-(1 + 2) / 4", "-0.75"),
+        ("1 / 0", "error: division by zero"),
+        ("__import__('os')", "error: only numbers"),
+        ("2 ** 9", "error: only numbers"),
+        ("'a' * 9", "error: only numbers"),
+        ("1 +", "error: "),
+        ("(" * 300 + "1" + ")" * 300, "error: "),
+        ("\0", "error: "),
+    ],
+)
+def test_the_tool(task: Path, text: str, value: str) -> None:
+    found = load_function(f"{task / 'calc_tool.py'}:calculate")(text)
+    assert found == value or (value.startswith("error") and found.startswith(value))
+
+
+def test_the_command_of_the_page() -> None:
+    """Its flags are known, and their values are taken."""
+    command = PAGE.split("    fusionrl train ")[1].split("\n\n")[0].replace("\\\n", " ").split()
+    config, errors = read_args(command)
+    assert errors == [] and config.rollout.rollout_max_context_len == 512
+
+
+def rows() -> list[str]:
+    return re.findall(r"^\| `([^`]+\))` \|", PAGE.split("## The functions")[1].split("\n## ")[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize("shown", rows())
+def test_a_signature(shown: str) -> None:
+    name, _, parameters = shown.removeprefix("await ").removeprefix("sample.").removesuffix(")").partition("(")
+    is_method = "sample." in shown.partition("(")[0]
+    function = getattr(Sample if is_method else plugin_api, name)
+    signature = inspect.signature(function)
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p.name != "self"]
+    assert f"({parameters})" == str(inspect.Signature(plain))
+    assert inspect.iscoroutinefunction(function) == shown.startswith("await ")
+    modules = PAGE.split("They are defined in")[1].split("\n\n")[0].replace("\n", " ")
+    if not is_method:
+        assert name in plugin_api.__all__
+        home = "fusionrl.plugin_api" if name == "post" else function.__module__
+        assert f"`{name}`" in modules.split(f"`{home}` (")[1].split(")")[0]
+
+
+def test_there_are_rows() -> None:
+    assert len(rows()) == 11 and len(FILES) == 3
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/hooks.md", "docs/agents.md"])
+def test_other_pages_point_here(page: str) -> None:
+    root = Path(__file__).parents[2]
+    link = (root / "docs" / "multi-turn.md").relative_to((root / page).parent)
+    assert f"]({link})" in (root / page).read_text(encoding="utf-8")

@@ -1,0 +1,186 @@
+"""Weight versions of samples whose function asks the engines by `post` and knows nothing of versions."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.config.hooks import HookError
+from fusionrl.data.sample import Sample
+from fusionrl.plugin_api import post, run
+from fusionrl.rollout import sglang_rollout, versions
+from fusionrl.rollout.versions import Answers, Before, fill_versions, note_answer, noting_answers, take_warnings
+
+URL = "http://engine:1"
+ARGS = argparse.Namespace(router_url=URL, engine_urls=["http://engine:2"])
+
+
+def answer(tokens: list[int], version: Any, **more: Any) -> dict[str, Any]:
+    logprobs = [[-1.0, token, None] for token in tokens]
+    meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": "stop"}} | more
+    return {"text": "", "meta_info": meta | ({} if version is None else {"weight_version": version})}
+
+
+def by_hand(*parts: tuple[list[int], int]) -> Sample:
+    """A sample as slime's functions make it, of (tokens, mask) one after the other."""
+    tokens = [token for part, _ in parts for token in part]
+    mask = [value for part, value in parts for _ in part]
+    made = Sample(index=3, tokens=[1, 2, *tokens], response_length=len(tokens), loss_mask=mask)
+    made.rollout_log_probs = [-float(value) for value in mask]
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_warned_of_yet() -> None:
+    forget_warnings()
+
+
+def forget_warnings() -> None:
+    take_warnings()
+    versions._warned.clear()
+
+
+def filled(sample: Sample, *answers: dict[str, Any], before: Before | None = None, **options: Any) -> Any:
+    with noting_answers(ARGS, **options) as noted:
+        for one in answers:
+            note_answer(f"{URL}/generate", one)
+    fill_versions([sample], noted, "--custom-generate-function-path f", before)
+    return None if sample.weight_versions is None else list(sample.weight_versions)
+
+
+def test_turns_of_one_version() -> None:
+    sample = by_hand(([5, 6], 1), ([7], 0), ([8], 1))
+    assert filled(sample, answer([5, 6], "4"), answer([8], "4")) == [4, 4, 4, 4]
+    assert take_warnings() == []
+
+
+def test_a_turn_that_was_cut_by_hand_is_of_the_only_version() -> None:
+    assert filled(by_hand(([5], 1), ([99], 1)), answer([5, 6, 7], "4")) == [4, 4]
+
+
+def test_turns_of_different_versions_are_found_by_their_tokens() -> None:
+    sample = by_hand(([3], 0), ([5, 6], 1), ([7, 7], 0), ([5, 6, 8], 1))
+    assert filled(sample, answer([5, 6], "4"), answer([5, 6, 8], "5")) == [4, 4, 4, 4, 4, 5, 5, 5]
+    spans = {"weight_versions": [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]}
+    assert filled(by_hand(([5, 6], 1)), answer([5, 6], "5", **spans)) == [4, 5]
+    # The bytes of a token can also lie across two others: that is no place.
+    assert filled(by_hand(([1 << 24, 1, 256], 1)), answer([1 << 16], "3"), answer([256], "4")) == [-1, -1, 4]
+    # Several samples of one call.
+    parts = [(np.array([token], np.int32), np.array([version], np.int32)) for token, version in ((5, 3), (6, 4))]
+    both = [by_hand(([6], 1)), by_hand(([5], 1))]
+    fill_versions(both, Answers((), parts=parts, versions={3, 4}), "f")
+    assert [list(one.weight_versions) for one in both] == [[4], [3]]  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_known_is_said_once() -> None:
+    assert filled(by_hand(([5, 6], 1), ([7], 0))) is None, "asked by other means"
+    (text,) = take_warnings()
+    assert text.startswith("--custom-generate-function-path f: the weight versions of its tokens are not known")
+    assert filled(by_hand(([5], 1))) is None and take_warnings() == [], "once"
+    forget_warnings()
+    # Of two versions, where one turn was tokenized again: that of the other is known.
+    sample = by_hand(([5, 6], 1), ([7], 0), ([50], 1))
+    assert filled(sample, answer([5, 6], "4"), answer([8], "5")) == [4, 4, 4, -1]
+    assert len(take_warnings()) == 1
+    # Without tokens, as of a whole rollout, only one version can be told.
+    assert filled(by_hand(([5], 1)), answer([5], "4"), keeps_tokens=False) == [4]
+    assert filled(by_hand(([5], 1)), answer([5], "4"), answer([6], "5"), keeps_tokens=False) is None
+
+
+def test_where_nothing_is_trained_nothing_is_missing() -> None:
+    removed = by_hand(([5], 1))
+    removed.remove_sample = True
+    assert filled(by_hand(([5], 0))) is None and filled(removed) is None and filled(Sample(tokens=[1])) is None
+    assert take_warnings() == []
+
+
+def test_what_the_function_says_itself_stays() -> None:
+    sample = by_hand(([5, 6], 1))
+    sample.weight_versions = ["2", "3"]  # type: ignore[list-item]
+    assert filled(sample, answer([5, 6], "4")) == [2, 3]
+    sample.weight_versions = [2, 3, 4]
+    assert filled(sample, answer([5, 6], "4")) == [2, 3, 4], "the check of samples says that it does not fit"
+
+
+def test_a_sample_of_an_earlier_rollout() -> None:
+    """The function goes on with it, or begins anew: what an earlier version sampled keeps that version."""
+    first = by_hand(([5, 6], 1))
+    first.weight_versions = np.array([2, 2], np.int32)
+    before = Before.of(first)
+    longer, anew = by_hand(([5, 6, 7], 1)), by_hand(([5, 8], 1))
+    longer.weight_versions = anew.weight_versions = first.weight_versions
+    assert filled(longer, answer([7], "3"), before=before) == [2, 2, 3]
+    assert filled(anew, answer([5, 8], "3"), before=before) == [2, 3]
+
+
+def test_only_the_policys_engines_are_heard() -> None:
+    with noting_answers(ARGS) as noted:
+        for number, url in enumerate(("http://judge:1", "http://engine:11", "http://engine:2", URL)):
+            note_answer(f"{url}/generate", answer([5], str(number)))
+        note_answer(f"{URL}/flush_cache", {"success": True})
+        note_answer(f"{URL}/v1/models", ["text"])
+    assert noted.versions == {2, 3}
+    note_answer(f"{URL}/generate", answer([5], "6"))
+    assert noted.versions == {2, 3}, "the call is over"
+    with noting_answers(argparse.Namespace()) as nobody:
+        note_answer("http://anything/generate", answer([5], "6"))
+    assert not nobody.versions
+
+
+FUNCTIONS: dict[str, Callable[..., Awaitable[Any]]] = {}
+
+
+@pytest.mark.parametrize("way", ["alone", "in tasks", "in a thread", "by the plugin loop"])
+def test_a_function_that_posts(json_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """As a run calls it, wherever it asks from."""
+    json_server.answers = [(200, answer([5, 6], "4"))]
+
+    async def ask() -> Any:
+        return await post(f"{json_server.url}/generate", {"input_ids": [1, 2]})
+
+    async def generate(args: Any, sample: Sample, params: Any) -> list[Sample]:
+        if way == "alone":
+            output = await ask()
+        elif way == "in tasks":
+            (output,) = await asyncio.gather(ask())
+        elif way == "in a thread":
+            output = await asyncio.to_thread(asyncio.run, ask())
+        else:
+            output = await asyncio.to_thread(run, ask())
+        made = [copy.deepcopy(sample), sample]
+        for one in made:
+            one.tokens = [1, 2] + [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+            one.response_length, one.rollout_log_probs = 2, [-1.0, -1.0]
+        return made
+
+    monkeypatch.setitem(FUNCTIONS, "generate", generate)
+    path = tmp_path / "posts.py"
+    path.write_text(f"from {__name__} import FUNCTIONS\nasync def f(args, sample, params):\n")
+    path.write_text(path.read_text() + "    return await FUNCTIONS['generate'](args, sample, params)\n")
+    args = argparse.Namespace(router_url=json_server.url, engine_urls=[])
+    made = asyncio.run(sglang_rollout._custom_generate(f"{path}:f", args, Sample(index=1), {}, False))
+    assert [list(one.weight_versions) for one in made] == [[4, 4], [4, 4]]
+    assert take_warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sample.response_length = 3", "response_length 3 exceeds its 0 tokens"),
+        ("sample.tokens, sample.response_length, sample.loss_mask = [1], 1, []", "loss_mask has 0 values for 1"),
+        ("sample.tokens, sample.response_length = None, 1", "NoneType"),
+        ("sample.tokens, sample.response_length, sample.weight_versions = [1], 1, [1, 2]", "weight_versions has 2"),
+    ],
+)
+def test_a_function_whose_fields_do_not_fit_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(f"async def f(args, sample, params):\n    {line}\n    return sample\n")
+    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: .*{said}"):
+        asyncio.run(sglang_rollout._custom_generate(f"{path}:f", argparse.Namespace(), Sample(index=1), {}, False))

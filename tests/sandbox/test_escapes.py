@@ -1,0 +1,103 @@
+"""Programs that try to escape: in both modes, as root and as another user, and without a sandbox (they succeed)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.sandbox.escapes import ESCAPES, Escape, program
+from tests.sandbox.users import REPO, Sandbox, readable_python
+
+SLEEP = "import time; time.sleep(3600)"
+
+
+@pytest.fixture(scope="module")
+def targets(run: Sandbox) -> Iterator[dict[str, Any]]:
+    """Files, sockets and a process that belong to the user of the sandbox; all but the rights of the mode are open."""
+    yield from make_targets(run.uid, run.python)
+
+
+def make_targets(uid: int, python: str) -> Iterator[dict[str, Any]]:
+    folder = Path(tempfile.mkdtemp(prefix="fusionrl-escape-", dir="/tmp"))
+    key = f"sk-{uuid.uuid4().hex}"
+    (folder / "labels.jsonl").write_text("secret")
+    (folder / "labels.jsonl").chmod(0o666)
+    folder.chmod(0o777)
+    user: dict[str, Any] = {"user": uid, "group": uid, "extra_groups": []} if uid != os.geteuid() else {}
+    process = subprocess.Popen([python, "-S", "-c", SLEEP, key], env={"API_KEY": key}, cwd="/", **user)
+    abstract = f"fusionrl-escape-{uuid.uuid4().hex}"
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(folder / "socket"))
+        (folder / "socket").chmod(0o777)
+        unix.listen()
+        with socket.socket(socket.AF_UNIX) as unnamed:
+            unnamed.bind("\0" + abstract)
+            unnamed.listen()
+            yield {
+                "label": str(folder / "labels.jsonl"),
+                "folder": str(folder),
+                "source": str(REPO / "fusionrl" / "rewards" / "code.py"),
+                "key": key,
+                "pid": process.pid,
+                "tcp": list(tcp.getsockname()),
+                "unix": str(folder / "socket"),
+                "abstract": abstract,
+                "mark": uuid.uuid4().hex,
+                "uid": uid,
+            }
+    assert process.poll() is None, "a program has ended a process outside of the sandbox"
+    process.kill()
+    process.wait()
+    assert (folder / "labels.jsonl").read_text() == "secret"
+    shutil.rmtree(folder)
+
+
+def alive(mark: str) -> bool:
+    return any(mark in part for p in psutil.process_iter(["cmdline"]) for part in p.info["cmdline"] or [])
+
+
+def test_the_catalogue_is_large_enough() -> None:
+    assert len({escape.name for escape in ESCAPES}) == len(ESCAPES) >= 25
+
+
+@pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name)
+def test_no_escape(run: Sandbox, escape: Escape, targets: dict[str, Any]) -> None:
+    result = run(program(escape, targets), **{"wall_s": 20.0, **escape.limits})
+    assert "ESCAPED" not in result.stdout, result
+    assert "Error" not in result.stderr, (
+        "the program is to fail by what the sandbox refuses, not by a mistake of its own"
+    )
+    assert "tried" in result.stdout or result.killed_by is not None, result
+    if escape.name in ("take ten times 400 MiB", "fill the disk") and result.killed_by is not None:
+        assert result.killed_by in ("memory", "disk"), result
+    assert not alive(targets["mark"])
+
+
+@pytest.mark.parametrize("escape", [e for e in ESCAPES if e.bare], ids=lambda escape: escape.name)
+def test_without_a_sandbox_they_succeed(escape: Escape, bare_targets: dict[str, Any]) -> None:
+    """So that an attempt that could not succeed anyway proves nothing."""
+    folder = tempfile.mkdtemp()
+    text = program(escape, bare_targets)
+    # In a session of its own, as it may signal its group.
+    found = subprocess.run(
+        [sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, start_new_session=True, check=False
+    )
+    shutil.rmtree(folder)
+    Path(bare_targets["label"]).write_text("secret")
+    assert "ESCAPED" in found.stdout, found
+
+
+@pytest.fixture(scope="module")
+def bare_targets() -> Iterator[dict[str, Any]]:
+    yield from make_targets(os.geteuid(), readable_python() or sys.executable)

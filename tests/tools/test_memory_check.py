@@ -1,0 +1,63 @@
+"""A choice of tools/memory_check.py: the estimate against Megatron's own buffers and autograd's own tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def check(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
+    """In a process of its own: what it does to torch would stay in this one."""
+    file = tmp_path / "found.json"
+    argv = [sys.executable, "tools/memory_check.py", *flags, "--json", str(file)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
+    assert all(row["holds"] for rows in found.values() for row in rows)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("only", "num_ranks"),
+    [("qwen3_moe TP 2 EP 2 ETP 1", [4]), ("qwen3 tied PP 2 VPP 2", [2]), ("deepseek_v3 TP 2 PP 2 CP 2 EP 2", [8])],
+)
+def test_parameters_buffers_and_optimizer_are_megatrons(tmp_path: Path, only: str, num_ranks: list[int]) -> None:
+    rows = check(tmp_path, "--states", "--only", only)["states"]
+    assert [row["ranks"] for row in rows] == num_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "only",
+    [
+        "qwen3: attention with q/k norms, MLP none",
+        "qwen3: attention with q/k norms, MLP core_attn",
+        "qwen3: attention with q/k norms, MLP full",
+        "qwen2_moe: with a shared expert none",
+        "qwen2_moe: with a shared expert moe",
+        "glm4: output norms mlp",
+        "deepseek_v3: latent attention, mixture none",
+        "deepseek_v3: latent attention, mixture mla_up_proj",
+    ],
+)
+def test_kept_tensors_are_autograds(tmp_path: Path, only: str) -> None:
+    (row, *others) = check(tmp_path, "--activations", "--only", only)["activations"]
+    assert abs(row["difference"]) <= 0.02
+    assert row["measured"] > 1000
+    assert len(others) <= 1
+
+
+def test_published_peaks_are_within_five_percent(tmp_path: Path) -> None:
+    rows = check(tmp_path, "--published")["published"]
+    assert len(rows) == 23
+    assert max(abs(row["difference"]) for row in rows) < 0.05

@@ -1,0 +1,114 @@
+"""What training finds out about single samples is the same in every layout, and what a reference computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer.test_losses import at_the_edge
+from tests.trainer.trainer_worker import Samples, config_of
+
+LAYOUTS = {
+    "one": TrainerLayout(1),
+    "dp2": TrainerLayout(2),
+    "tp2": TrainerLayout(2, tp=2),
+    "cp2": TrainerLayout(2, cp=2),
+    "pp2": TrainerLayout(2, pp=2),
+}
+
+
+def shards_of(samples, layout, steps):
+    shards = samples.shards(layout.dp, steps)
+    for shard in shards:
+        shard.fields["position"] = shard.fields["sample_index"]
+    return shards
+
+
+def columns_of_all(workers, rollout_id=0):
+    """Position -> columns; each sample is reported by one rank."""
+    whole = {}
+    for part in workers.call("sample_columns", rollout_id):
+        assert not whole.keys() & part.keys()
+        whole |= part
+    return whole
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["from-the-loss", "from-log-probs"])
+def test_advantage_and_mismatch_in_every_layout(workers, hf, steps):
+    folder, _ = hf("qwen3", False)
+    samples = Samples(7, seed=21, share=2)
+    samples.mask[3][:] = 0.0
+    workers.start(config_of(folder))
+    scores = workers.call("score", samples.shards()[0])[0]
+    for name, layout in LAYOUTS.items():
+        workers.start(config_of(folder), layout)
+        metrics = workers.train(shards_of(samples, layout, steps), layout)
+        found = columns_of_all(workers)
+        assert sorted(found) == list(range(7)), name
+        for i, columns in found.items():
+            count = int(samples.mask[i].sum())
+            assert columns["num_trained"] == count
+            assert columns["trained_reward"] == pytest.approx(samples.rewards[i])
+            if not count:
+                assert set(columns) == {"num_trained", "trained_reward"}, "nothing is known of a masked sample"
+                continue
+            assert columns["advantage"] == pytest.approx(samples.rewards[i], rel=1e-6)
+            gaps = np.abs(scores[i].astype(np.float64) - samples.log_probs[i])[samples.mask[i] > 0]
+            assert columns["mismatch"] == pytest.approx(gaps.mean(), rel=1e-4), (name, i)
+        known = [columns for columns in found.values() if columns["num_trained"]]
+        total = sum(columns["mismatch"] * columns["num_trained"] for columns in known)
+        tokens = sum(columns["num_trained"] for columns in known)
+        if steps == 1:
+            assert metrics["train/logprob_diff_mean"] == pytest.approx(total / tokens, rel=1e-6), name
+
+
+def test_several_steps_that_trust_the_engine_compare_the_first_alone(workers, hf):
+    """After an optimizer step the weights are no longer those that the samples were made with."""
+    folder, _ = hf("qwen3", False)
+    samples = Samples(6, seed=22)
+    workers.start(config_of(folder, use_rollout_logprobs=True))
+    workers.train(shards_of(samples, TrainerLayout(1), 2))
+    found = columns_of_all(workers)
+    assert [i for i in found if "mismatch" in found[i]] == [0, 1, 2]
+    assert all("advantage" in columns for columns in found.values())
+
+
+def test_advantages_that_differ_from_token_to_token(workers, hf):
+    folder, _ = hf("qwen3", False)
+    samples = Samples(6, seed=23)
+    workers.start(config_of(folder, advantage_estimator="reinforce_plus_plus", gamma=0.9))
+    workers.train(shards_of(samples, TrainerLayout(1), 1))
+    found = columns_of_all(workers)
+    returns = []
+    for reward, mask in zip(samples.rewards, samples.mask, strict=True):
+        places = np.flatnonzero(mask)
+        returns.append(reward * 0.9 ** (len(places) - 1 - np.arange(len(places))))
+    flat = np.concatenate(returns)
+    for i, own in enumerate(returns):
+        wanted = (own.mean() - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8)
+        assert found[i]["advantage"] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_log_probs_that_are_no_numbers_and_samples_without_tokens(workers, hf):
+    folder, _ = hf("llama", True)
+    samples = at_the_edge()
+    for steps in (1, 2):
+        workers.start(config_of(folder))
+        workers.train(shards_of(samples, TrainerLayout(1), steps))
+        found = columns_of_all(workers)
+        for i in (1, 2):
+            assert set(found[i]) == {"num_trained", "trained_reward"} and found[i]["num_trained"] == 0
+        assert np.isfinite(found[3]["mismatch"]), "its tokens that have log-probs count"
+        assert found[4]["advantage"] == 0.0
+
+
+def test_only_the_last_rollout_that_was_trained_on(workers, hf):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder))
+    assert workers.call("sample_columns", 0) == [{}]
+    workers.train(shards_of(Samples(4, seed=24), TrainerLayout(1), 1), rollout_id=3)
+    assert workers.call("sample_columns", 2) == [{}] and len(workers.call("sample_columns", 3)[0]) == 4
+    workers.start(config_of(folder, "sft"))
+    workers.train(shards_of(Samples(4, seed=24), TrainerLayout(1), 1))
+    assert workers.call("sample_columns", 0) == [{}]

@@ -1,0 +1,132 @@
+"""Metrics of a rollout of several optimizer steps, against loops in float64 over its tokens and samples."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer.step_report import MISMATCH, StepReport, pooled_metrics
+from tests.trainer.trainer_worker import Samples, config_of
+
+SIZES = (3, 50, 400)  # tokens of three optimizer steps
+
+
+def step_of(seed: int, num_tokens: int) -> tuple[StepReport, dict[str, np.ndarray]]:
+    """A report, and the tokens' values that it is made of."""
+    random = np.random.default_rng(seed)
+    values = {name: random.random(num_tokens) for name in ("entropy", "ppo_kl", "clip_fraction")}
+    values["train"], values["engine"] = -random.random(num_tokens), -random.random(num_tokens)
+    sums, peak = mismatch_sums(*(torch.tensor(values[n]) for n in ("train", "engine")), torch.ones(num_tokens))
+    token_sums = {name: float(values[name].sum()) for name in ("entropy", "ppo_kl", "clip_fraction")}
+    token_sums |= {MISMATCH + name: float(x) for name, x in zip(MISMATCH_SUMS, sums, strict=True)}
+    numbers = {"grad_norm": float(seed), "num_tokens": float(num_tokens), "skipped": 0.0, "lr": 0.1 * seed}
+    report = StepReport(
+        {"loss": float(seed)}, token_sums | {"tokens": float(num_tokens)}, {"sequences": 2.0}, float(peak), numbers
+    )
+    return report, values
+
+
+def test_means_are_pooled_over_the_tokens_of_all_steps() -> None:
+    steps = [step_of(seed, size) for seed, size in enumerate(SIZES, start=1)]
+    found = pooled_metrics([report for report, _ in steps], first_is_old=True)
+    whole = {name: np.concatenate([values[name] for _, values in steps]) for name in steps[0][1]}
+    assert found["entropy"] == pytest.approx(whole["entropy"].mean())
+    ratio = np.exp(whole["train"] - whole["engine"])
+    assert found["logprob_ratio_mean"] == pytest.approx(ratio.mean())
+    assert found["logprob_ratio_error"] == pytest.approx(ratio.std() / math.sqrt(len(ratio)))
+    assert found["logprob_ess"] == pytest.approx(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
+    assert found["logprob_diff_max"] == pytest.approx(np.abs(whole["train"] - whole["engine"]).max())
+
+
+def test_what_is_zero_by_construction_in_the_first_step_is_left_out() -> None:
+    """In the first step the policy is the old one: its tokens would only dilute."""
+    steps = [step_of(seed, size) for seed, size in enumerate(SIZES, start=1)]
+    reports = [report for report, _ in steps]
+    later = np.concatenate([values["ppo_kl"] for _, values in steps[1:]])
+    found = pooled_metrics(reports, first_is_old=True)
+    assert found["ppo_kl"] == pytest.approx(later.mean())
+    assert found["ppo_kl_max"] == pytest.approx(max(values["ppo_kl"].mean() for _, values in steps[1:]))
+    every = np.concatenate([values["ppo_kl"] for _, values in steps])
+    assert pooled_metrics(reports)["ppo_kl"] == pytest.approx(every.mean()), "old log-probs of the engine"
+    alone = pooled_metrics(reports[:1], first_is_old=True)
+    assert alone["ppo_kl"] == pytest.approx(steps[0][1]["ppo_kl"].mean()), "a single step is all there is"
+
+
+def test_one_number_a_step_has_a_mean_and_extremes() -> None:
+    found = pooled_metrics([step_of(seed, size)[0] for seed, size in enumerate(SIZES, start=1)])
+    assert (found["grad_norm"], found["grad_norm_min"], found["grad_norm_max"]) == (2.0, 1.0, 3.0)
+    assert found["loss"] == 2.0 and found["num_tokens"] == sum(SIZES) and found["skipped"] == 0.0
+    assert found["lr"] == pytest.approx(0.2)
+
+
+def test_a_step_that_is_not_a_number_shows_in_the_extremes_wherever_it_is() -> None:
+    for order in ([math.nan, 1.0], [1.0, math.nan]):
+        found = pooled_metrics([StepReport({}, {"tokens": 1.0}, numbers={"grad_norm": norm}) for norm in order])
+        assert math.isnan(found["grad_norm_max"]) and math.isnan(found["grad_norm_min"])
+
+
+def test_means_over_pairs_weigh_by_the_pairs() -> None:
+    steps = [
+        StepReport({}, {"tokens": 1.0}, numbers={"dpo_loss": 1.0, "num_pairs": 9.0, "pairs_excluded": 1.0}),
+        StepReport({}, {"tokens": 1.0}, numbers={"num_pairs": 0.0, "pairs_excluded": 2.0}),
+        StepReport({}, {"tokens": 1.0}, numbers={"dpo_loss": 3.0, "num_pairs": 1.0, "pairs_excluded": 0.0}),
+    ]
+    found = pooled_metrics(steps)
+    assert found["dpo_loss"] == pytest.approx(1.2)
+    assert (found["num_pairs"], found["pairs_excluded"]) == (10.0, 3.0)
+
+
+def test_entropy_and_kl_do_not_depend_on_the_aggregation(workers, hf):
+    """Means over tokens, whatever the loss averages over; of one step, at one and at two ranks."""
+    folder, _ = hf("llama", True)
+    samples, found = Samples(6, seed=71), {}
+    samples.mask[2][:] = 0.0
+    values = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.01, "kl_loss_type": "k1", "lr": 0.02}
+    for kind in ("token_mean", "sequence_mean", "constant"):
+        for layout in (TrainerLayout(1), TrainerLayout(2, cp=2)):
+            workers.start(config_of(folder, loss_aggregation=kind, loss_length=40, **values), layout)
+            workers.call_each("keep_weights", [("ref",)] * layout.world_size)
+            # Under the weights of the checkpoint, and so that policy and reference differ after it.
+            found[kind, layout.world_size] = workers.train(samples.shards(layout.dp, micro=2), layout, 0)
+            (shard,) = samples.shards()
+            policy, reference = (workers.call("score", shard, name)[0] for name in (None, "ref"))
+            metrics = workers.train(samples.shards(layout.dp, micro=2), layout, 1)
+            gaps = [(p - r)[m > 0] for p, r, m in zip(policy, reference, samples.mask, strict=True)]
+            assert metrics["train/kl_loss"] == pytest.approx(float(np.concatenate(gaps).mean()), rel=1e-3)
+    entropy = found["token_mean", 1]["train/entropy"]
+    assert len({round(metrics["train/pg_loss"], 4) for metrics in found.values()}) == 3, "the losses do differ"
+    for metrics in found.values():
+        assert metrics["train/entropy"] == pytest.approx(entropy, rel=1e-5)
+        assert (metrics["train/num_samples"], metrics["train/masked_samples"]) == (6, 1)
+
+
+def test_gspo_counts_the_sequences_that_it_clips(workers, hf):
+    """Its ratio is one of a whole response; the share of tokens stands beside the share of responses."""
+    folder, _ = hf("llama", True)
+    samples = Samples(8, seed=72)
+    samples.mask[3][:] = 0.0
+    values = {"policy_loss": "gspo", "loss_aggregation": "sequence_mean", "use_rollout_logprobs": True, "eps_clip": 0.3}
+    for layout in (TrainerLayout(1), TrainerLayout(2), TrainerLayout(2, cp=2)):
+        workers.start(config_of(folder, **values), layout)
+        policy = workers.call("score", samples.shards()[0])[0]
+        random = np.random.default_rng(72)
+        shifts = random.choice([-0.6, 0.0, 0.6], size=8)
+        samples.log_probs = [(p + s).astype(np.float32) for p, s in zip(policy, shifts, strict=True)]
+        samples.rewards = np.where(random.random(8) < 0.5, 1.0, -1.0).astype(np.float32)
+        clipped, tokens = [], []
+        for i in range(8):
+            trained = samples.mask[i] > 0
+            if trained.any():
+                ratio = math.exp(float((policy[i] - samples.log_probs[i])[trained].mean()))
+                is_clipped = ratio > 1.3 if samples.rewards[i] > 0 else ratio < 0.7
+                clipped.append(is_clipped)
+                tokens += [is_clipped] * int(trained.sum())
+        assert 0 < sum(clipped) < 7 and np.mean(clipped) != np.mean(tokens)
+        metrics = workers.train(samples.shards(layout.dp, micro=2), layout, 0)
+        assert metrics["train/clip_fraction"] == pytest.approx(np.mean(clipped)), layout
+        assert metrics["train/clip_fraction_tokens"] == pytest.approx(np.mean(tokens)), layout

@@ -1,0 +1,607 @@
+"""Hold the memory estimate of `fusionrl plan` against Megatron-core: parameter bytes by rank, and autograd's tensors.
+
+    python tools/memory_check.py [--states] [--activations] [--step] [--published] [--only TEXT]
+        [--markdown docs/memory.md] [--json FILE]
+
+--states       For every layout of tools/parity.py and every rank of it: builds Megatron's real model, its data-parallel
+               buffers and its distributed optimizer, and counts their bytes. Parameters and buffers must be equal.
+--activations  For layers of every kind, without, with selective and with full recompute: runs the real layers and
+               counts the storages that autograd keeps. Within 2 %.
+--step         Whole training steps on one rank: the peak of what torch allocates, and the estimate's. Within 10 %.
+--published    The estimate of layouts whose peaks on GPUs others have published. Nothing runs.
+
+Without a choice: all of them. All ranks are in this process: a process group that only pretends to communicate gives
+each rank its part of the model. Exit code 1 where a bound is passed. Three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.plan.layout import TrainerLayout, stage_layers
+from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, chunk_bytes
+from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
+from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
+from tools import published_peaks
+from tools.parity import COMMON, MODELS, ROWS, Row
+
+BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.05
+MARKERS = {
+    name: (f"<!-- {name}: made by tools/memory_check.py --{name} -->", f"<!-- /{name} -->")
+    for name in ("states", "activations", "step", "published")
+}
+_HEAD = {
+    "states": "| model | layout | ranks | parameters of a rank, bytes | buffers | optimizer | equal |\n"
+    "|---|---|---|---|---|---|---|",
+    "activations": "| layer | recompute | kept of a layer, bytes a token | estimate | difference |\n"
+    "|---|---|---|---|---|",
+    "step": "| model | recompute | states, MiB | estimate | peak, MiB | estimate | difference |\n"
+    "|---|---|---|---|---|---|---|",
+    "published": "| model | layout | stage | peak, GiB | estimate, GiB | difference |\n|---|---|---|---|---|---|",
+}
+
+
+def import_megatron() -> None:
+    """Megatron-core on this machine's CPU, as trainers import it."""
+    warnings.filterwarnings("ignore")
+    from fusionrl.trainer import adam, cpu_megatron, megatron_versions
+
+    cpu_megatron.install()
+    import megatron.core  # noqa: F401 (patched right after)
+
+    cpu_megatron.patch()
+    megatron_versions.without_te()
+    adam.patch()
+
+
+def become(layout: TrainerLayout, rank: int) -> None:
+    """Make this process rank `rank` of `layout`, alone: what others would send is undefined."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def build(
+    shape: ModelShape, layout: TrainerLayout, rank: int, precision: str, passthrough: PassThrough
+) -> tuple[Config, list[Any], Any]:
+    """(configuration, model chunks, TransformerConfig) of one rank: Megatron's real model, with random weights."""
+    import torch
+
+    from fusionrl.trainer import model
+
+    become(layout, rank)
+    values = {"mode": "sft", "precision": precision, "train_num_threads": 1, "lr": 1e-3}
+    config = Config.from_flat(values, passthrough)
+    modules, transformer = model.build_model(config, shape, layout, torch.device("cpu"))
+    model.randomize(modules)
+    return config, modules, transformer
+
+
+# ----------------------------------------------------------------------------------------------- states
+
+
+def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> dict[str, int]:
+    """Bytes of a rank as Megatron has them."""
+    import torch
+
+    from fusionrl.trainer import model
+
+    passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
+    config, modules, transformer = build(shape, row.layout, rank, precision, passthrough)
+    parameters = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+    trained = model.build_training(config, modules, transformer, torch.device("cpu"))
+    buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    optimizer = 0
+    for inner in trained.optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            for param in group["params"]:
+                state = inner.optimizer.state[param].values()
+                tensors = [value for value in state if isinstance(value, torch.Tensor)]
+                # In fp32 the shard is a view of the model's own parameter.
+                own = [param] if precision == "bf16" else []
+                optimizer += sum(t.numel() * t.element_size() for t in (*tensors, *own))
+    return {
+        "parameters": parameters,
+        "weights": sum(b.param_data.numel() * b.param_data.element_size() for b in buffers),
+        "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
+        "optimizer": optimizer,
+    }
+
+
+def check_states(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """A dictionary for each model on one rank, in fp32 and bf16, and for each layout of tools/parity.py."""
+    import_megatron()
+    alone = [(Row(name, 1), precision) for name in MODELS for precision in ("fp32", "bf16")]
+    rows = alone + [(row, "fp32") for row in ROWS]
+    results = []
+    for row, precision in rows:
+        name = f"{row.name or 'one rank'}{'' if precision == 'fp32' else ', bf16'}"
+        if only is not None and only not in f"{row.model} {name}":
+            continue
+        results.append(_states_of(row, name, precision))
+        report(results[-1])
+    return results
+
+
+def _states_of(row: Row, name: str, precision: str) -> dict[str, Any]:
+    shape, layout = parity_shape(row.model), row.layout
+    stages = stage_layers(layout, shape.num_layers, row.transformer)
+    assert stages is not None
+    counted = stage_parameters(shape, layout, stages)
+    options = StateOptions.of(precision, {}, row.ddp)
+    estimates = [state_bytes(parameters, layout, options) for parameters in counted]
+    least: list[int] = []
+    is_equal, worst, total, sizes = True, 0.0, 0, []
+    for rank in range(layout.world_size):
+        found = counted_states(row, shape, rank, precision)
+        stage = layout.coordinates(rank).pp
+        want = estimates[stage]
+        wanted = counted[stage].count * options.weight_bytes
+        is_equal &= found["parameters"] == wanted
+        is_equal &= (found["weights"], found["gradients"]) == (want.weights, want.gradients)
+        # Where a buffer ends in padding, the rank that has it holds less: the estimate is that of the others.
+        is_equal &= found["optimizer"] <= want.optimizer
+        worst = max(worst, (want.optimizer - found["optimizer"]) / want.optimizer)
+        total += found["optimizer"]
+        sizes.append(found["parameters"])
+        least.append(found["weights"])
+    replicas = {"dense": layout.dp * layout.cp, "expert": layout.expert_dp}
+    per_stage = layout.world_size // layout.pp
+    whole = sum(
+        options.optimizer_bytes
+        * (p.num_dense * per_stage // replicas["dense"] + p.num_expert * per_stage // replicas["expert"])
+        for p in counted
+    )
+    is_equal &= total == whole  # of all ranks together the optimizer is exact
+    return {
+        "model": row.model,
+        "layout": name,
+        "ranks": layout.world_size,
+        "parameters": sorted(set(sizes)),
+        "buffers": sorted(set(least)),
+        "optimizer_over": worst,
+        "holds": bool(is_equal),
+    }
+
+
+def parity_shape(name: str) -> ModelShape:
+    """The shape of a model of tools/parity.py, read from the config.json that transformers writes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name.split()[0], **(COMMON | {"tie_word_embeddings": False} | MODELS[name]))
+    return shape_from_hf_config(config.to_dict())
+
+
+def states_line(entry: dict[str, Any]) -> str:
+    """One row of the table."""
+    shown = " / ".join(str(size) for size in entry["parameters"])
+    buffers = " / ".join(str(size) for size in entry["buffers"])
+    return (
+        f"| {entry['model']} | {entry['layout']} | {entry['ranks']} | {shown} | {buffers} |"
+        f" at most {entry['optimizer_over']:.1%} over | {'yes' if entry['holds'] else 'NO'} |"
+    )
+
+
+# ------------------------------------------------------------------------------------------ activations
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 320,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 56,
+    "tie_word_embeddings": False,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 72,
+    "q_lora_rank": 104,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 24,
+    "v_head_dim": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 176,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 176}
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama: attention and MLP": {"model_type": "llama"},
+    "llama, no grouped queries": {"model_type": "llama", "num_key_value_heads": 8},
+    "qwen3: attention with q/k norms, MLP": {"model_type": "qwen3"},
+    "glm4: output norms": {"model_type": "glm4"},
+    "qwen3_moe: mixture of experts": {"model_type": "qwen3_moe", "norm_topk_prob": True, **_EXPERTS},
+    "qwen2_moe: with a shared expert": {
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 208,
+        **_EXPERTS,
+    },
+    "deepseek_v3: latent attention, MLP": {"model_type": "deepseek_v3", **_LATENT, "first_k_dense_replace": 99},
+    "deepseek_v3: latent attention, mixture": {"model_type": "deepseek_v3", **_LATENT, "first_k_dense_replace": 0},
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One measurement: a layer, Megatron's recompute flags, parallel sizes, sequences of a micro-batch."""
+
+    layer: str
+    recompute: str
+    transformer: dict[str, Any] = field(default_factory=dict)
+    layout: TrainerLayout = field(default_factory=lambda: TrainerLayout(1))
+    lengths: tuple[int, ...] = (129,)
+    precision: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        sizes = {axis: getattr(self.layout, axis) for axis in ("tp", "cp", "ep", "etp")}
+        parts = [self.layer, *(f"{axis.upper()} {size}" for axis, size in sizes.items() if size > 1)]
+        parts += [f"{len(self.lengths)} sequences"] if len(self.lengths) > 1 else []
+        return ", ".join(parts + (["bf16"] if self.precision == "bf16" else []))
+
+
+def layer_cases() -> Iterator[LayerCase]:
+    """Every layer without, with selective (what Megatron's flag means for it) and with full recompute; then others."""
+    for layer, raw in LAYERS.items():
+        modules = ["core_attn"]
+        has_experts = "mixture" in layer or "expert" in layer
+        modules += ["moe"] if has_experts else ["mlp"]
+        yield LayerCase(layer, "none")
+        yield LayerCase(layer, "core_attn", {"recompute_granularity": "selective"})
+        yield LayerCase(layer, modules[1], _selective(modules[1]))
+        yield LayerCase(layer, "layernorm", _selective("layernorm"))
+        if raw["model_type"] == "deepseek_v3":
+            yield LayerCase(layer, "mla_up_proj", _selective("mla_up_proj"))
+        if raw["model_type"] == "deepseek_v3" and has_experts:
+            yield LayerCase(layer, "shared_experts", _selective("shared_experts"))
+        yield LayerCase(layer, "full", FULL)
+    qwen, moe, mla = list(LAYERS)[2], list(LAYERS)[4], list(LAYERS)[6]
+    yield LayerCase(qwen, "full, block of 1", FULL | {"recompute_method": "block"})
+    yield LayerCase(qwen, "none", {}, TrainerLayout(2, tp=2))
+    yield LayerCase(qwen, "none", {"sequence_parallel": False}, TrainerLayout(2, tp=2))
+    yield LayerCase(qwen, "full", FULL, TrainerLayout(2, tp=2))
+    yield LayerCase(qwen, "none", {}, TrainerLayout(2, cp=2))
+    yield LayerCase(qwen, "none", {}, lengths=(129, 129))
+    yield LayerCase(qwen, "none", {}, precision="bf16")
+    yield LayerCase(moe, "none", {}, TrainerLayout(2, tp=2, etp=2))
+    yield LayerCase(moe, "none", {}, TrainerLayout(2, ep=2))
+    yield LayerCase(moe, "none", {}, TrainerLayout(4, tp=2, ep=2, etp=2))
+    yield LayerCase(mla, "none", {}, TrainerLayout(2, tp=2))
+    yield LayerCase(mla, "none", {}, TrainerLayout(2, cp=2))
+    yield LayerCase(mla, "none", {}, precision="bf16")
+
+
+def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
+    """(bytes that autograd keeps of a forward pass, tokens of the rank's row, tokens of experts over an even share)."""
+    import torch
+
+    from fusionrl.trainer.batch import BatchOptions as MicroBatchOptions
+    from fusionrl.trainer.batch import Slicing, build_micro_batch
+
+    shape, layout = layer_shape(case, num_layers), case.layout
+    passthrough = PassThrough(transformer=case.transformer)
+    _, modules, transformer = build(shape, layout, 0, case.precision, passthrough)
+    slicing = Slicing(layout.cp, 0, layout.tp if transformer.sequence_parallel else 1, 0)
+    sharing = shape.mla is None
+    options = MicroBatchOptions(slicing, torch.device("cpu"), 1.0, None, True, share_prompts=sharing)
+    shard = _shard(case.lengths, shape.vocab_size)
+    batch = build_micro_batch(shard, list(range(len(case.lengths))), shard.steps[0], options)
+    (module,) = modules
+    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, Any] = {}
+    routed = 0
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage  # alive, so that no other gets its address
+        return tensor
+
+    def count(_: Any, inputs: tuple[Any, ...], __: Any) -> None:
+        nonlocal routed
+        routed += inputs[0].size(0)
+
+    experts = [part for name, part in module.named_modules() if name.endswith("mlp.experts")]
+    hooks = [part.register_forward_hook(count) for part in experts]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module.train()
+        output = module(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
+    assert output.requires_grad
+    for hook in hooks:
+        hook.remove()
+    tokens = batch.tokens.size(1)
+    split = layout.tp if transformer.sequence_parallel else 1
+    even = len(experts) * tokens / split * layout.etp * (shape.moe.topk if shape.moe else 1)
+    # What was given back at the end of the forward pass (recomputed outputs) has a size of 0 by now.
+    return sum(storage.nbytes() for storage in kept.values()), tokens, routed / even if experts else 1.0
+
+
+def layer_shape(case: LayerCase, num_layers: int) -> ModelShape:
+    return shape_from_hf_config(_SIZES | LAYERS[case.layer] | {"num_hidden_layers": num_layers})
+
+
+def _shard(lengths: Sequence[int], vocab_size: int, prompt_length: int = 1) -> TrainShard:
+    total = np.array(lengths, np.int32)
+    response, count = total - prompt_length, len(lengths)
+    random = np.random.default_rng(0)
+    return TrainShard(
+        rollout_id=0,
+        total_lengths=total,
+        response_lengths=response,
+        fields={
+            "tokens": random.integers(0, vocab_size, int(total.sum())).astype(np.int32),
+            "loss_mask": np.ones(int(response.sum()), np.float32),
+            "rewards": np.zeros(count, np.float32),
+            "raw_rewards": np.zeros(count, np.float32),
+            "sample_index": np.arange(count),
+            "group_index": np.arange(count),
+            "truncated": np.zeros(count, np.bool_),
+        },
+        steps=[TrainStep([list(range(count))], int(response.sum()), count)],
+    )
+
+
+def measure_layer(case: LayerCase) -> dict[str, Any]:
+    """Bytes a token that one more layer keeps, against the estimate; a block of recomputed layers by its whole."""
+    # The pieces of a whole model that are no layers (embedding, last norm, loss) fall out of the difference.
+    first, second = 2, 4
+    one, tokens, imbalance_one = kept_bytes(case, first)
+    two, _, imbalance_two = kept_bytes(case, second)
+    measured = (two - one) / tokens / (second - first)
+    routed = (second * imbalance_two - first * imbalance_one) / (second - first)
+    longest = max(case.lengths) - 1
+    estimate = []
+    for num_layers in (first, second):
+        options = ActivationOptions(
+            impl="local",
+            precision=case.precision,
+            on_cpu=True,
+            packing=Packing(longest=longest),
+            recompute=Recompute.of(case.transformer),
+            sequence_parallel=case.transformer.get("sequence_parallel", True),
+            imbalance=routed,
+        )
+        estimate.append(chunk_bytes(layer_shape(case, num_layers), case.layout, options, range(num_layers))[0])
+    expected = (estimate[1] - estimate[0]) / (second - first)
+    difference = expected / measured - 1
+    return {
+        "layer": case.name,
+        "recompute": case.recompute,
+        "measured": measured,
+        "estimate": expected,
+        "difference": difference,
+        "holds": abs(difference) <= BOUND,
+    }
+
+
+def check_activations(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """A dictionary for each of `layer_cases`."""
+    import_megatron()
+    results = []
+    for case in layer_cases():
+        if only is None or only in f"{case.name} {case.recompute}":
+            results.append(measure_layer(case))
+            report(results[-1])
+    return results
+
+
+def activations_line(entry: dict[str, Any]) -> str:
+    """One row of the table."""
+    return (
+        f"| {entry['layer']} | {entry['recompute']} | {entry['measured']:.0f} | {entry['estimate']:.0f} |"
+        f" {entry['difference']:+.2%}{'' if entry['holds'] else ' (OVER)'} |"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- step
+
+_STEP = _SIZES | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 16000}
+_STEP_EXPERTS = _STEP | {"model_type": "qwen3_moe", "norm_topk_prob": True, **_EXPERTS, "moe_intermediate_size": 512}
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3 | none": (_STEP | {"model_type": "qwen3"}, {}),
+    "qwen3 | full": (_STEP | {"model_type": "qwen3"}, FULL),
+    "qwen3, 1000 tokens in the vocabulary | none": (_STEP | {"model_type": "qwen3", "vocab_size": 1000}, {}),
+    "qwen3_moe | none": (_STEP_EXPERTS, {}),
+    "qwen3_moe | moe": (_STEP_EXPERTS, _selective("moe")),
+}
+
+
+def check_step(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """A dictionary for each of STEPS: two micro-batches of one sequence, all but its first token trained on."""
+    import_megatron()
+    results = []
+    for name, (raw, transformer) in STEPS.items():
+        if only is None or only in name:
+            results.append({"name": name} | measure_step(shape_from_hf_config(raw), transformer))
+            report(results[-1])
+    return results
+
+
+def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 1024) -> dict[str, Any]:
+    """The peak of a training step by torch's own record of its allocations, and the estimate."""
+    import torch
+    from torch.autograd.profiler import profile
+
+    from fusionrl.trainer import model
+    from fusionrl.trainer.batch import BatchOptions as MicroBatchOptions
+    from fusionrl.trainer.batch import Slicing, build_micro_batch
+    from fusionrl.trainer.loss import LossOptions
+    from fusionrl.trainer.step import train_step
+
+    layout, device, count = TrainerLayout(1), torch.device("cpu"), 2
+    config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed))
+    trained = model.build_training(config, modules, transformer, device)
+    shard = _shard([num_tokens + 1] * count, shape.vocab_size)
+    step = TrainStep([[i] for i in range(count)], shard.steps[0].num_tokens, count)
+    options = MicroBatchOptions(Slicing(), device, 1.0, None, True)
+    batches = [build_micro_batch(shard, [i], step, options) for i in range(count)]
+    buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    states = sum(b.param_data.nbytes + b.grad_data.nbytes for b in buffers)
+    for inner in trained.optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            for param in group["params"]:
+                values = inner.optimizer.state[param].values()
+                states += sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    with profile(profile_memory=True) as record:
+        train_step(trained, batches, LossOptions(mode="sft"), False, device)
+    events = sorted(
+        (event for event in record.kineto_results.events() if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
+    top = int(np.cumsum([event.nbytes() for event in events]).max())
+    activations = ActivationOptions("local", "fp32", True, Packing(num_tokens), Recompute.of(passed))
+    (memory,) = trainer_memory(
+        shape, layout, BatchOptions(num_tokens, count), StateOptions.of("fp32", {}, {}), activations, passed
+    )
+    # What stands anyway would hide an error of the rest.
+    difference = (memory.training - memory.states.on_device) / top - 1
+    return {
+        "states": states,
+        "states_estimate": memory.states.on_device,
+        "peak": states + top,
+        "estimate": memory.training,
+        "difference": difference,
+        "of_total": memory.training / (states + top) - 1,
+        "holds": abs(memory.training / (states + top) - 1) <= STEP_BOUND,
+    }
+
+
+def step_line(entry: dict[str, Any]) -> str:
+    """One row of the table."""
+    sizes = (entry["states"], entry["states_estimate"], entry["peak"], entry["estimate"])
+    shown = " | ".join(f"{size / 2**20:.1f}" for size in sizes)
+    without = f"{entry['of_total']:+.1%} ({entry['difference']:+.1%} without the states)"
+    return f"| {entry['name']} | {shown} | {without}{'' if entry['holds'] else ' (OVER)'} |"
+
+
+# -------------------------------------------------------------------------------------------- published
+
+
+def check_published(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """A dictionary for each pipeline stage whose peak is published."""
+    results = []
+    for case in published_peaks.CASES:
+        for stage, (peak, memory) in enumerate(zip(case.peaks, _published(case), strict=True)):
+            estimate = memory.training / 2**30
+            difference = estimate / peak - 1
+            entry = {
+                "model": case.model,
+                "layout": case.name,
+                "stage": stage,
+                "peak": peak,
+                "estimate": estimate,
+                "difference": difference,
+                "holds": abs(difference) <= PUBLISHED_BOUND,
+            }
+            if only is None or only in f"{entry['model']} {entry['layout']}":
+                results.append(entry)
+                report(entry)
+    return results
+
+
+def _published(case: published_peaks.Case) -> tuple[StageMemory, ...]:
+    options = ActivationOptions("transformer_engine", "bf16", False, Packing(case.sequence_length))
+    tokens = case.sequence_length // case.layout.cp
+    # Transformer Engine's fused cross entropy keeps the logits in bf16 and overwrites them with their gradient: with
+    # the output layer's own, 4 bytes a logit. The loss of `trainer/log_probs.py` is not in these figures.
+    return tuple(
+        published_peaks.with_fused_loss(memory, tokens, case)
+        for memory in trainer_memory(
+            case.shape,
+            case.layout,
+            BatchOptions(tokens, num_micro_batches=case.num_micro_batches),
+            StateOptions.of("bf16", {}, {}),
+            options,
+            {"gradient_accumulation_fusion": True},
+        )
+    )
+
+
+def published_line(entry: dict[str, Any]) -> str:
+    """One row of the table."""
+    return (
+        f"| {entry['model']} | {entry['layout']} | {entry['stage']} | {entry['peak']:.2f} | {entry['estimate']:.2f} |"
+        f" {entry['difference']:+.1%}{'' if entry['holds'] else ' (OVER)'} |"
+    )
+
+
+CHECKS: dict[str, tuple[Callable[..., list[dict[str, Any]]], Callable[[dict[str, Any]], str]]] = {
+    "states": (check_states, states_line),
+    "activations": (check_activations, activations_line),
+    "step": (check_step, step_line),
+    "published": (check_published, published_line),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in CHECKS:
+        parser.add_argument(f"--{name}", action="store_true", help="do this check alone")
+    parser.add_argument("--only", help="rows whose first columns contain this text")
+    parser.add_argument("--markdown", type=Path, help="a page; the tables in it, between their markers, are replaced")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    options = parser.parse_args(argv)
+    chosen = [name for name in CHECKS if getattr(options, name)] or list(CHECKS)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in chosen:
+        check, line = CHECKS[name]
+        start = time.perf_counter()
+        print(_HEAD[name], flush=True)
+        rows = found[name] = check(options.only, lambda entry, line=line: print(line(entry), flush=True))
+        failed = sum(not row["holds"] for row in rows)
+        print(f"\n{name}: {len(rows)} rows in {time.perf_counter() - start:.0f} s, {failed} out of bounds\n")
+        if options.markdown:
+            text = options.markdown.read_text(encoding="utf-8")
+            first, last = MARKERS[name]
+            before, after = text.split(first)[0], text.split(last)[1]
+            table = "\n".join([_HEAD[name], *map(line, rows)])
+            options.markdown.write_text(f"{before}{first}\n{table}\n{last}{after}", encoding="utf-8")
+    if not any(found.values()):
+        parser.error(f"--only {options.only}: no row has that text")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(not row["holds"] for rows in found.values() for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
