@@ -18,7 +18,7 @@ from fusionrl import __version__
 from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.effects import effect_warnings
-from fusionrl.config.hub import resolve_names
+from fusionrl.config.hub import find_model, is_model_name, resolve_names
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.plan_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
 from fusionrl.config.quiet import quiet
@@ -129,7 +129,10 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
     except ValueError as error:
         errors.append(str(error))
     try:
-        shape = read_shape(config.model.hf_checkpoint)
+        folder = config.model.hf_checkpoint
+        if folder is not None and is_model_name(folder):
+            folder = find_model(folder, "--hf-checkpoint", only_config=True)
+        shape = read_shape(folder)
     except ValueError as error:
         errors.append(str(error))
     # What these name are folders of the cluster; trainers beside the actor's are taken for models of its shape.
@@ -232,9 +235,10 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
             errors.append(str(error))
         if passed.transformer or passed.optimizer or passed.ddp:
             # Only now: the import takes seconds, unless the flags' types were asked for.
-            from fusionrl.trainer.megatron_check import megatron_errors
+            with quiet():
+                from fusionrl.trainer.megatron_check import megatron_errors
 
-            errors += megatron_errors(own, plan.shape, layout, plan.device)
+                errors += megatron_errors(own, plan.shape, layout, plan.device)
     return list(dict.fromkeys(errors))
 
 

@@ -154,11 +154,23 @@ EPOCHS = _beside(lambda c: c.run.num_rollout is None, "with --num-rollout")
 COLOCATED = _beside(lambda c: c.cluster.colocate, "without --colocate")
 OFFLOADS = _beside(lambda c: c.cluster.offload_train != "never", "with --offload-train never")
 LOCAL_RAY = _beside(lambda c: c.cluster.ray_address is None, "with --ray-address")
+OTHER_RAY = _beside(lambda c: c.cluster.ray_address is not None, "without --ray-address")
 VERIFIES = _beside(lambda c: c.weights.verify_weights != "never", "with --verify-weights never")
 
 # Read in every run, or what they promise holds in every run.
 EVERYWHERE: tuple[str, ...] = (
-    *("mode", "name", "run_dir", "resume", "use_tensorboard", "dry_run", "log_level", "custom_config_path"),
+    *(
+        "mode",
+        "name",
+        "run_dir",
+        "run_dir_mode",
+        "hook_env",
+        "resume",
+        "use_tensorboard",
+        "dry_run",
+        "log_level",
+        "custom_config_path",
+    ),
     *("debug_rollout_only", "debug_train_only", "load_debug_rollout_data", "no_save", "no_trainer"),
     *("device", "ray_address", "num_gpus_per_node", "placement_timeout_s", "hf_checkpoint", "precision"),
     *("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template_kwargs", "rollout_seed"),
@@ -171,6 +183,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((STEPS,), ("num_rollout", "save_debug_rollout_data", "rollout_batch_size")),
     ((STEPS, EPOCHS), ("num_epoch",)),
     ((LOCAL_RAY,), ("dashboard",)),
+    ((OTHER_RAY,), ("allow_open_ray",)),
     # ---- cluster and model
     (
         (TRAINERS,),
@@ -205,6 +218,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
             *("rollout_health_check_first_wait", "rm_type", "rm_format_regex", "rm_url", "rm_model", "rm_input"),
             *("rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args", "custom_rm_path", "group_rm"),
             *("reward_timeout_s", "reward_failure_value", "reward_num_processes", "pause_generation_mode"),
+            "allow_weak_sandbox",
         ),
     ),
     ((ENGINES, AGENT), ("tools_path", "tool_call_parser", "max_turns", "max_tool_response_len", "tool_timeout_s")),
@@ -217,6 +231,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
         ),
     ),
     ((GENERATES, PARTIAL), ("mask_offpolicy_in_partial_rollout",)),
+    ((SCORES,), ("log_samples",)),
     ((SCORES,), ("n_samples_per_prompt", "custom_rollout_log_function_path", "custom_reward_post_process_path")),
     ((RL,), ("overlong_buffer_len", "overlong_penalty_factor", "length_penalty_coef")),
     ((TRAINS, RL), ("custom_convert_samples_to_train_data_path",)),

@@ -94,8 +94,11 @@ def is_data_name(spec: str) -> bool:
     return not Path(path).exists() and Path(path).suffix not in SUFFIXES
 
 
-def find_model(name: str, flag: str, with_weights: bool = True) -> str:
+def find_model(name: str, flag: str, with_weights: bool = True, *, only_config: bool = False) -> str:
     """The folder of a model of the Hub: that of the local cache, or a download to it.
+
+    with_weights  False: config and tokenizer are enough
+    only_config   config.json is enough
 
     Raises:
         HubError: neither has it.
@@ -105,6 +108,8 @@ def find_model(name: str, flag: str, with_weights: bool = True) -> str:
         names = {path.name for path in folder.iterdir()}
         if "config.json" not in names:
             return "no config.json"
+        if only_config:
+            return None
         if flag == "--hf-checkpoint" and not names & TOKENIZERS:
             return "no tokenizer"
         if with_weights:
@@ -115,6 +120,7 @@ def find_model(name: str, flag: str, with_weights: bool = True) -> str:
         return None
 
     patterns = _FILES if with_weights else [pattern for pattern in _FILES if pattern != "*.safetensors"]
+    patterns = ["config.json"] if only_config else patterns
     return str(_snapshot(name, "model", flag, lacks, allow_patterns=patterns, ignore_patterns=["*/*"]))
 
 

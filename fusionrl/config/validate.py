@@ -68,10 +68,11 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     errors += scorer_errors(config, shape)
     _check_hooks(config, errors)
     warnings: list[str] = []
+    num_before = len(errors)
     num_prompts = _check_data(config, errors, warnings)
     _check_eval(config, errors, warnings)
+    errors += length_errors(config, shape, reads_data=len(errors) == num_before)
     _check_path_templates(config, errors)
-    errors += length_errors(config, shape)
     errors += algorithm_errors(config)
     errors += routing_errors(config, shape)
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:

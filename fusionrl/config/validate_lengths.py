@@ -34,12 +34,17 @@ class Limit:
     cure: str = ""
 
 
-def length_errors(config: Config, shape: ModelShape | None) -> list[str]:
-    """Every set with a text that is too long, with the row, the arithmetic and the cure; and limits that are wrong."""
+def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool = True) -> list[str]:
+    """Every set with a text that is too long, with the row, the arithmetic and the cure; and limits that are wrong.
+
+    reads_data  False: the prompt data has mistakes of its own, which come first
+    """
     if shape is None or config.model.hf_checkpoint is None:
         return []
     positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
     errors = _context_errors(config, positions)
+    if not reads_data:
+        return errors
     if config.run.mode == "sft":
         return errors + _conversation_errors(config, positions)
     if config.rollout.rollout_function_path == RolloutGroup().rollout_function_path:

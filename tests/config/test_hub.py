@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from fusionrl import cli
 from fusionrl.config import hub
 from fusionrl.config.config import Config
 from fusionrl.config.hub import CHECKPOINTS, resolve_names
@@ -119,6 +120,20 @@ def test_a_cache_with_a_part_of_a_model(
     assert len(errors) == (missing is not None)
     if missing is not None:
         assert f"--hf-checkpoint a/b: there is no such folder here, the local cache has {missing}, and" in errors[0]
+
+
+def test_a_plan_for_a_cluster_needs_the_config_alone(
+    home: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_in_cache(home, "model", "a/b", {"config.json": (tiny_model / "config.json").read_bytes()})
+    flags = [
+        *("--hf-checkpoint", "a/b", "--prompt-data", "train.jsonl", "--rm-type", "exact", "--rollout-batch-size", "8"),
+        *("--num-rollout", "2", "--rollout-max-response-len", "9", "--colocate"),
+    ]
+    assert cli.main(["plan", "--cluster", "1x8xh200", *flags]) == 0
+    assert "2 rollout steps" in capsys.readouterr().out
+    assert cli.main(["plan", "--cluster", "1x8xh200", *flags, "--hf-checkpoint", "a/none"]) == 2
+    assert "`hf download a/none --local-dir none`" in capsys.readouterr().err
 
 
 def test_an_unknown_name_is_refused_at_once_with_the_command_that_gets_it(home: Path) -> None:

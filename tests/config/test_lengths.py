@@ -205,3 +205,18 @@ def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_over(candidates, 100, count) is None and len(counted) == lengths.NUM_CANDIDATES
     monkeypatch.setattr(lengths, "BUDGET_S", -1.0)
     assert first_over(candidates, 100, count) is None and len(counted) == lengths.NUM_CANDIDATES
+
+
+def test_a_set_with_other_mistakes_is_not_measured(tiny_model: Path, write_rows: Callable[..., Path]) -> None:
+    """One cause, one message; limits that are wrong by themselves are told all the same."""
+    config = Config.from_flat(
+        {
+            "hf_checkpoint": str(tiny_model),
+            "prompt_data": str(write_rows([{"input": "x" * 3000}])),
+            "rollout_max_response_len": 1024,
+        },
+        PassThrough(sglang={"context_length": 4000}),
+    )
+    shape = read_model_shape(str(tiny_model))
+    assert len(length_errors(config, shape)) == 2
+    one(length_errors(config, shape, reads_data=False), "--sglang-context-length 4000")
