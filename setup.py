@@ -42,6 +42,7 @@ setup(
         "pyyaml>=6.0",
         "safetensors>=0.5",
         "matplotlib>=3.8",
+        "xxhash>=3.4",
     ],
     extras_require={
         "gpu": [
@@ -58,7 +59,6 @@ setup(
             "math-verify[antlr4_13_2]>=0.9,<0.10",
             "pyarrow>=17",
             "reasoning-gym>=0.1.25,<0.2",
-            "xxhash>=3.4",
             "zstandard>=0.23",
         ],
         "dev": [

@@ -135,6 +135,7 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
         shape = read_shape(folder)
     except ValueError as error:
         errors.append(str(error))
+    unchecked = not_checked(config)
     # What these name are folders of the cluster; trainers beside the actor's are taken for models of its shape.
     config = config.model_copy(
         update={
@@ -155,7 +156,7 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
         raise CommandLineError(too_large)
     print(f"cluster    {cluster.describe()}")
     print(render_plan(plan, config), end="")
-    print(f"not checked: {', '.join(not_checked(config))}")
+    print(f"not checked: {', '.join(unchecked)}")
     return 0
 
 

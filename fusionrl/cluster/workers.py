@@ -51,8 +51,9 @@ def _log_to(path: str, role: str, level: str = "info") -> None:
 class EngineWorker(EngineActor):
     """An engine's actor process."""
 
-    def __init__(self, spec: EngineSpec, log: str, settled: Settled) -> None:
-        settled.apply()
+    def __init__(self, spec: EngineSpec, log: str, settled: Settled | None = None) -> None:
+        if settled is not None:
+            settled.apply()
         _log_to(log, f"{spec.role}-{spec.index}")
         super().__init__(spec)
 

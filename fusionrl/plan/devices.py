@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +53,14 @@ class Machine:
     device       "cpu": processes share the host's memory, and devices are only numbers
     kind         name of the devices, as a reader knows it
     device_memory, host_memory  bytes: of one device, of one node
+    has_fused_layers  whether Transformer Engine is installed
     """
 
     device: Literal["cpu", "cuda"]
     kind: str
     device_memory: float | None = None
     host_memory: float | None = None
+    has_fused_layers: bool = True
 
 
 def this_machine(device: Literal["cpu", "cuda"]) -> Machine:
@@ -65,16 +68,20 @@ def this_machine(device: Literal["cpu", "cuda"]) -> Machine:
     memory = host_memory()
     if device == "cpu":
         return Machine("cpu", "this machine", None, memory)
-    import pynvml  # `detect_device` found a GPU by it, or by nvidia-smi
-
+    fused = importlib.util.find_spec("transformer_engine") is not None
+    unknown = Machine("cuda", "a GPU of this machine", None, memory, fused)
+    try:
+        import pynvml
+    except ImportError:  # nvidia-smi found the GPU
+        return unknown
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         name, total = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        return Machine("cuda", "a GPU of this machine", None, memory)
-    return Machine("cuda", name if isinstance(name, str) else name.decode(), float(total), memory)
+        return unknown
+    return Machine("cuda", name if isinstance(name, str) else name.decode(), float(total), memory, fused)
 
 
 def host_memory(root: Path = Path("/")) -> float | None:

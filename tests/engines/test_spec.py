@@ -50,7 +50,7 @@ def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.
     assert "secret" not in " ".join(command)  # `ps` shows command lines to everybody
     env = server_environment(make_spec())
     assert "CUDA_VISIBLE_DEVICES" not in env
-    assert "secret" in env.values()
+    assert "secret" not in env.values()  # it goes by standard input
 
 
 def test_user_arguments_win_over_defaults() -> None:
@@ -76,6 +76,14 @@ def test_user_arguments_win_over_defaults() -> None:
 def test_mistakes_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make_spec(**changes)
+
+
+def test_what_prints_a_spec_does_not_print_the_key() -> None:
+    """Ray's messages and tracebacks show it."""
+    from fusionrl.buffer.actor import EngineEndpoints
+
+    assert "secret" not in repr(make_spec(device="cpu"))
+    assert "k3y" not in repr(EngineEndpoints(api_key="k3y"))
 
 
 def test_cpu_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,3 +160,11 @@ def test_kinds_of_devices() -> None:
 def test_the_fixture_is_the_public_models() -> None:
     raw = json.loads(FILE.read_text())
     assert (raw["num_hidden_layers"], raw["num_experts"], raw["num_experts_per_tok"]) == (48, 128, 8)
+
+
+def test_what_stands_on_the_clusters_disks_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--advantage-estimator", "ppo", "--critic-load", "/models/critic", "--critic-num-gpus", "8"]
+    assert command(*EXAMPLE, *flags, "--actor-num-nodes", "7") == 0
+    text = capsys.readouterr().out
+    assert "--critic-load (taken for a model of --hf-checkpoint's shape)" in text
+    assert "critic, stage 0, backward" in text

@@ -54,7 +54,7 @@ class Bar:
     def describe(self) -> str:
         """Its total and its parts, those of at least 1 % of it."""
         shown = [f"{part} {gib(size)}" for part, size in self.parts if size >= max(self.total / 100, 1)]
-        return f"{gib(self.total)} GiB" + (f" = {' + '.join(shown)}" if len(shown) > 1 else "")
+        return f"{gib(self.total)} GiB = {' + '.join(shown)}"
 
 
 def gib(size: float) -> str:
@@ -192,7 +192,7 @@ def memory_report(
         imbalance: of the experts, see `ActivationOptions`.
         push: bytes of a weight push, where they are known; to work them out takes seconds for a large model.
     """
-    groups = _groups(plan, config, imbalance)
+    groups = _groups(plan, config, machine is None or machine.has_fused_layers, imbalance)
     kept = _beside_engines(plan, config, groups)
     engine = _engine(plan, config, machine, kept)
     if push is None:
@@ -217,28 +217,38 @@ def longest_sample(config: Config, shape: ModelShape) -> int:
     return min(asked, shape.max_position_embeddings)
 
 
-def _groups(plan: Plan, config: Config, imbalance: float) -> list[_Group]:
+def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float) -> list[_Group]:
     if plan.layout is None:
         return []
     a, is_rl = config.algorithm, config.run.mode == "rl"
     uses_reference = a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
-    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, imbalance)
+    stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
     groups = [_Group("trainers", stages, plan.trainer_bundles, num_sets)]
     other = plan.auxiliary
     if other is not None:
         own = auxiliary_config(config, other.role)
-        found = _stages(plan, own, other.shape, other.layout, other.batch, imbalance)
+        found = _stages(plan, own, other.shape, other.layout, other.batch, has_fused_layers, imbalance)
         groups.append(_Group(other.role, found, other.bundles, int(other.role == "prm")))
     return groups
 
 
 def _stages(
-    plan: Plan, config: Config, shape: ModelShape, layout: TrainerLayout, batch: BatchPlan | None, imbalance: float
+    plan: Plan,
+    config: Config,
+    shape: ModelShape,
+    layout: TrainerLayout,
+    batch: BatchPlan | None,
+    has_fused_layers: bool,
+    imbalance: float,
 ) -> tuple[StageMemory, ...]:
     passed, on_cpu = config.passthrough, plan.device == "cpu"
     wanted = config.model.transformer_impl
-    impl: Impl = "local" if wanted == "local" or (wanted == "auto" and on_cpu) else "transformer_engine"
+    impl: Impl = (
+        "local"
+        if wanted == "local" or (wanted == "auto" and (on_cpu or not has_fused_layers))
+        else "transformer_engine"
+    )
     num_samples, tokens = layout.pp, config.train.max_tokens_per_gpu
     if batch is not None:
         num_samples = -(-batch.global_batch_size // layout.dp)
@@ -370,11 +380,10 @@ def _device_bars(
             beside += [(other.name, other.most("training").states.on_device) for other in others]
         stage = group.most("training")
         bars.append(_with_margin(f"{group.name}, stage {stage.stage}, backward", _training(stage), beside))
-        if group.num_sets or group.name != "prm":
-            stage = group.most("scoring")
-            lent = ("weights of another set", stage.states.weights if group.num_sets else 0)
-            parts = (*_states(stage), lent, ("forward", stage.scoring))
-            bars.append(_with_margin(f"{group.name}, stage {stage.stage}, log-probs", parts, beside))
+        stage = group.most("scoring")
+        lent = ("weights of another set", stage.states.weights if group.num_sets else 0)
+        parts = (*_states(stage), lent, ("forward", stage.scoring))
+        bars.append(_with_margin(f"{group.name}, stage {stage.stage}, log-probs", parts, beside))
     if groups and plan.transport:
         stage = groups[0].most("scoring")
         held = (("weights", float(stage.states.weights)),) if offloads and plan.is_colocated else _states(stage)
