@@ -251,6 +251,13 @@ ENGINE_AGAINST_TRAINER: Table = {
         "algorithms/mismatch.py",
         "mode rl, where the engines' log-probs are known",
     ),
+    "logprob_not_sampled": Entry(
+        "share",
+        "Share of the trained tokens with an engine log-prob of exactly 0 that the trainer finds unlikely: no engine"
+        " sampled them.",
+        "algorithms/mismatch.py",
+        "mode rl, where the engines' log-probs are known",
+    ),
     "logprob_ratio_error": Entry(
         "ratio",
         "Standard error of that mean, over the tokens of all steps together.",
@@ -374,6 +381,12 @@ ROLLOUTS: Table = {
         "rewards/pool.py",
         "when it happens",
     ),
+    "rollout/code_failed/<reason>": Entry(
+        "samples",
+        "Samples with a program that failed for this reason (docs/rewards.md).",
+        "buffer/rollout_metrics.py",
+        "--rm-type code, when it happens",
+    ),
     "rollout/reward_<part>": Entry(
         "reward",
         "Mean of one part of a weighted sum of rewards, before its weight.",
@@ -410,6 +423,12 @@ ROLLOUTS: Table = {
     ),
     "rollout/engines_died": Entry(
         "engines", "Engines found dead during the rollout.", "cluster/session.py", "--use-fault-tolerance"
+    ),
+    "rollout/answers_refused": Entry(
+        "answers",
+        "Answers of engines that were no answer to their request (docs/security.md); each was asked for once more.",
+        "rollout/sglang_rollout.py",
+        "when it happens",
     ),
     "rollout/requests_retried": Entry(
         "requests",
@@ -494,6 +513,9 @@ EVALUATIONS: Table = {
     ),
     "eval/engines_died": Entry(
         "engines", "Engines found dead during the evaluation.", "cluster/session.py", "--use-fault-tolerance"
+    ),
+    "eval/answers_refused": Entry(
+        "answers", "As rollout/answers_refused.", "rollout/sglang_rollout.py", "when it happens"
     ),
     "eval/requests_retried": Entry(
         "requests", "As rollout/requests_retried.", "rollout/sglang_rollout.py", "--use-fault-tolerance"
