@@ -59,7 +59,8 @@ def test_every_name_in_the_code_is_documented() -> None:
     names = {name: file for name, file in names_in_the_code() if name not in NO_METRICS}
     assert {"train/loss", "perf/step_time_s", "eval/{}/loss"} <= set(names), "the search is broken"
     # Nothing is known of a name that is filled in as a whole; the tests below call what makes these.
-    spelled = {name for name in names if not re.fullmatch(r"\w+(/\{\})+", name)}
+    # What ends with a slash is the beginning of an f-string, which is there as a whole too.
+    spelled = {name for name in names if not re.fullmatch(r"\w+(/\{\})+", name) and not name.endswith("/")}
     missing = {name: names[name] for name in spelled if undocumented([name.replace("{}", "x")])}
     assert not missing, f"no entry describes these metrics: {missing}; {HOW}"
 
