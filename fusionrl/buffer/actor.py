@@ -358,7 +358,8 @@ class BufferActor:
                 auxiliary_shards = [self._put(shard) for shard in cut]
             built = take_shards(*given, self.plan.batch, self.plan.balance, **named, freed=_give_memory_back)
             shards = list(map(self._put, built))  # no name holds a shard while the next one is made
-        return Rollout(rollout_id, shards, metrics, counts.get("accepted", 0), auxiliary_shards, facts=facts, glimpses=shown)
+        accepted = counts.get("accepted", 0)
+        return Rollout(rollout_id, shards, metrics, accepted, auxiliary_shards, facts=facts, glimpses=shown)
 
     async def add_trained(self, rollout_id: int, columns: Sequence[Any]) -> None:
         """Write what the trainers found out about the samples of a rollout (`TrainerActor.sample_columns`).
