@@ -15,9 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fusionrl.data.findings import Finding
 from fusionrl.data.findings import Finding
 from fusionrl.data.shards import choose_split, find_splits
-from fusionrl.data.strict_json import MAX_LINE_BYTES, DuplicateKey, Row, StrictDecoder, read_array, read_lines
+from fusionrl.data.strict_json import (
+    MAX_DEPTH,
+    MAX_LINE_BYTES,
+    CleanRow,
+    DuplicateKey,
+    Row,
+    StrictDecoder,
+    read_array,
+    read_lines,
+    table_row,
+)
 
 FORMATS = "a .jsonl, .json or .parquet file, a folder of such files (FOLDER:SPLIT), or one of datasets.save_to_disk"
 _SPEC = re.compile(r"(?:([\w-]+)=)?(.+?)(?:@\[(-?\d+)?:(-?\d+)?\])?")
@@ -134,9 +147,9 @@ def _read_json(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
             file.seek(0)
         while (character := file.read(1)).isspace():
             pass
+        if character == b"[":
+            return read_array(path)
         line = character + file.readline(MAX_LINE_BYTES)
-    if character == b"[":
-        return read_array(path)
     if character == b"{" and not _is_object(line) and path.stat().st_size <= MAX_LINE_BYTES:
         whole = path.read_bytes()
         if _is_object(whole):
@@ -157,7 +170,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _check_names(file.schema_arrow.names)
-        yield from _numbered(batch.to_pylist() for batch in file.iter_batches())
+        yield from _numbered(file.iter_batches())
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ValueError(f"not a readable parquet file ({_first_line(error)})") from error
 
@@ -203,10 +216,10 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | Val
         raise ValueError(f"not a readable Arrow file ({_first_line(error)})") from error
 
 
-def _batches(streams: Iterable[Any]) -> Iterator[list[Row]]:
+def _batches(streams: Iterable[Any]) -> Iterator[Any]:
     for stream in streams:
         _check_names(stream.schema.names)
-        yield from (batch.to_pylist() for batch in stream)
+        yield from stream
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -219,7 +232,34 @@ def _json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _numbered(batches: Iterable[list[Row]]) -> Iterator[tuple[str, Row | ValueError]]:
-    rows = (row for batch in batches for row in batch)
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row
+def _numbered(batches: Iterable[Any]) -> Iterator[tuple[str, Row | ValueError]]:
+    """Rows of Arrow's record batches. A look at whole columns is quicker than one at each value."""
+    number = 0
+    for batch in batches:
+        make = CleanRow if all(_is_clean(column) for column in batch.columns) else table_row
+        for row in batch.to_pylist():
+            number += 1
+            yield f"row {number}", make(row)
+
+
+def _is_clean(column: Any, depth: int = 1) -> bool:
+    """Whether all values of a column are what a CleanRow may hold; False also where a quick look cannot say so."""
+    from pyarrow import types
+
+    kind = column.type
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_null(kind):
+        return True
+    if types.is_floating(kind):
+        return bool(np.isfinite(column.to_numpy(zero_copy_only=False)).all())  # null is NaN there
+    if types.is_string(kind) or types.is_large_string(kind):
+        texts = column.buffers()[-1]
+        return texts is None or b"\0" not in texts.to_pybytes()
+    if depth > MAX_DEPTH:
+        return False
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_clean(column.flatten(), depth + 1)
+    if types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        names = all("\0" not in field.name for field in fields)
+        return names and all(_is_clean(part, depth + 1) for part in column.flatten())
+    return False

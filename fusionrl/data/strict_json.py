@@ -61,8 +61,8 @@ def quick_row(line: bytes) -> CleanRow | None:
     return CleanRow(row) if type(row) is dict and _is_clean(_num_keys(row), line) else None
 
 
-def quick_rows(array: bytes) -> list[CleanRow] | None:
-    """The rows of an array, as `quick_row`."""
+def quick_rows(array: bytes) -> list[Row] | None:
+    """The rows of an array, of which each could be a CleanRow; None where it takes `StrictDecoder`."""
     try:
         rows = orjson.loads(array)
     except orjson.JSONDecodeError:
@@ -70,7 +70,19 @@ def quick_rows(array: bytes) -> list[CleanRow] | None:
     if type(rows) is not list or not all(type(row) is dict for row in rows):
         return None
     counts = [_num_keys(row) for row in rows]
-    return [CleanRow(row) for row in rows] if -1 not in counts and _is_clean(sum(counts), array) else None
+    return rows if -1 not in counts and _is_clean(sum(counts), array) else None
+
+
+def table_row(row: Row) -> Row:
+    """A row of a table, as a CleanRow where a quick look at its values is enough; its texts are UTF-8 already."""
+    if _num_keys(row) < 0:
+        return row
+    for value in row.values():
+        for item in value if type(value) is list else (value,):
+            for text in (*item, *item.values()) if type(item) is dict else (item,):
+                if type(text) is str and "\0" in text:
+                    return row
+    return CleanRow(row)
 
 
 def _is_clean(num_keys: int, text: bytes) -> bool:
@@ -213,7 +225,7 @@ def read_array(path: Path) -> Iterator[tuple[str, Row | ValueError]]:
     """
     content = path.read_bytes()
     if (rows := quick_rows(content)) is not None:
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+        yield from ((f"row {number}", CleanRow(row)) for number, row in enumerate(rows, start=1))
         return
     decoder, number = StrictDecoder(), 0
     text = content.decode("utf-8-sig")

@@ -20,6 +20,7 @@ from fusionrl.data.strict_json import (
     quick_rows,
     read_array,
     read_lines,
+    table_row,
 )
 
 texts = st.text(st.sampled_from('ab":\\ \t{}[],é\x00\ud800😀'), max_size=6)
@@ -56,6 +57,15 @@ def test_the_quick_reader_agrees_with_the_strict_one(
     assert value_problem(strict) is None
     array = b"[" + line + b"," + line + b"]"
     assert quick_rows(array) == [quick, quick]
+    assert type(table_row(strict)) is CleanRow
+
+
+@given(st.dictionaries(texts, values, max_size=4))
+def test_a_row_of_a_table_is_clean_where_its_values_are(row: dict[str, Any]) -> None:
+    if type(table_row(row)) is CleanRow:
+        problems = [value_problem(value) for value in row.values()]
+        # Arrow's texts are UTF-8, so that half a character cannot stand in one.
+        assert all(problem is None or "half a character" in problem[0] for problem in problems)
 
 
 @pytest.mark.parametrize(
