@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from fusionrl.data.findings import Finding
-from fusionrl.data.findings import Finding
 from fusionrl.data.shards import choose_split, find_splits
 from fusionrl.data.strict_json import (
     MAX_DEPTH,
