@@ -137,12 +137,11 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
         errors.append(str(error))
     unchecked = not_checked(config)
     # What these name are folders of the cluster; trainers beside the actor's are taken for models of its shape.
-    config = config.model_copy(
-        update={
-            "critic": config.critic.model_copy(update={"critic_load": None}),
-            "prm": config.prm.model_copy(update={"prm_load": None}),
-        }
-    )
+    # A copy that sets a field counts as given by the user, so only what is there is taken out.
+    if config.critic.critic_load is not None:
+        config = config.model_copy(update={"critic": config.critic.model_copy(update={"critic_load": None})})
+    if config.prm.prm_load is not None:
+        config = config.model_copy(update={"prm": config.prm.model_copy(update={"prm_load": None})})
     told = {flag for error in errors for flag in _FLAG.findall(error)}
     found = validate_flags(config, shape) + (plan_errors(config, 0, shape) if cluster else [])
     errors += [error for error in found if not told.intersection(_FLAG.findall(error))]
@@ -152,6 +151,11 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
         plan = make_plan(config, shape, device="cuda", num_prompts=0, machine=cluster.machine, imbalance=imbalance)
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
+    if plan.layout is not None and config.run.num_rollout is not None:
+        try:
+            lr_decay_steps(pinned(config, plan))
+        except ValueError as error:
+            raise CommandLineError([str(error)]) from error
     if too_large := cluster_errors(cluster, plan.num_bundles):
         raise CommandLineError(too_large)
     print(f"cluster    {cluster.describe()}")

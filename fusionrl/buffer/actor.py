@@ -84,9 +84,9 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     num_accepted: int = 0
     auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
-    warnings: list[str] = field(default_factory=list)  # for the console
-    facts: RolloutFacts | None = None  # for warnings; not in --mode sft
-    glimpses: list[Glimpse] = field(default_factory=list)  # --log-samples of its samples
+    warnings: list[str] = field(default_factory=list, kw_only=True)  # for the console
+    facts: RolloutFacts | None = field(default=None, kw_only=True)  # for warnings; not in --mode sft
+    glimpses: list[Glimpse] = field(default_factory=list, kw_only=True)  # --log-samples of its samples
 
 
 class BufferActor:

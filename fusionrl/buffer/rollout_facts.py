@@ -119,7 +119,7 @@ def glimpse(sample: Sample, reward: float) -> Glimpse:
         label=None if sample.label is None else shorten(str(sample.label), _SHOWN),
         reward=float(reward),
         response_length=sample.response_length,
-        status=sample.status.value,
+        status=getattr(sample.status, "value", str(sample.status)),  # a user's function may set plain text
     )
 
 

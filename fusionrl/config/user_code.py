@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import site
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -16,6 +18,8 @@ _LIBRARIES = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "
 _NOT_THE_USERS = tuple(
     os.path.realpath(folder) + os.sep for folder in (_FRAMEWORK, *_LIBRARIES, *site.getsitepackages())
 )
+# They may be installed from a checkout of their own, outside of site-packages.
+_PACKAGES = ("megatron", "sglang", "sglang_router", "torch", "ray", "transformers", "transformer_engine")
 
 
 class HookError(RuntimeError):
@@ -163,7 +167,21 @@ def _is_users(file: str, home: str | None) -> bool:
     if home is not None and file.startswith(home):
         return True
     parts = file.split(os.sep)
-    return not file.startswith(_NOT_THE_USERS) and "site-packages" not in parts and "dist-packages" not in parts
+    return (
+        not file.startswith((*_NOT_THE_USERS, *_folders_of_packages()))
+        and "site-packages" not in parts
+        and "dist-packages" not in parts
+    )
+
+
+@functools.cache
+def _folders_of_packages() -> tuple[str, ...]:
+    """The folders of the packages that fusionrl runs on; found without importing them."""
+    # A stand-in for a package, as some CPU set-ups have it, is loaded without a spec; then there is nothing to find.
+    there = [name for name in _PACKAGES if name not in sys.modules or sys.modules[name].__spec__ is not None]
+    specs = [importlib.util.find_spec(name) for name in there]
+    folders = [folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()]
+    return tuple(os.path.realpath(folder) + os.sep for folder in folders)
 
 
 def _home(path: str | None) -> str | None:

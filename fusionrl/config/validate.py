@@ -21,7 +21,7 @@ from fusionrl.config.quantization import BlockFp8, read_quantization
 from fusionrl.config.quiet import quiet
 from fusionrl.config.scorers import has_chat_template
 from fusionrl.config.validate_algorithm import algorithm_errors, routing_errors
-from fusionrl.config.validate_lengths import length_errors
+from fusionrl.config.validate_lengths import flag_length_errors, length_errors
 from fusionrl.config.validate_sandbox import sandbox_of_run
 from fusionrl.config.validate_scorers import scorer_errors
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
@@ -60,6 +60,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     errors: list[str] = []
     shape = _attempt(errors, lambda: _check_model(config))
     quantization = _attempt(errors, lambda: _check_quantization(config)) if shape else None
+    _check_required(config, errors)
     _check_modes(config, errors)
     _check_parallel(config, shape, errors)
     _check_rollout(config, shape, errors)
@@ -96,6 +97,8 @@ def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
     errors: list[str] = []
     _check_parallel(config, shape, errors)
     _check_rollout(config, shape, errors)
+    _check_modes(config, errors)
+    errors += flag_length_errors(config, shape)
     return errors + algorithm_errors(config) + routing_errors(config, shape)
 
 
@@ -152,10 +155,9 @@ def _check_quantization(config: Config) -> BlockFp8 | None:
     return read_quantization(folder)
 
 
-def _check_modes(config: Config, errors: list[str]) -> None:
+def _check_required(config: Config, errors: list[str]) -> None:
+    """Flags that a run cannot do without; a plan for a cluster elsewhere can."""
     run, mode = config.run, config.run.mode
-    if run.pipeline not in PIPELINES_READY:
-        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(PIPELINES_READY)}")
     if mode != "eval":
         if config.data.prompt_data is None and run.load_debug_rollout_data is None:
             errors.append(f"--prompt-data is required in --mode {mode}: {FORMATS}")
@@ -176,6 +178,13 @@ def _check_modes(config: Config, errors: list[str]) -> None:
         errors.append(f"--rollout-max-response-len is required in --mode {mode}")
     if mode == "eval" and not config.eval.has_sets:
         errors.append("--eval-prompt-data is required in --mode eval: pairs of name and file (or --eval-config)")
+
+
+def _check_modes(config: Config, errors: list[str]) -> None:
+    """Flags that do not go together with the mode, or with one another."""
+    run, mode = config.run, config.run.mode
+    if run.pipeline not in PIPELINES_READY:
+        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(PIPELINES_READY)}")
     if config.eval.eval_interval and not config.eval.has_sets:
         errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
     if run.debug_train_only and run.debug_rollout_only:

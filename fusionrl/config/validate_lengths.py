@@ -41,7 +41,7 @@ def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool 
     """
     if shape is None or config.model.hf_checkpoint is None:
         return []
-    positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
+    positions = _positions(config, shape)
     errors = _context_errors(config, positions)
     if not reads_data:
         return errors
@@ -52,12 +52,37 @@ def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool 
     return errors
 
 
+def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """What the flags alone show of lengths: for a cluster elsewhere, whose prompt data is not read."""
+    if shape is None:
+        return []
+    positions, rollout = _positions(config, shape), config.rollout
+    errors, length = _context_errors(config, positions), rollout.rollout_max_response_len
+    is_free = config.run.mode != "sft" and rollout.rollout_max_context_len is None
+    if not is_free or length is None or rollout.rollout_function_path != RolloutGroup().rollout_function_path:
+        return errors
+    limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
+    if length >= positions:
+        return [*errors, f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.what}; lower it"]
+    return errors + _by_flags(config, (length, "--rollout-max-response-len"), [limit])
+
+
+def _positions(config: Config, shape: ModelShape) -> int:
+    """Tokens that the model takes: its own positions, or more where SGLang is told to go beyond them."""
+    positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
+    return max(positions, config.passthrough.sglang.get("context_length") or 0) if _may_be_longer() else positions
+
+
+def _may_be_longer() -> bool:
+    return os.environ.get(_LONGER, "").lower() in ("1", "true")
+
+
 def _context_errors(config: Config, positions: int) -> list[str]:
     errors, longest = [], config.rollout.rollout_max_context_len
     if longest is not None and config.run.mode != "sft" and longest > positions:
         errors.append(f"--rollout-max-context-len {longest} is over the model's {positions} positions")
     served = config.passthrough.sglang.get("context_length")
-    if served is not None and served > positions and os.environ.get(_LONGER, "").lower() not in ("1", "true"):
+    if served is not None and served > positions:
         errors.append(
             f"--sglang-context-length {served} is over the model's {positions} positions, and SGLang refuses it; lower"
             f" it, or set {_LONGER}=1"

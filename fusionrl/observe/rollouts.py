@@ -32,6 +32,7 @@ _KIND = re.compile(r"[A-Za-z0-9][\w-]*")
 _ARRAYS = dict.fromkeys(("tokens", "prompt_tokens", "loss_mask", "weight_versions"), 1)
 _ARRAYS |= {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": 3}
 EVAL_KIND = "eval-"  # kind of an evaluation's samples: this, and the set's name
+FAILED_KINDS = frozenset(("failed", "eval-failed"))  # samples at which a user's function raised
 
 
 def step_of(number: int, kind: str) -> int:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.panel import BOLD, CYAN, cells, clip, color_wanted
-from fusionrl.observe.rollouts import EVAL_KIND, RolloutFile, list_rollouts, rollout_of_step
+from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
 from fusionrl.observe.text import shorten, visible
 
 EXIT_USER = 2
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
     parser.add_argument("--step", type=int, help="default: the last step that has samples")
     parser.add_argument("--eval", metavar="NAME", help="samples of the evaluation set NAME")
+    parser.add_argument("--failed", action="store_true", help="samples at which a function of yours raised")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="lowest rewards first")
     order.add_argument("--best", action="store_true", help="highest rewards first")
@@ -73,7 +74,7 @@ def _shown(options: argparse.Namespace) -> Iterator[str]:
         if value < 0:
             raise ValueError(f"{flag} {value} must be 0 or more")
     run = find_run(options.run)
-    file = _choose_file(run, options.step, options.eval)
+    file = _choose_file(run, options.step, options.eval, options.failed)
     samples = Samples(file, reward_key(run, file))
     if options.sample is not None:
         chosen = samples.with_index(options.sample)
@@ -123,9 +124,9 @@ def _last_change(run: Path) -> float:
     return max(path.stat().st_mtime for path in (run, run / "rollouts", run / "metrics.jsonl") if path.exists())
 
 
-def _choose_file(run: Path, step: int | None, eval_name: str | None) -> RolloutFile:
+def _choose_file(run: Path, step: int | None, eval_name: str | None, is_failed: bool) -> RolloutFile:
     kinds = {file.kind for file in list_rollouts(run)}
-    sets = sorted(kind.removeprefix(EVAL_KIND) for kind in kinds if kind.startswith(EVAL_KIND))
+    sets = sorted(kind.removeprefix(EVAL_KIND) for kind in kinds - FAILED_KINDS if kind.startswith(EVAL_KIND))
     if not kinds:
         raise ValueError(f"{run} has no samples: no rollout is finished yet, or its mode makes none (sft)")
     if eval_name is not None:
@@ -133,6 +134,11 @@ def _choose_file(run: Path, step: int | None, eval_name: str | None) -> RolloutF
             there = f"it has {', '.join(sets)}" if sets else "it has no evaluations"
             raise ValueError(f"--eval {eval_name}: {run} has no evaluation set of this name; {there}")
         return rollout_of_step(run, step, EVAL_KIND + eval_name)
+    failed = sorted(kinds & FAILED_KINDS)
+    if is_failed:
+        if not failed:
+            raise ValueError(f"--failed: {run} has no samples at which a function raised")
+        return rollout_of_step(run, step, failed[-1])
     if "train" in kinds:
         return rollout_of_step(run, step)
     if len(sets) == 1:

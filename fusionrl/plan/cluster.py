@@ -11,6 +11,7 @@ from typing import Any
 
 from fusionrl.config.config import Config
 from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
+from fusionrl.config.parts import uses_trainers
 from fusionrl.plan.devices import KINDS, Machine
 
 _SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)
@@ -76,7 +77,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
     update: dict[str, Any] = {"num_gpus_per_node": cluster.num_gpus, "device": "cuda"}
     has_trainers = {"actor_num_nodes", "actor_num_gpus_per_node"} & given
     shares = own.colocate or config.run.mode == "sft" or config.run.debug_train_only
-    only_engines = config.run.mode == "eval" or config.run.debug_rollout_only or config.reject_sampling.no_trainer
+    only_engines = not uses_trainers(config)
     others = _others(config)
     left = cluster.size - others
     if only_engines:

@@ -26,6 +26,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.engines.client import Generation
 from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer, note_no_room, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
+from fusionrl.rollout.types import NO_ROOM_AFTER
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -107,6 +108,7 @@ def begin(args: Any, sample: Sample, schemas: list[dict[str, Any]] | None = None
         sample.response, sample.response_length = "", 0
         sample.loss_mask = sample.rollout_log_probs = sample.weight_versions = sample.teacher_log_probs = None
         sample.rollout_routed_experts = None
+        sample.metadata.pop(NO_ROOM_AFTER, None)
     sample.tokens = prompt_tokens(args, sample)
 
 

@@ -235,7 +235,7 @@ def note_no_room(sample: Sample) -> None:
 
     Turns are counted as stretches of tokens that are trained on: what tools say between them has mask 0.
     """
-    sample.metadata[NO_ROOM_AFTER] = _num_turns(sample)
+    sample.metadata = {**(sample.metadata or {}), NO_ROOM_AFTER: _num_turns(sample)}
 
 
 def _num_turns(sample: Sample) -> int:

@@ -71,7 +71,7 @@ def indices(capsys: pytest.CaptureFixture[str], *args: Any) -> list[int]:
 # ------------------------------------------------------------------------------------------------ which samples
 def test_the_last_step_with_all_that_is_known_of_a_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = show(capsys, run)
-    assert f"{run}: step 2 (rollouts/train_000001.a1.jsonl)" in text
+    assert f"{run}: step 2 (rollouts/step_000002.train.a1.jsonl)" in text
     assert "6 samples in 3 groups; mean reward 0.5 (-2 to 3); groups with equal rewards: 1" in text
     line = next(line for line in text.splitlines() if line.startswith("sample 12"))
     assert line == (
@@ -153,9 +153,9 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_steps_are_found_in_one_place(run: Path) -> None:
-    assert rollout_of_step(run).path.name == "train_000001.a1.jsonl"
-    assert rollout_of_step(run, 1).path.name == "train_000000.a1.jsonl"
-    assert rollout_of_step(run, 2, "eval-gsm8k").path.name == "eval-gsm8k_000002.a1.jsonl"
+    assert rollout_of_step(run).path.name == "step_000002.train.a1.jsonl"
+    assert rollout_of_step(run, 1).path.name == "step_000001.train.a1.jsonl"
+    assert rollout_of_step(run, 2, "eval-gsm8k").path.name == "step_000002.eval-gsm8k.a1.jsonl"
     assert as_ranges([3, 1, 2, 9]) == "1-3, 9" and as_ranges([4]) == "4"
 
 
@@ -176,7 +176,7 @@ def test_escapes_in_a_sample_do_not_reach_the_terminal(run: Path, capsys: pytest
 
 def test_a_torn_file_is_read_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("rollouts", "rollouts/trained"):
-        path = run / folder / "train_000001.a1.jsonl"
+        path = run / folder / "step_000002.train.a1.jsonl"
         whole = path.read_bytes()
         path.write_bytes(whole + whole.splitlines()[-1][:25])
     text = show(capsys, run, "-n", 0)
