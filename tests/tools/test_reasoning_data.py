@@ -167,6 +167,29 @@ def test_four_other_numbers_that_make_24_are_no_answer() -> None:
     assert score("<answer>6*4*1*1</answer>", row) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("task", "entry", "right", "wrong"),
+    [
+        ("coin_flip", {"answer": "0.109375"}, ("0.109375", "7/64"), ("0", "0.1", "1")),
+        ("game_of_life_halting", {"answer": "False"}, ("False", "false"), ("True", "no", "0")),
+        ("game_of_life_halting", {"answer": "True"}, ("True",), ("False", "maybe")),
+        (
+            "complex_arithmetic",
+            {"answer": "48.0 + 36.0i", "metadata": {"result": [48.0, 36.0]}},
+            ("48 + 36i", "48.0 + 36.0i"),
+            ("nan", "inf", "nan+nanj", "36 + 48i"),
+        ),
+    ],
+)
+def test_answers_that_verifiers_take_by_mistake(
+    task: str, entry: dict[str, Any], right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    row = {"label": entry["answer"], "metadata": {"source_dataset": task, "entry": entry}}
+    assert {answer: score(f"<answer>{answer}</answer>", row) == 1.0 for answer in (*right, *wrong)} == {
+        answer: answer in right for answer in (*right, *wrong)
+    }
+
+
 def test_an_entry_of_another_task_is_an_error_and_a_bad_answer_is_not() -> None:
     row = {"label": "4", "metadata": {"source_dataset": "countdown", "entry": {"answer": "4", "metadata": {}}}}
     assert score("<answer>__import__('os')</answer>", row) == 0.0
