@@ -1,42 +1,45 @@
-"""A reward by reasoning-gym's own verifier, for rows written by tools/make_reasoning_data.py.
+"""A reward by reasoning-gym's own verifiers, for rows written by tools/make_reasoning_data.py.
 
     --custom-rm-path plugins.rewards.reasoning_gym_reward.reward --metadata-key metadata
 
 `reward` is the verifier's own score; `exact_reward` is 1 for a full score and 0 for less. Several verifiers give part
 of the score to an answer that only contains the right one ("50" for "5"), and a policy soon learns to write such.
 
-A row's metadata carries `source_dataset` (the name of the data set) and `entry` (what its verifier needs:
-at least `answer`). The last number of the response is handed to the verifier as the answer.
+A row's metadata carries `source_dataset` (the name of the task), `entry` (what its verifier needs: `answer`, and mostly
+`metadata`) and `config` (settings that differ from the task's own). The answer is looked for in the response, behind
+`</think>` where there is one:
+
+    <answer>…</answer>  the text in the last one
+    no such tag         where the label is a number, the last number; else the whole text
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import math
+import re
 from typing import Any
 
-from plugins.rewards.last_number import last_number
+from plugins.rewards.last_number import NUMBER, last_number
+from plugins.rewards.reasoning_gym_tasks import score
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-@cache
-def verifier(source_dataset: str) -> Callable[..., float]:
-    """The data set's `score_answer`; raises `ValueError` where reasoning-gym has none of that name."""
-    # Imported here: it takes seconds, and a run that uses another reward should not need the package.
-    try:
-        from reasoning_gym.factory import DATASETS, get_score_answer_fn
-    except ImportError as error:
-        raise ValueError(
-            "the reward needs the package reasoning-gym; scripts/setup-env.sh examples installs it"
-        ) from error
-    if source_dataset not in DATASETS:
-        raise ValueError(f"metadata.source_dataset is {source_dataset!r}, which reasoning-gym does not know")
-    return get_score_answer_fn(source_dataset)
+def find_answer(response: str, label: Any) -> str | None:
+    """The answer in a response; None where there is none. Of the label only the kind counts: a number, or text."""
+    text = response.rpartition("</think>")[2]
+    if "<answer>" in text:
+        found = _TAG.findall(text)
+        return found[-1].strip() or None if found else None  # a tag that is never closed was cut off
+    if NUMBER.fullmatch(str(label)):
+        return last_number(text)
+    return text.strip() or None
 
 
 async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """The verifier's score in [0, 1] of the last number in `sample.response`; 0.0 where there is no number.
+    """The verifier's score in [0, 1] of the answer in `sample.response`; 0.0 where there is no answer.
 
-    Raises `ValueError` where the sample's metadata lacks `source_dataset` or `entry`.
+    Raises `ValueError` where the sample's metadata lacks `source_dataset` or `entry`, or is of another task.
     """
     metadata = sample.metadata or {}
     missing = [key for key in ("source_dataset", "entry") if key not in metadata]
@@ -45,10 +48,12 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
             f"the sample's metadata lacks {', '.join(missing)}; --metadata-key must name the column that "
             "tools/make_reasoning_data.py wrote"
         )
-    answer = last_number(sample.response or "")
+    entry = metadata["entry"]
+    answer = find_answer(sample.response or "", entry.get("answer"))
     if answer is None:
         return 0.0
-    return float(verifier(metadata["source_dataset"])(answer=answer, entry=metadata["entry"]))
+    value = score(metadata["source_dataset"], metadata.get("config") or {}, answer, entry)
+    return value if math.isfinite(value) else 0.0
 
 
 async def exact_reward(args: Any, sample: Any, **kwargs: Any) -> float:
