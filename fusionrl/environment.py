@@ -24,6 +24,9 @@ ROUTER_KEY = "FUSIONRL_ROUTER_KEY"
 HOOK_NAMES = "FUSIONRL_HOOK_ENV"
 """The names that --hook-env gives, for the processes that run the user's functions."""
 
+FOLDER_VARIABLE, PEERS_VARIABLE = "FUSIONRL_STORES", "FUSIONRL_STORE_PEERS"
+"""The folder of the run's stores, and the nodes that may reach them (`weights/stores.py`)."""
+
 RAY, HOOKS, ENGINES = "ray", "hooks", "engines"
 NEEDS: dict[str, frozenset[str]] = {
     "driver": frozenset({RAY, HOOKS, ENGINES}),  # the user's own shell started it: it has everything

@@ -34,14 +34,20 @@ from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
-from fusionrl.environment import child_environment, hook_secrets, not_passed_on, without_secrets
+from fusionrl.environment import (
+    FOLDER_VARIABLE,
+    PEERS_VARIABLE,
+    child_environment,
+    hook_secrets,
+    not_passed_on,
+    without_secrets,
+)
 from fusionrl.observe.run_dir import umask_of
 from fusionrl.plan.auxiliary import Role, auxiliary_config
 from fusionrl.plan.plan import Plan, pinned
 from fusionrl.weights.disk_push import drop_files, push_by_disk
 from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
 from fusionrl.weights.push import push_weights
-from fusionrl.weights.stores import FOLDER_VARIABLE, PEERS_VARIABLE
 from fusionrl.weights.verify import WeightMismatch, verify_push
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-FOLDER_VARIABLE = "FUSIONRL_STORES"
-PEERS_VARIABLE = "FUSIONRL_STORE_PEERS"
+from fusionrl.environment import FOLDER_VARIABLE, PEERS_VARIABLE
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 _MAX_NUMBER = 32767  # below the ports that the kernel gives away: no port of a server has the number of a file

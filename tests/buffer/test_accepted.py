@@ -38,7 +38,7 @@ def test_each_sample_is_counted_once(tmp_path: Path) -> None:
     assert accepted.add(5, [sample(0, "new")], [1.0])["accepted"] == 1
     summary = json.loads((tmp_path / "out.jsonl.summary.json").read_text())
     assert summary["total"] == {**wanted, "considered": 10, "duplicates": 2, "accepted": 4}
-    assert set(summary["rollouts"]) == {"3", "4", "5"} and summary["threshold"] == 0.5
+    assert set(summary["steps"]) == {"4", "5", "6"} and summary["threshold"] == 0.5
 
 
 def test_a_resumed_run_forgets_what_it_makes_again(tmp_path: Path) -> None:
