@@ -202,7 +202,7 @@ def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
     for file in list_rollouts(run_dir, kind, all_attempts):
         for row in file.rows():
             found = {"step": file.step, "rollout_id": file.rollout_id, "kind": file.kind, "attempt": file.attempt}
-            yield {**found, **row}
+            yield row | {name: value for name, value in found.items() if row.get(name) is None}
 
 
 def rollout_of_step(run_dir: Path, step: int | None = None, kind: str = "train") -> RolloutFile:

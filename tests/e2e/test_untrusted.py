@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from fusionrl.observe.rollouts import read_rollouts
 from fusionrl.rewards.code_run import REASONS
 from tests.e2e.hooks import hostile_programs
 from tests.e2e.launch import metrics_of, run
@@ -31,10 +31,6 @@ def test_cheats_and_escapes_earn_nothing_and_the_run_goes_on(task: Path, rl_flag
     counted = sum(row.get(f"rollout/code_failed/{reason}", 0) for row in rows for reason in REASONS)
     assert counted == num_rollout * num_prompts * group >= num_programs
     assert not any("rollout/reward_timeout" in row or "rollout/reward_crash" in row for row in rows)
-    saved = [
-        json.loads(line)
-        for path in sorted((folder / "rollouts").glob("train_*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
+    saved = list(read_rollouts(folder, "train"))
     assert {row["response"] for row in saved} == {f"```python\n{source}\n```" for source, _ in hostile_programs()}
     assert all(len(row["metadata"]["code_failures"]) == 1 for row in saved)
