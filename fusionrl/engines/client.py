@@ -27,6 +27,7 @@ ROUTING_KEY = "X-SMG-Routing-Key"  # as the router knows it
 _FIRST_BACKOFF_S = 0.25
 _SHORT_TOKENS = 64
 _LONGEST_ERROR_BYTES = 1 << 16  # of the text of an error status
+_MOST_EMPTY_EVENTS = 10_000  # of a stream, one after the other
 _LONGEST_BACKOFF_S = 8.0  # a router that lost its engines' health for a moment gets them back
 # Of an answer sampled with no more than these, another engine can go on at any token. A stop string, a grammar or a
 # penalty looks back at all of the answer, and an engine that goes on sees its own part alone.
@@ -66,7 +67,7 @@ class GenerateClient:
 
         Every answer is checked (`generation.parse_generation`). A request whose answer is refused is sent once more: to
         another of `engine_urls` (default: of `worker_urls`), so that an engine that errs is passed by, and is named
-        where it errs too.
+        where it errs too. Nobody knows which engine answered through the router; so there a second one is tried.
         """
         self._vocab_size = vocab_size
         self._num_tries = num_tries
@@ -129,10 +130,11 @@ class GenerateClient:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         tokens: list[int] = []
         part, attempt, finished = 1, 0, False
-        url, refused_at = "", ""
+        url, num_empty = "", 0
+        refused: list[str] = []
         while True:
             before = len(tokens)
-            url = self._elsewhere(refused_at) if refused_at else self._target(routing_key, attempt)
+            url = self._elsewhere(refused, attempt) if refused else self._target(routing_key, attempt)
             request = {"return_logprob": True, **_continued(payload, tokens), "stream": True}
             asked = Asked.by(request, self._vocab_size)
             try:
@@ -140,13 +142,16 @@ class GenerateClient:
                     parser = StreamParser(asked)
                     async for event in events:
                         piece = parser.parse(event)
+                        num_empty = 0 if len(piece.tokens) else num_empty + 1
+                        if num_empty > _MOST_EMPTY_EVENTS:
+                            raise AnswerError(f"the body: {num_empty} events of a stream brought no token")
                         tokens += piece.tokens.tolist()
                         finished = bool(piece.finish_reason)
                         yield replace(piece, part=part)
                 error: RuntimeError | None = RuntimeError(f"{url}: the stream ended before the last token")
             except AnswerError as cause:
-                self._refuse(url, cause, is_second=bool(refused_at))
-                refused_at, error = url, None
+                self._refuse(url, cause, refused)
+                attempt, error = 0, None
             except EndpointError as cause:
                 if cause.status < 500:
                     raise
@@ -173,13 +178,18 @@ class GenerateClient:
             # Closing it before its end breaks the connection, which is how the engine learns that nobody waits.
             async with aclosing(_lines(response, deadline, asked)) as lines:
                 if response.status >= 400:
-                    text = b"\n".join([line async for line, _ in lines]).decode(errors="replace")
+                    async with asyncio.timeout_at(deadline):
+                        text = (await response.content.read(_LONGEST_ERROR_BYTES)).decode(errors="replace")
                     raise EndpointError(url, response.status, text)
                 _check_plain(response)
+                num_idle = 0  # bytes since the last event
                 async for line, is_whole in lines:
                     data = line.removeprefix(b"data:").strip()
                     if data == line.strip() or data == b"[DONE]":
+                        num_idle += len(line) + 1
+                        asked.check_size(num_idle)
                         continue  # no event, or the end
+                    num_idle = 0
                     try:
                         event = orjson.loads(data)
                     except orjson.JSONDecodeError as error:
@@ -193,33 +203,35 @@ class GenerateClient:
     async def _request(self, payload: dict[str, Any], routing_key: str | None = None) -> list[Generation]:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         asked = Asked.by(payload, self._vocab_size)
-        refused_at: str | None = None
+        refused: list[str] = []
         async with asyncio.timeout(self._timeout_s):
             while True:
-                url, answer = await self._send(body, asked, routing_key, refused_at)
+                url, answer = await self._send(body, asked, routing_key, refused)
                 try:
                     if isinstance(answer, AnswerError):
                         raise answer
                     return await self._parsers.parse(answer, asked)
                 except AnswerError as error:
-                    self._refuse(url, error, is_second=refused_at is not None)
-                refused_at = url
+                    self._refuse(url, error, refused)
 
-    def _refuse(self, url: str, error: AnswerError, is_second: bool) -> None:
-        """Count an answer that was refused.
+    def _refuse(self, url: str, error: AnswerError, refused: list[str]) -> None:
+        """Count an answer that was refused, and add who gave it to `refused`, those of the request so far.
 
         Raises:
-            AnswerError: it is the second one to a request.
+            AnswerError: it is the second one of an engine, or the second one where there is one engine.
         """
         self.num_answers_refused += 1
-        if is_second:
+        refused.append(url)
+        num_known = sum(one in self._engines for one in refused)
+        if num_known >= 2 or (len(self._engines) == 1 and len(refused) >= 2):
             raise AnswerError(f"{url}: the answer is refused, as one before it was: {error}") from error
         logger.warning("%s: the answer is refused (%s); the request is sent once more, elsewhere", url, error)
 
-    def _elsewhere(self, url: str) -> str:
-        """Another engine than that of `url`, the one with the fewest under way; the same where there is one."""
-        others = [one for one in self._engines if one != url]
-        return min(others, key=lambda one: self._under_way.get(one, 0)) if others else url
+    def _elsewhere(self, refused: Sequence[str], attempt: int) -> str:
+        """An engine that gave none of the `refused` answers; each try at another one, where there are several."""
+        others = [one for one in self._engines if one not in refused] or self._engines
+        others = sorted(others, key=lambda one: self._under_way.get(one, 0))
+        return others[(attempt + self.num_answers_refused) % len(others)]
 
     async def _generate_together(self, payload: dict[str, Any]) -> Generation:
         """Send short siblings as one request: equal requests made in one turn of the event loop.
@@ -269,16 +281,16 @@ class GenerateClient:
             )
 
     async def _send(
-        self, body: bytes, asked: Asked, routing_key: str | None, refused_at: str | None
+        self, body: bytes, asked: Asked, routing_key: str | None, refused: Sequence[str]
     ) -> tuple[str, bytes | AnswerError]:
         """(who answered, the body of the answer, or what is wrong with it before it is read).
 
-        refused_at  who gave the answer before, which was refused; this one comes from elsewhere.
+        refused  who gave answers that were refused; this one comes from elsewhere.
         """
         headers = self._headers_of(routing_key)
         attempt = 0
         while True:
-            url = self._elsewhere(refused_at) if refused_at is not None else self._target(routing_key, attempt)
+            url = self._elsewhere(refused, attempt) if refused else self._target(routing_key, attempt)
             try:
                 with self._counted(url):
                     async with self._open().post(url, data=body, headers=headers) as response:

@@ -191,3 +191,57 @@ def test_log_probs_of_what_was_read_experts_and_scores() -> None:
 def test_the_table_of_the_docs_is_that_of_this_catalogue() -> None:
     assert len(MUTATIONS) >= 60
     assert table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_behind_a_router_engines_are_tried_in_turn_and_dead_ones_passed_by() -> None:
+    """Nobody knows which engine answered through the router: the bad one may be asked again, but not it alone."""
+    asked_of: list[int] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        number = request.app[NUMBER]
+        asked_of.append(number)
+        is_bad = number in (0, 1)  # the router, which asks engine 1, and engine 1
+        return _respond(request, b"{}" if is_bad else orjson.dumps(GOOD), is_stream=False)
+
+    async def use(urls: list[str]) -> None:
+        engines = [urls[1], "http://127.0.0.1:9", urls[2]]
+        async with GenerateClient(urls[0], None, 30.0, engine_urls=engines) as client:
+            for _ in range(6):
+                assert (await client.generate(PAYLOAD)).tokens.tolist() == [97, 98, 99]
+
+    serve(answer, use, num_engines=3)
+    assert asked_of.count(2) == 6
+
+
+def test_the_text_of_a_refused_stream_is_bounded() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        return web.Response(status=400, body=b"xx\n" * (14 << 20))
+
+    async def use(urls: list[str]) -> None:
+        async with GenerateClient(urls[0], None, 30.0, stream_responses=True) as client:
+            before = time.perf_counter()
+            with pytest.raises(RuntimeError, match="answered 400: xx"):
+                await client.generate(PAYLOAD)
+            assert time.perf_counter() - before < 5
+
+    serve(answer, use, num_engines=1)
+
+
+@pytest.mark.parametrize("line", [b"\n" * 4096, b'data: {"meta_info": {"completion_tokens": 0}}\n\n' * 100])
+def test_a_stream_without_tokens_ends(line: bytes) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(20_000):
+            await response.write(line)
+        return response
+
+    async def use(urls: list[str]) -> None:
+        async with GenerateClient(urls[0], None, 60.0, stream_responses=True) as client:
+            with pytest.raises(AnswerError, match="the body"):
+                await client.generate(PAYLOAD)
+
+    serve(answer, use, num_engines=1)
