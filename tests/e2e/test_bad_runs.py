@@ -90,7 +90,7 @@ def test_an_engine_that_does_not_come_up(rl_flags: list[str], tmp_path: Path) ->
         str(tmp_path / "run"),
     ]
     launched = run(flags, tmp_path, code=1)
-    last = _last_lines(launched.output(), 40)
+    last = _last_lines(launched.output(), 60)
     assert "engine-0.log" in last and "nowhere" in last
 
 
