@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import shutil
 import time
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.file_hashes import check_facts, facts_of, plain_name
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -72,15 +76,26 @@ class Checkpoints:
         self.folder = folder
 
     def latest(self) -> Checkpoint | None:
-        """The newest finished checkpoint; one without its manifest was never published and does not count."""
-        found = [Checkpoint(path, int(manifest["rollout_id"]), manifest) for path, manifest in self._finished()]
-        return max(found, key=lambda checkpoint: checkpoint.rollout_id, default=None)
+        """The newest finished checkpoint by its name; one without its manifest was never published and does not count.
 
-    def _finished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """(folder, manifest) of every checkpoint that was published, in no order."""
-        for path in self.folder.glob("step_*"):
-            if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
-                yield path, _read_manifest(path)
+        Raises:
+            ValueError: its manifest is damaged, or of another checkpoint; older ones are not read.
+        """
+        finished = self._finished()
+        if not finished:
+            return None
+        try:
+            manifest = _read_manifest(finished[0])
+        except ValueError as error:
+            before = f" to resume from {finished[1].name}" if len(finished) > 1 else ""
+            raise ValueError(f"{error}; move {finished[0].name} out of {self.folder}{before}") from error
+        return Checkpoint(finished[0], int(manifest["rollout_id"]), manifest)
+
+    def _finished(self) -> list[Path]:
+        """The folders of all checkpoints that were published, the newest by its name first."""
+        names = {path: match for path in self.folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
+        published = [path for path in names if os.path.isfile(path / _MANIFEST)]
+        return sorted(published, key=lambda path: int(names[path][1]), reverse=True)
 
     @staticmethod
     def check(checkpoint: Checkpoint) -> None:
@@ -105,13 +120,17 @@ class Checkpoints:
 
         `best_by` names one of the manifest's `metrics`; a checkpoint without it is not best. Of equal ones the newer
         counts. Returns what was deleted. A checkpoint loses its manifest first, so that a kill on the way leaves none
-        that looks complete.
+        that looks complete. One whose manifest is damaged or of another checkpoint is not counted and not deleted.
         """
-        found: list[tuple[int, float | None, Path]] = [
-            (int(manifest["rollout_id"]), manifest.get("metrics", {}).get(best_by) if best_by else None, path)
-            for path, manifest in self._finished()
-        ]
-        found.sort(key=lambda one: one[0])
+        found: list[tuple[int, float | None, Path]] = []
+        for path in reversed(self._finished()):
+            try:
+                manifest = _read_manifest(path)
+            except ValueError as error:
+                logger.warning("--keep-checkpoints leaves alone: %s", error)
+                continue
+            metric = manifest.get("metrics", {}).get(best_by) if best_by else None
+            found.append((manifest["rollout_id"], metric if isinstance(metric, int | float) else None, path))
         scored = [one for one in found if one[1] is not None]
         best = max(scored, key=lambda one: (one[1], one[0]), default=None)
         gone = [one[2] for one in found[:-keep] if one is not best]
