@@ -35,7 +35,7 @@ from fusionrl.trainer.model import Trained, gather_params, unwrap
 from fusionrl.trainer.safe_load import only_data
 
 DESCRIPTION = "fusionrl.json"
-FORMAT = 2  # 1 had no hashes of its files
+FORMAT, WITHOUT_HASHES = 2, 1
 COUNTERS = {"rollout_id", "optimizer_steps", "skipped"}
 # Where Megatron-LM says which checkpoint of a folder is the newest.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -184,8 +184,13 @@ def read_description(path: str) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is nested too deeply") from None
     if not isinstance(description, dict):
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is no JSON object")
-    if description.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}")
+    if description.get("format") not in (FORMAT, WITHOUT_HASHES):
+        raise ValueError(
+            f"checkpoint {path}: format {description.get('format')!r:.40}, this version reads {WITHOUT_HASHES} and"
+            f" {FORMAT}"
+        )
+    if description["format"] == WITHOUT_HASHES and "files" in description:
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} has hashes, and the format that had none; it was changed")
     counters = description.get("counters")
     if not isinstance(counters, dict) or any(type(value) is not int for value in counters.values()):
         raise ValueError(f"checkpoint {path}: the counters in {DESCRIPTION} are no whole numbers")
@@ -240,7 +245,8 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
                 f"checkpoint {path}: it is of a model with {name} {saved[name]!r}, --hf-checkpoint "
                 f"has {value!r}; give the model that the run was started with"
             )
-    _check_files(path, description, rank)
+    if description["format"] != WITHOUT_HASHES:
+        _check_files(path, description, rank)
     try:
         with only_data():
             state = dist_checkpointing.load(
