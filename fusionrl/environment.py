@@ -11,13 +11,19 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 
+# By the last word of the name. TOKENS alone is mostly a count (MAX_NEW_TOKENS), PWD alone the shell's folder.
 _NAME = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|SECRETS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|CREDENTIALS|AUTHORIZATION|API_?KEY"
-    r"|(?:ACCESS|SECRET|PRIVATE|ACCOUNT|SIGNING|ENCRYPTION)_KEY(?:_ID)?|CONNECTION_STRING|AUTH_SOCK)$",
+    r"(?:^|_)(?:TOKEN|SECRETS?|CREDENTIALS?|CREDS|AUTHORIZATION|AUTH|AUTH_CONFIG|AUTH_SOCK|PASS|PAT|DSN|COOKIE"
+    r"|(?:API|AUTH|ACCESS|REFRESH|BEARER|BOT)_TOKENS|CONNECTION_STRING|WEBHOOKS?(?:_URLS?)?)$"
+    r"|(?:PASSWORDS?|PASSWD|PASSPHRASE|SSHPASS|_PWD)$"
+    r"|(?:_|API|ACCESS|SECRET|PRIVATE)KEYS?(?:_ID)?$",
     re.IGNORECASE,
 )
-_URL_WITH_PASSWORD = re.compile(r"([a-zA-Z][\w+.-]*://[^/@\s:]*):[^/@\s]+@")
+# Found by "://", so that a long text without a URL costs one pass. The password may hold "/", but a number before the
+# first "/" is a port, and the password ends before the next "://".
+_URL_WITH_PASSWORD = re.compile(r"((?<=[\w+.-])://[^/@\s:\[]*):(?!\d{1,5}/)(?:[^@\s:]|:(?!//))+@")
 _MARKS = ("FUSIONRL_RUN_TOKEN", "FUSIONRL_TEST_TOKEN")  # they mark the processes of a run, and open nothing
+_PATHS = ("RAY_TLS_SERVER_KEY",)  # it names a file, which Ray's processes read
 
 ROUTER_KEY = "FUSIONRL_ROUTER_KEY"
 """The key of the engines, for functions of the user that ask them (`plugin_api.post`)."""
@@ -51,7 +57,7 @@ RAY_AUTH_TOKEN, which Ray reads from its processes' environment.
 
 def is_secret(name: str, value: str) -> bool:
     """Whether an environment variable holds a secret, by its name or as it is a URL with a password."""
-    if name in _MARKS:
+    if name in _MARKS or name in _PATHS:
         return False
     return name == ROUTER_KEY or bool(_NAME.search(name)) or bool(_URL_WITH_PASSWORD.search(value))
 

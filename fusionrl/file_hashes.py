@@ -95,7 +95,7 @@ def check_facts(folder: Path, facts: Any, where: str) -> None:
         ValueError: a file is missing, is no regular file, or has another size or hash; or `facts` are none.
     """
     if not isinstance(facts, Mapping) or not facts:
-        raise ValueError(f"{where}: it lists no files with hashes (an earlier version wrote it, or it was changed)")
+        raise ValueError(f"{where}: it lists no files with hashes (it was changed, or is incomplete)")
     for name, fact in facts.items():
         plain_name(name, where)
         if not (

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,15 @@ SECRETS = """
     HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN VAULT_TOKEN
     OPENAI_API_KEY GOOGLE_APPLICATION_CREDENTIALS AZURE_STORAGE_CONNECTION_STRING GITHUB_TOKEN MLFLOW_TRACKING_PASSWORD
     COMET_API_KEY AZURE_CLIENT_SECRET SSH_AUTH_SOCK APIKEY RAY_AUTH_TOKEN FUSIONRL_ROUTER_KEY
+    OPENAI_KEY AZURE_OPENAI_KEY HUGGINGFACE_KEY KAGGLE_KEY PGPASSWORD MYSQL_PWD SSHPASS REDISCLI_AUTH GITHUB_PAT
+    COS_SECRETKEY OPENAI_API_KEYS API_TOKENS SLACK_WEBHOOK_URL DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH SENTRY_DSN
+    npm_config__auth MINIO_ACCESSKEY
 """
 NONE = """
     PATH HOME TOKENIZERS_PARALLELISM SGLANG_CLIP_MAX_NEW_TOKENS SGLANG_INIT_NEW_TOKEN_RATIO PYTHONPATH OMP_NUM_THREADS
     FUSIONRL_RUN_TOKEN NCCL_SOCKET_IFNAME AWS_REGION HF_HOME KEYBOARD
+    PWD OLDPWD KEYBOARD_LAYOUT XKB_KEYBOARD MONKEY RAY_TLS_SERVER_KEY RAY_AUTH_MODE MAX_TOKENS NCCL_BYPASS COMPASS
+    LD_LIBRARY_PATH XAUTHORITY DBUS_SESSION_BUS_ADDRESS RAY_ADDRESS VIRTUAL_ENV GIT_AUTHOR_NAME SGLANG_KEYFRAMES
 """
 
 
@@ -50,7 +56,18 @@ def test_what_is_no_secret(name: str) -> None:
 def test_a_url_with_a_password_is_one() -> None:
     assert is_secret("HTTPS_PROXY", "http://me:hunter2@proxy:3128")
     assert not is_secret("HTTPS_PROXY", "http://proxy:3128/a:b@c")
+    assert not is_secret("HTTPS_PROXY", "http://[::1]:3128/a:b@c")
     assert hide_passwords("x http://me:hunter2@proxy:3128/p?q y") == "x http://me:***@proxy:3128/p?q y"
+    assert hide_passwords("redis://:hun/ter:2@host/0") == "redis://:***@host/0"
+    assert hide_passwords("http://me:a@h/x,http://you:b@h/y") == "http://me:***@h/x,http://you:***@h/y"
+
+
+@pytest.mark.parametrize("piece", ["a", "a:", "a://", "a://b:", "a://b:c/", "://:"])
+def test_a_long_text_costs_one_pass(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    start = time.perf_counter()
+    assert hide_passwords(text) == text
+    assert time.perf_counter() - start < 1
 
 
 def test_the_table_is_that_of_the_documentation() -> None:

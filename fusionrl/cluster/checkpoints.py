@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fusionrl.file_hashes import check_facts, facts_of, plain_name
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step_(\d{6,})")
 _MANIFEST = "manifest.json"
 _WRITING = ".writing_"
 _DESCRIPTIONS = ("fusionrl.json",)  # of a trainer's folder: it has the hashes of the other files, made when written
 _MAX_MANIFEST_BYTES = 64 * 2**20
+_FORMAT, _WITHOUT_HASHES = 2, 1  # of a trainer's description, and of manifests; manifests of format 1 have no "format"
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,42 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """Sizes and hashes: of the folder's files, and of those of its subfolders that say them of the others."""
-    subfolders = [path for path in folder.iterdir() if path.is_dir()]
-    descriptions = {path.name: [name for name in _DESCRIPTIONS if (path / name).is_file()] for path in subfolders}
+    """Sizes and hashes: of the folder's files, and of those of its subfolders.
+
+    Of a trainer's subfolder its description alone, which has those of the other files; a subfolder without files is
+    left out.
+    """
+    facts = {path.name: facts_of(path, _hashed_here(path)) for path in folder.iterdir() if path.is_dir()}
     return {
         "files": facts_of(folder, [path.name for path in folder.iterdir() if path.is_file()]),
-        "folders": {path.name: facts_of(path, descriptions[path.name]) for path in subfolders},
+        "folders": {name: of_folder for name, of_folder in facts.items() if of_folder},
     }
+
+
+def _hashed_here(folder: Path) -> list[str]:
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    return [name for name in names if name in _DESCRIPTIONS] or names
+
+
+def _is_without_hashes(checkpoint: Checkpoint) -> bool:
+    """Whether it has the format before hashes, throughout: manifest and trainers; and holds plain files and folders."""
+    if checkpoint.manifest.keys() & {"format", "files", "folders"}:
+        return False
+    subfolders = [path for path in checkpoint.path.iterdir() if path.is_dir()]
+    with ExitStack() as stack:
+        entries = [entry for path in (checkpoint.path, *subfolders) for entry in stack.enter_context(os.scandir(path))]
+    if not all(entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False) for entry in entries):
+        return False
+    descriptions = [path / name for path in subfolders for name in _DESCRIPTIONS if (path / name).is_file()]
+    return all(_format_of(path) == _WITHOUT_HASHES for path in descriptions)
+
+
+def _format_of(description: Path) -> Any:
+    try:
+        content = json.loads(description.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content.get("format") if isinstance(content, dict) else None
 
 
 class Checkpoints:
@@ -72,24 +106,43 @@ class Checkpoints:
         self.folder = folder
 
     def latest(self) -> Checkpoint | None:
-        """The newest finished checkpoint; one without its manifest was never published and does not count."""
-        found = [Checkpoint(path, int(manifest["rollout_id"]), manifest) for path, manifest in self._finished()]
-        return max(found, key=lambda checkpoint: checkpoint.rollout_id, default=None)
+        """The newest finished checkpoint by its name; one without its manifest was never published and does not count.
 
-    def _finished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """(folder, manifest) of every checkpoint that was published, in no order."""
-        for path in self.folder.glob("step_*"):
-            if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file():
-                yield path, _read_manifest(path)
+        Raises:
+            ValueError: its manifest is damaged, or of another checkpoint; older ones are not read.
+        """
+        finished = self._finished()
+        if not finished:
+            return None
+        try:
+            manifest = _read_manifest(finished[0])
+        except ValueError as error:
+            before = f" to resume from {finished[1].name}" if len(finished) > 1 else ""
+            raise ValueError(f"{error}; move {finished[0].name} out of {self.folder}{before}") from error
+        return Checkpoint(finished[0], int(manifest["rollout_id"]), manifest)
+
+    def _finished(self) -> list[Path]:
+        """The folders of all checkpoints that were published, the newest by its name first."""
+        names = {path: match for path in self.folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
+        published = [path for path in names if os.path.isfile(path / _MANIFEST)]
+        return sorted(published, key=lambda path: int(names[path][1]), reverse=True)
 
     @staticmethod
     def check(checkpoint: Checkpoint) -> None:
         """Compare a checkpoint with what its manifest says of it, but for the trainers' files, which they check.
 
+        One of an earlier version, which kept no hashes, is let through with a warning.
+
         Raises:
             ValueError: a file or folder is missing, is not what was saved, or is a link to elsewhere.
         """
         where = f"checkpoint {checkpoint.path}: it is damaged or incomplete"
+        if _is_without_hashes(checkpoint):
+            logger.warning(
+                "checkpoint %s: an earlier version wrote it, without hashes, so damage to its files may go unseen",
+                checkpoint.path,
+            )
+            return
         check_facts(checkpoint.path, checkpoint.manifest.get("files"), where)
         folders = checkpoint.manifest.get("folders")
         if not isinstance(folders, dict):
@@ -105,13 +158,17 @@ class Checkpoints:
 
         `best_by` names one of the manifest's `metrics`; a checkpoint without it is not best. Of equal ones the newer
         counts. Returns what was deleted. A checkpoint loses its manifest first, so that a kill on the way leaves none
-        that looks complete.
+        that looks complete. One whose manifest is damaged or of another checkpoint is not counted and not deleted.
         """
-        found: list[tuple[int, float | None, Path]] = [
-            (int(manifest["rollout_id"]), manifest.get("metrics", {}).get(best_by) if best_by else None, path)
-            for path, manifest in self._finished()
-        ]
-        found.sort(key=lambda one: one[0])
+        found: list[tuple[int, float | None, Path]] = []
+        for path in reversed(self._finished()):
+            try:
+                manifest = _read_manifest(path)
+            except ValueError as error:
+                logger.warning("--keep-checkpoints leaves alone: %s", error)
+                continue
+            metric = manifest.get("metrics", {}).get(best_by) if best_by else None
+            found.append((manifest["rollout_id"], metric if isinstance(metric, int | float) else None, path))
         scored = [one for one in found if one[1] is not None]
         best = max(scored, key=lambda one: (one[1], one[0]), default=None)
         gone = [one[2] for one in found[:-keep] if one is not best]
@@ -135,7 +192,8 @@ class Checkpoints:
         """
         final = self.folder / f"step_{rollout_id + 1:06d}"
         contents = _contents(temporary)
-        manifest = {"step": rollout_id + 1, "rollout_id": rollout_id, "time": time.time(), **facts, **contents}
+        numbers = {"format": _FORMAT, "step": rollout_id + 1, "rollout_id": rollout_id, "time": time.time()}
+        manifest = {**numbers, **facts, **contents}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         if final.exists():  # the same step, saved again by a later attempt
             shutil.rmtree(final)

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.services import canonicalize_bootstrap_address
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -29,14 +30,19 @@ CPU_DEVICE_RESOURCE = "fusionrl_device"
 LOOPBACK = "127.0.0.1"
 _FIRST_WITH_TOKENS = (2, 52)  # the first version of Ray that can ask for a token
 _TOKEN = secrets.token_hex(32)  # of local clusters that this process starts: Ray reads it once
-_OPEN = "open"
+_OPEN, _CLOSED = "this cluster is open", "this cluster asks for a token"
 # Whether Ray answers somebody without a token; a process of its own, as Ray reads its mode once.
 _PROBE = f"""
 import sys
 from ray._raylet import GcsClient
-GcsClient(address=sys.argv[1]).internal_kv_keys(b"none", None, timeout=10)
-print({_OPEN!r})
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"none", None, timeout=10)
+    print({_OPEN!r})
+except AuthenticationError:
+    print({_CLOSED!r})
 """
+_PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ def start_ray(
     has made private. With `allow_open` a cluster may be joined that asks nobody for a token.
 
     Raises:
-        ValueError: no cluster answers at `address`, or one that is open; or this Ray cannot ask for a token.
+        ValueError: no cluster answers at `address`, or one that is open or cannot be asked; or this Ray cannot ask for
+            a token.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2])
     if version < _FIRST_WITH_TOKENS:
@@ -76,10 +83,8 @@ def start_ray(
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is not None:
         _refuse_dead_address(address)
-        if not allow_open:
-            _refuse_open_cluster(address)
         try:
-            ray.init(address=address, **quiet)
+            ray.init(address=address if allow_open else _closed_cluster(address), **quiet)
         except (ConnectionError, RuntimeError) as error:
             raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error})") from error
         return False
@@ -127,19 +132,54 @@ def _ask_for_token() -> None:
     assert get_authentication_mode() == AuthenticationMode.TOKEN, "Ray does not ask for a token"
 
 
-def _refuse_open_cluster(address: str) -> None:
-    """Raise ValueError where a Ray cluster lets anybody in who has no token."""
+def _closed_cluster(address: str) -> str:
+    """The `host:port` of the cluster at `address`, which has refused a client without a token.
+
+    Raises:
+        ValueError: it lets anybody in, it is no single cluster that runs already, or nobody can tell.
+    """
+    resolved = _resolve_address(address)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     environ["RAY_AUTH_MODE"] = "disabled"
-    probe = subprocess.run(
-        [sys.executable, "-c", _PROBE, address], env=environ, capture_output=True, text=True, timeout=60, check=False
-    )
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE, resolved],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"--ray-address {address}: {resolved} did not say within {_PROBE_TIMEOUT_S:.0f} s whether it asks for a"
+            " token; give the address (host:port) of a Ray cluster that answers"
+        ) from None
     if _OPEN in probe.stdout:
         raise ValueError(
             f"--ray-address {address}: this cluster asks nobody for a token, so whoever reaches it can run code as its"
             " user; start its nodes with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN, or pass --allow-open-ray where"
             " nobody else reaches it"
         )
+    if _CLOSED not in probe.stdout:
+        cause = (probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
+        raise ValueError(
+            f"--ray-address {address}: {resolved} did not say whether it asks for a token ({cause[:300]});"
+            " give the address (host:port) of a Ray cluster that answers"
+        )
+    return resolved
+
+
+def _resolve_address(address: str) -> str:
+    """`address` as host:port, by Ray's own rules: "auto" is RAY_ADDRESS, or the cluster of this machine."""
+    cure = "give the address (host:port) of a Ray cluster that runs"
+    try:
+        resolved = canonicalize_bootstrap_address(address)
+    except (ConnectionError, OSError, ValueError) as error:
+        raise ValueError(f"--ray-address {address}: no Ray cluster is found by it ({error}); {cure}") from error
+    if resolved is None or "://" in resolved:
+        raise ValueError(f"--ray-address {address}: it cannot be asked whether it wants a token; {cure}")
+    return resolved
 
 
 def _object_store_bytes() -> int:

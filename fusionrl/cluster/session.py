@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 _TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ENGINE_STOP_TIMEOUT_S = 20.0
 _ADD_TIMEOUT_S = 5.0  # for the Buffer to write the last of what training found out about samples
+_MAX_TMPDIR_BYTES = 24  # of the 107 of a socket's path
 _MAX_PUSHES = 3  # with --use-fault-tolerance: of one version, where engines die meanwhile
 
 
@@ -628,8 +629,15 @@ class Session:
 
 def _private_folder() -> Path:
     """A new folder that this user alone can read, by a path that is short enough for Ray's sockets (107 characters)."""
+    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="fusionrl-", dir=parent if len(parent) <= 24 else "/tmp"))
+    if len(os.fsencode(parent)) > _MAX_TMPDIR_BYTES:
+        logger.warning(
+            "%s=%s is not used: Ray's sockets leave it at most %d characters, it has %d; Ray's files go to /tmp",
+            *(name, parent, _MAX_TMPDIR_BYTES, len(os.fsencode(parent))),
+        )
+        parent = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="fusionrl-", dir=parent))
     for name in ("ray", "stores"):
         (folder / name).mkdir(mode=0o700)
     return folder

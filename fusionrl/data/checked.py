@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,23 @@ def _check_row(row: dict[str, Any]) -> None:
         raise ValueError(f"response_length is {length!r:.80}, not a number of tokens")
     if not isinstance(row.get("metadata", {}), dict):
         raise ValueError(f"metadata is {row['metadata']!r:.80}, not a JSON object")
+    for name in ("reward", "baseline_reward"):
+        _check_reward(name, row.get(name))
+
+
+def _check_reward(name: str, reward: Any) -> None:
+    """A dict may hold texts and null beside its numbers: the reward `dapo` keeps the answer that it found."""
+    if isinstance(reward, dict) and name == "reward":
+        for key, value in reward.items():
+            if isinstance(value, int | float):
+                _check_reward(f"reward[{key!r:.40}]", value)
+        return
+    if reward is not None and not (isinstance(reward, int | float) and _is_finite(reward)):
+        raise ValueError(f"{name} is {reward!r:.80}, not a finite number{' or a dict of such' * (name == 'reward')}")
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number that no float can be
+        return False

@@ -24,7 +24,9 @@ from fusionrl.observe.metrics import next_attempt
 from fusionrl.observe.values import to_jsonable, write_atomically
 
 LOCK_FILE = "run.lock"
+CONFIG_FILE = "config.json"  # of the first attempt: with it a folder holds a run
 SUB_FOLDERS = ("rollouts", "checkpoints", "logs")
+LINKED_FOLDERS = (*SUB_FOLDERS, "weights")  # a user may put them on another disk, by a link
 
 
 def umask_of(mode: str) -> int:
@@ -39,15 +41,18 @@ class RunDir:
     """
 
     def __init__(self, path: Path | str, resume: bool = False, mode: int | None = None) -> None:
-        """Make or reopen the folder and take its lock. With a `mode` the folder gets it, also one that was there.
+        """Make or reopen the folder and take its lock. With a `mode` the folder gets it, if it is new or holds a run;
+        another folder of the user keeps its own.
 
         Raises ValueError if the folder holds a run and `resume` is False, if it is no folder, or if a live
         process (or one of another machine, which cannot be asked) holds it, or if something in it is a link, by
-        which the run would read or write elsewhere. The lock of a dead process is taken over.
+        which the run would read or write elsewhere, but for this user's links to folders in `LINKED_FOLDERS`. The
+        lock of a dead process is taken over.
         """
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--run-dir {self.path} is a file; name a folder")
+        is_ours = not self.path.exists() or (self.path / CONFIG_FILE).is_file()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _Lock(self.path / LOCK_FILE)
         self._lock.acquire()
@@ -62,7 +67,7 @@ class RunDir:
         except ValueError:
             self._lock.release()
             raise
-        if mode is not None and os.stat(self.path).st_uid == os.getuid():
+        if mode is not None and is_ours and os.stat(self.path).st_uid == os.getuid():
             os.chmod(self.path, mode)
         self.rollouts, self.checkpoints, self.logs = (self.path / name for name in SUB_FOLDERS)
         for folder in (self.rollouts, self.checkpoints, self.logs):
@@ -104,24 +109,34 @@ class RunDir:
 
 def _refuse_links(path: Path) -> None:
     """Raise ValueError where the folder has something else than files and folders, or one in the place of the other."""
-    for folder in (path, *(path / name for name in SUB_FOLDERS)):
+    for folder in (path, *(path / name for name in LINKED_FOLDERS)):
         if not folder.is_symlink() and not folder.exists():
             continue
-        if folder is not path and (folder.is_symlink() or not folder.is_dir()):
-            raise ValueError(f"--run-dir {path}: {folder.name} is no folder of its own; a link would lead elsewhere")
+        if folder is not path and not folder.is_dir():
+            raise ValueError(f"--run-dir {path}: {folder.name} is no folder; remove it")
         with os.scandir(folder) as entries:
             for entry in entries:
-                if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
-                    raise ValueError(
-                        f"--run-dir {path}: {Path(entry.path).relative_to(path)} is a link or a special file; the"
-                        " run would read or write elsewhere by it: remove it"
-                    )
+                if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
+                    continue
+                if folder is path and entry.name in LINKED_FOLDERS and _is_own_link(folder / entry.name):
+                    continue
+                raise ValueError(
+                    f"--run-dir {path}: {Path(entry.path).relative_to(path)} is a link or a special file; the"
+                    " run would read or write elsewhere by it: remove it"
+                )
+
+
+def _is_own_link(path: Path) -> bool:
+    """Whether it is a link of this user to a folder of this user."""
+    return (
+        path.is_symlink() and path.is_dir() and path.lstat().st_uid == os.getuid() and path.stat().st_uid == os.getuid()
+    )
 
 
 def _has_content(path: Path) -> bool:
     """Whether anything was written; a start that failed leaves empty sub folders, which are no run."""
     for entry in path.iterdir():
-        if entry.name == LOCK_FILE or (entry.name in SUB_FOLDERS and entry.is_dir() and not any(entry.iterdir())):
+        if entry.name == LOCK_FILE or (entry.name in LINKED_FOLDERS and entry.is_dir() and not any(entry.iterdir())):
             continue
         return True
     return False

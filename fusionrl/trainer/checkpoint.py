@@ -30,12 +30,12 @@ from fusionrl.config.model_shape import ModelShape
 from fusionrl.file_hashes import check_facts, facts_of
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import megatron_versions
-from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, result_queue
+from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
 from fusionrl.trainer.model import Trained, gather_params, unwrap
 from fusionrl.trainer.safe_load import only_data
 
 DESCRIPTION = "fusionrl.json"
-FORMAT = 2  # 1 had no hashes of its files
+FORMAT, WITHOUT_HASHES = 2, 1
 COUNTERS = {"rollout_id", "optimizer_steps", "skipped"}
 # Where Megatron-LM says which checkpoint of a folder is the newest.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -106,18 +106,20 @@ class Saving:
         """
         try:
             self._files.finish()
+            with failing_together():
+                if self._rank == 0:
+                    self._complete()
         except OSError as error:
             raise OSError(f"checkpoint {self._final}: {error}; nothing was published") from error
-        dist.barrier()
-        if self._rank == 0:
-            small = [path.name for path in self._partial.iterdir() if path.name not in self._files.files]
-            self._description["files"] = self._files.files | facts_of(self._partial, small)
-            with open(self._partial / DESCRIPTION, "w", encoding="utf-8") as file:
-                json.dump(self._description, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
-            _publish(self._partial, self._final)
-        dist.barrier()
+
+    def _complete(self) -> None:
+        small = [path.name for path in self._partial.iterdir() if path.name not in self._files.files]
+        self._description["files"] = self._files.files | facts_of(self._partial, small)
+        with open(self._partial / DESCRIPTION, "w", encoding="utf-8") as file:
+            json.dump(self._description, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        _publish(self._partial, self._final)
 
 
 def begin_save(
@@ -142,10 +144,10 @@ def begin_save(
     """
     partial = Path(path + ".partial")
     gather_params(trained.chunks)
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    with failing_together():
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     with result_queue() as results:
         state = _sharded_state(trained, layout, rank, loading=False, with_rng=True)
         request = megatron_versions.save_request(state, str(partial), _METADATA)
@@ -163,7 +165,12 @@ def _publish(partial: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -184,8 +191,13 @@ def read_description(path: str) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is nested too deeply") from None
     if not isinstance(description, dict):
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is no JSON object")
-    if description.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path}: format {description.get('format')!r}, this version reads {FORMAT}")
+    if description.get("format") not in (FORMAT, WITHOUT_HASHES):
+        raise ValueError(
+            f"checkpoint {path}: format {description.get('format')!r:.40}, this version reads {WITHOUT_HASHES} and"
+            f" {FORMAT}"
+        )
+    if description["format"] == WITHOUT_HASHES and "files" in description:
+        raise ValueError(f"checkpoint {path}: {DESCRIPTION} has hashes, and the format that had none; it was changed")
     counters = description.get("counters")
     if not isinstance(counters, dict) or any(type(value) is not int for value in counters.values()):
         raise ValueError(f"checkpoint {path}: the counters in {DESCRIPTION} are no whole numbers")
@@ -240,7 +252,8 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
                 f"checkpoint {path}: it is of a model with {name} {saved[name]!r}, --hf-checkpoint "
                 f"has {value!r}; give the model that the run was started with"
             )
-    _check_files(path, description, rank)
+    if description["format"] != WITHOUT_HASHES:
+        _check_files(path, description, rank)
     try:
         with only_data():
             state = dist_checkpointing.load(
@@ -343,16 +356,15 @@ def save_weights(path: str, modules: list[torch.nn.Module], rank: int) -> None:
     if folder.exists():
         raise ValueError(f"{path}: it exists already; give another folder")
     dist.barrier()
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "release").mkdir(parents=True)
-    dist.barrier()
+    with failing_together():
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "release").mkdir(parents=True)
     with result_queue() as results:
         state = _weights_state(modules) | {"checkpoint_version": 3.0, "iteration": 0}
         request = megatron_versions.save_request(state, str(partial / "release"), _METADATA)
     PendingFiles(request, results, None).finish()
-    dist.barrier()
-    if rank == 0:
-        (partial / TRACKER).write_text("release", encoding="utf-8")
-        partial.rename(folder)
-    dist.barrier()
+    with failing_together():
+        if rank == 0:
+            (partial / TRACKER).write_text("release", encoding="utf-8")
+            partial.rename(folder)

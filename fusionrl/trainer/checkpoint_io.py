@@ -246,15 +246,34 @@ class PendingFiles:
                 self._error = error
         everyone: list[tuple[str | None, Facts]] = [(None, {})] * dist.get_world_size()
         dist.all_gather_object(everyone, (str(self._error) if self._error else None, self._written.files))
-        failed = {rank: error for rank, (error, _) in enumerate(everyone) if error is not None}
-        if failed:
-            rank, error = next(iter(failed.items()))
-            raise OSError(f"trainer rank {rank} could not write its files ({error})")
+        _raise_first([error for error, _ in everyone])
         if self._request.async_fn is not None:
             self._results.put(self._written.reports)
         self.files = {name: fact for _, files in everyone for name, fact in files.items()}
         for finalize in self._request.finalize_fns:
             finalize()
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """An OSError within it on one rank is raised on every rank, at its end; collective. The code within it is not.
+
+    Without it the others would wait for the rank that failed, in whatever is collective next.
+    """
+    told: str | None = None
+    try:
+        yield
+    except OSError as error:
+        told = str(error)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, told)
+    _raise_first(everyone)
+
+
+def _raise_first(errors: list[str | None]) -> None:
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise OSError(f"trainer rank {rank} could not write its files ({error})")
 
 
 @contextmanager

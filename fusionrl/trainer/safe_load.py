@@ -42,6 +42,9 @@ _METADATA_CLASSES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "collections": {"OrderedDict"},
+    # torch.distributed.checkpoint.save keeps the folder that it was given as checkpoint_id, perhaps a Path.
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
 }
 _ARRAYS = [
     np.ndarray,
@@ -54,7 +57,8 @@ _ARRAYS = [
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
+            # Python 3.13 alone has the module pathlib._local.
+            return super().find_class("pathlib" if module == "pathlib._local" else module, name)
         raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs: it may run code")
 
 

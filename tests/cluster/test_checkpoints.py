@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,3 +126,87 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     again = publish(checkpoints, 0, lambda path: None, {"attempt": 2})
     assert not (again.path / "weights").exists()
     assert json.loads((again.path / "manifest.json").read_text())["attempt"] == 2
+
+
+def test_a_bad_older_one_and_a_copy_stop_neither_a_resume_nor_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for rollout_id in range(4):
+        publish(checkpoints, rollout_id, write, {})
+    (tmp_path / "step_000001" / "manifest.json").write_text('{"rollout_id": 0, "fi')
+    latest = checkpoints.latest()
+    assert latest is not None and latest.path.name == "step_000004"
+    shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000900")
+    assert [path.name for path in checkpoints.prune(2)] == ["step_000002"]
+    assert "step_000001" in caplog.text and "step_000900" in caplog.text
+    left = ["step_000001", "step_000003", "step_000004", "step_000900"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_a_bad_newest_one_is_named_with_the_one_before(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    publish(checkpoints, 0, write, {})
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000900")
+    with pytest.raises(ValueError, match=r"(?s)step_000900.*does not belong.*resume from step_000001"):
+        checkpoints.latest()
+
+
+def test_a_metric_of_text_is_not_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for rollout_id, metric in enumerate([0.5, "high", 0.1]):
+        publish(checkpoints, rollout_id, write, {"metrics": {"accuracy": metric}})
+    assert [path.name for path in checkpoints.prune(1, "accuracy")] == ["step_000002"]
+
+
+def test_subfolders_without_a_description_are_hashed_and_checked(tmp_path: Path) -> None:
+    def write_folders(path: Path) -> None:
+        write(path)
+        for name in ("empty", "notes", "trainer"):
+            (path / name).mkdir()
+        (path / "notes" / "a").write_text("mine")
+        (path / "trainer" / "fusionrl.json").write_text("{}")
+        (path / "trainer" / "shard").write_text("hashed by the trainer")
+
+    checkpoint = publish(Checkpoints(tmp_path), 0, write_folders, {})
+    Checkpoints.check(checkpoint)
+    folders = checkpoint.manifest["folders"]
+    assert {name: list(facts) for name, facts in folders.items()} == {"notes": ["a"], "trainer": ["fusionrl.json"]}
+    (checkpoint.path / "notes" / "a").write_text("else")
+    with pytest.raises(ValueError, match="in notes: a is not what was saved"):
+        Checkpoints.check(checkpoint)
+
+
+def test_a_checkpoint_of_the_version_before_hashes_is_let_through(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+
+    def write_trainer(path: Path) -> None:
+        (path / "trainer").mkdir()
+        (path / "trainer" / "fusionrl.json").write_text('{"format": 1}')
+        (path / "buffer.json").write_text("{}")
+
+    path = publish(checkpoints, 0, write_trainer, {}).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    old = {name: value for name, value in manifest.items() if name not in ("format", "files", "folders")}
+
+    def check_with(manifest: dict[str, Any]) -> None:
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        latest = checkpoints.latest()
+        assert latest is not None
+        checkpoints.check(latest)
+
+    check_with(old)
+    assert len(caplog.records) == 1 and "without hashes" in caplog.text
+    with pytest.raises(ValueError, match="lists no files with hashes"):  # the new format, its hashes taken out
+        check_with(old | {"format": manifest["format"]})
+    (path / "trainer" / "fusionrl.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError, match="lists no files with hashes"):
+        check_with(old)
+    (path / "trainer" / "fusionrl.json").write_text('{"format": 1}')
+    (path / "buffer.json").unlink()
+    os.mkfifo(path / "buffer.json")
+    with pytest.raises(ValueError, match="lists no files with hashes"):
+        check_with(old)
+    assert len(caplog.records) == 1

@@ -71,6 +71,39 @@ def test_a_sample_of_a_hook_names_the_field(field: str, value: Any, message: str
         check_values(sample, 512)
 
 
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("1e999", "reward is inf, not a finite number"),
+        ("-1e999", "reward is -inf"),
+        ("1" + "0" * 400, "reward is 1000.*not a finite number"),
+        ('"1.0"', r"reward is '1\.0', not a finite number or a dict of such"),
+        ("[1.0]", r"reward is \[1\.0\]"),
+        ('{"score": 1.0, "length": 1e999}', r"reward\['length'\] is inf"),
+    ],
+)
+def test_a_reward_that_is_no_number(reward: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rollout.jsonl"
+    line = json.dumps({**GOOD, "reward": "REWARD"})
+    path.write_text(json.dumps(GOOD) + "\n" + line.replace('"REWARD"', reward) + "\n")
+    with pytest.raises(ValueError, match=rf"rollout\.jsonl, line 2: {message}"):
+        read_samples(path, 512)
+
+
+@pytest.mark.parametrize("reward", [None, 1, -0.5, True, {"score": 1.0, "acc": True, "pred": "42"}, {"score": None}])
+def test_rewards_that_are_read(reward: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rollout.jsonl"
+    path.write_text(json.dumps({**GOOD, "reward": reward}) + "\n")
+    assert read_samples(path, 512)[0].reward == reward
+
+
+def test_a_baseline_reward_that_is_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "rollout.jsonl"
+    path.write_text(json.dumps({**GOOD, "baseline_reward": {"score": 1.0}}) + "\n")
+    with pytest.raises(ValueError, match="line 1: baseline_reward is .*not a finite number"):
+        read_samples(path, 512)
+
+
 def test_experts_that_the_model_does_not_have() -> None:
     sample = Sample(index=1, tokens=[1, 2], response_length=1, rollout_routed_experts=np.array([[[0, 4]], [[1, -1]]]))
     check_values(sample, 512, num_experts=5)

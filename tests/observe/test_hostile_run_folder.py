@@ -27,6 +27,18 @@ def _link_to(name: str) -> Callable[[Path, Path], None]:
     return mutate
 
 
+def _link_to_file(name: str) -> Callable[[Path, Path], None]:
+    def mutate(run: Path, outside: Path) -> None:
+        (run / name).rmdir()
+        (run / name).symlink_to(outside)
+
+    return mutate
+
+
+def _link_to_nothing(name: str) -> Callable[[Path, Path], None]:
+    return lambda run, outside: _link_to_file(name)(run, outside.parent / "nothing")
+
+
 def _text(name: str, text: str) -> Callable[[Path, Path], None]:
     return lambda run, outside: (run / name).write_text(text) and None
 
@@ -63,9 +75,11 @@ MUTATIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "metrics.jsonl has an attempt of text": (_metrics('{"step": 1, "attempt": "2"}'), REFUSED),
     "metrics.jsonl has a step of 5,000 digits": (_metrics('{"step": %s, "attempt": 1}' % ("9" * 5000)), REFUSED),
     "metrics.jsonl has nested JSON": (_metrics("[" * 100_000), REFUSED),
-    "checkpoints is a link": (_link_to("checkpoints"), REFUSED),
+    "checkpoints is a link to a file": (_link_to_file("checkpoints"), REFUSED),
+    "checkpoints is a link to nothing": (_link_to_nothing("checkpoints"), REFUSED),
     "checkpoints is a file": (_file_for_folder, REFUSED),
-    "rollouts is a link": (_link_to("rollouts"), REFUSED),
+    "eval is a link": (_link_to("eval"), REFUSED),
+    "a checkpoint is a link": (_link_to("checkpoints/step_000001"), REFUSED),
     "logs/driver.log is a link": (_link_to("logs/driver.log"), REFUSED),
     "rollouts has a file of a huge attempt": (
         lambda run, _: (run / "rollouts" / f"train_000001.a{'9' * 60}.jsonl").write_text("") and None,
@@ -108,11 +122,52 @@ def test_a_refused_folder_can_be_opened_once_it_is_repaired(tmp_path: Path) -> N
     RunDir(tmp_path, resume=True).close()
 
 
+def test_folders_on_another_disk(tmp_path: Path) -> None:
+    """A new run takes this user's links to folders, and a resume goes on with them."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("rollouts", "checkpoints", "logs", "weights"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+        (run / name).symlink_to(tmp_path / "disk" / name)
+    with RunDir(run) as made:
+        made.write_config({"lr": 1.0})
+        (made.checkpoints / "file").write_text("on the disk")
+    assert (tmp_path / "disk" / "checkpoints" / "file").is_file()
+    RunDir(run, resume=True).close()
+    (tmp_path / "disk" / "logs" / "driver.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="logs/driver.log is a link"):
+        RunDir(run, resume=True)
+
+
+@pytest.mark.parametrize("whose", ["the link", "the folder"])
+def test_links_of_and_to_somebody_else_are_refused(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    if os.getuid() == 0:
+        os.chown(tmp_path / ("run/checkpoints" if whose == "the link" else "disk"), 65534, 65534, follow_symlinks=False)
+    else:  # only the superuser can give files away
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(ValueError, match="checkpoints is a link"):
+        RunDir(tmp_path / "run")
+
+
+def test_a_folder_of_the_user_keeps_its_rights(tmp_path: Path) -> None:
+    """`--run-dir .` in a shared folder shuts nobody out; a run's own folder gets them again by a resume."""
+    tmp_path.chmod(0o755)
+    with RunDir(tmp_path, mode=0o700):
+        assert tmp_path.stat().st_mode & 0o777 == 0o755
+    with RunDir(tmp_path / "run", mode=0o700) as run:
+        run.write_config({"lr": 1.0})
+    run.path.chmod(0o755)
+    with RunDir(run.path, resume=True, mode=0o700):
+        assert run.path.stat().st_mode & 0o777 == 0o700
+
+
 def test_rights_of_folders_and_files(tmp_path: Path) -> None:
-    """--run-dir-mode holds for the folder and all in it, also for a folder that was there with other rights."""
+    """--run-dir-mode holds for the folder and all in it."""
     from fusionrl.observe.run_dir import umask_of
 
-    (tmp_path / "run").mkdir(mode=0o777)
     before = os.umask(umask_of("700"))
     try:
         with RunDir(tmp_path / "run", mode=0o700) as run:

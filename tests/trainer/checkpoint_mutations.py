@@ -202,6 +202,26 @@ def _other_rights(step: Path) -> None:
         os.utime(path, (0, 0))
 
 
+def _without_hashes_in_manifest(step: Path) -> None:
+    for key in ("format", "files", "folders"):
+        _json("manifest.json", _drop(key))(step)
+
+
+def _as_before_hashes(step: Path) -> None:
+    """The checkpoint that the version before hashes would have written."""
+    _without_hashes_in_manifest(step)
+    _json("trainer/fusionrl.json", _drop("files"))(step)
+    _json("trainer/fusionrl.json", _set("format", to=1))(step)
+
+
+def _as_before_hashes_with(mutate: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def both(step: Path) -> None:
+        _as_before_hashes(step)
+        mutate(step)
+
+    return both
+
+
 NESTED = b"[" * 200_000
 OBJECT_ARRAY = {"$array": ["|O", [1], "AAAAAAAAAAA="]}
 FACT, UNKNOWN = [1, "sha256:00"], [9, "x:0"]
@@ -221,6 +241,7 @@ MUTATIONS: dict[str, Mutation] = {
     "manifest: metrics that are a list": Mutation(_json("manifest.json", _set("metrics", to=[1]))),
     "manifest: no hashes": Mutation(_json("manifest.json", _drop("files"))),
     "manifest: no hashes of the trainers": Mutation(_json("manifest.json", _set("folders", "trainer", to={}))),
+    "manifest: no hashes, and no format": Mutation(_without_hashes_in_manifest),
     "manifest: a hash of an unknown kind": Mutation(_json("manifest.json", _set("files", "buffer.json", to=UNKNOWN))),
     "manifest: a size of text": Mutation(_json("manifest.json", _set("files", "buffer.json", to=["9", "sha256:0"]))),
     "manifest: a file above the folder": Mutation(_json("manifest.json", _set("files", "../../secret", to=FACT))),
@@ -294,6 +315,16 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "forged buffer.json: nested 200,000 deep": Mutation(_write("buffer.json", NESTED), True),
     "forged buffer.json: a rollout of text": Mutation(_json("buffer.json", _set("rollout_id", to="1")), True),
+    # of the version before hashes
+    "format before hashes: as it was": Mutation(_as_before_hashes, result="identical"),
+    "format before hashes: .metadata runs a program": Mutation(
+        _as_before_hashes_with(_write("trainer/.metadata", pickle.dumps(Runs())))
+    ),
+    "format before hashes: objects that run a program": Mutation(_as_before_hashes_with(_objects_run_code)),
+    "format before hashes: common.pt runs a program": Mutation(_as_before_hashes_with(_common(lambda data: Runs()))),
+    "format before hashes: buffer.json is a pipe": Mutation(_as_before_hashes_with(_fifo("buffer.json"))),
+    "format before hashes: buffer.json is a link": Mutation(_as_before_hashes_with(_moved_link("buffer.json"))),
+    "format before hashes: a shard is missing": Mutation(_as_before_hashes_with(lambda step: _largest(step).unlink())),
     # what changes nothing
     "forged .metadata: a shape that no shard has": Mutation(_metadata(_other_shapes), True, result="identical"),
     "a file that no manifest names": Mutation(_write("notes.txt", b"mine"), result="identical"),

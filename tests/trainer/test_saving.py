@@ -1,0 +1,99 @@
+"""What rank 0 alone does to a checkpoint, without trainers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusionrl.trainer.checkpoint import _publish, read_description
+
+COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
+
+
+@pytest.mark.parametrize(
+    ("description", "refusal"),
+    [
+        ({"format": 2, "files": {}}, None),
+        ({"format": 1}, None),
+        ({"format": 1, "files": {}}, "has hashes, and the format that had none"),
+        ({"format": 3}, "this version reads 1 and 2"),
+        ({}, "format None"),
+    ],
+)
+def test_which_formats_are_read(description: dict[str, object], refusal: str | None, tmp_path: Path) -> None:
+    (tmp_path / "fusionrl.json").write_text(json.dumps({"counters": COUNTERS, **description}))
+    if refusal is None:
+        assert read_description(str(tmp_path))["counters"] == COUNTERS
+        return
+    with pytest.raises(ValueError, match=refusal):
+        read_description(str(tmp_path))
+
+
+# Two ranks finish a checkpoint whose files are there; rank 0 finds no room for what it writes alone.
+TWO_RANKS = """
+import datetime, errno, sys
+from pathlib import Path
+import torch.distributed as dist
+from fusionrl.trainer import checkpoint
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
+)
+
+class Files:
+    files = {}
+    def finish(self):
+        pass
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+saving = checkpoint.Saving(folder + "/trainer", rank, Files(), {})
+facts_of = checkpoint.facts_of
+checkpoint.facts_of = no_room
+try:
+    saving.finish()
+except OSError as error:
+    print(error)
+checkpoint.facts_of = facts_of
+saving.finish()
+print(sorted(path.name for path in Path(folder, "trainer").iterdir()))
+"""
+
+
+def test_what_rank_0_cannot_write_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "trainer.partial").mkdir()
+    (tmp_path / "trainer.partial" / "shard").write_text("weights")
+    command = [sys.executable, "-c", TWO_RANKS]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            output, errors = process.communicate(timeout=150)
+            assert process.returncode == 0, errors[-2000:]
+            said, names = output.splitlines()
+            assert "trainer rank 0 could not write" in said and "No space left" in said and "nothing was" in said
+            assert names == "['fusionrl.json', 'shard']"
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    final, partial = tmp_path / "trainer", tmp_path / "trainer.partial"
+    final.mkdir()
+    (final / "shard").write_text("before")
+    with pytest.raises(FileNotFoundError):
+        _publish(partial, final)  # it is not there
+    assert (final / "shard").read_text() == "before"
+    assert os.listdir(tmp_path) == ["trainer"]
