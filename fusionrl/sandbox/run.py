@@ -6,17 +6,18 @@ import ast
 import asyncio
 import contextlib
 import functools
+import itertools
 import marshal
 import os
 import selectors
-import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -259,15 +260,50 @@ def _make_cgroup(limits: Limits) -> MemoryCgroup | None:
 
 
 def _remove(folder: str) -> None:
-    """Remove a run's folder, also where the code took the rights to its own subfolders away."""
+    """Remove a run's folder whatever the code left in it: folders without rights, or nested beyond any path's length.
 
-    def make_writable(_function: Any, path: str, _error: Any) -> None:
+    Each subfolder moves up into `folder` before its parent is removed, so depth costs neither a stack nor descriptors.
+    What cannot be removed stays; this never raises OSError.
+    """
+    with contextlib.suppress(OSError):
+        top = _open_folder(folder, None)
+        try:
+            prefix, numbers = os.urandom(8).hex(), itertools.count()  # a name that the code cannot have taken
+            waiting = _empty(top, top, prefix, numbers)
+            while waiting:
+                name = waiting.pop()
+                with contextlib.suppress(OSError):
+                    place = _open_folder(name, top)
+                    try:
+                        waiting += _empty(place, top, prefix, numbers)
+                    finally:
+                        os.close(place)
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _open_folder(name: str, parent: int | None) -> int:
+    """Open a folder, which is no link, and take every right to it."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
+    finally:
+        os.close(handle)
+
+
+def _empty(place: int, top: int, prefix: str, numbers: Iterator[int]) -> list[str]:
+    """Remove the files of the folder `place` and move its folders into `top`; return their names there."""
+    names = []
+    for name in os.listdir(place):
         with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.unlink(path)
-
-    shutil.rmtree(folder, onerror=make_writable)
+            if not stat.S_ISDIR(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=place)
+                continue
+            os.close(_open_folder(name, place))  # to move a folder its own ".." is written
+            moved = f"{prefix}-{next(numbers)}"
+            os.rename(name, moved, src_dir_fd=place, dst_dir_fd=top)
+            names.append(moved)
+    return names

@@ -251,6 +251,16 @@ escaped()
 """,
     ),
     Escape(
+        "nest folders deeper than Python's stack",
+        """
+for i in range(1500):
+    os.mkdir("d"); os.chdir("d")
+    if i % 100 == 0: os.mkdir("closed", 0)
+os.chmod(".", 0)
+""",
+        limits={"num_files": 5000},
+    ),
+    Escape(
         "have a hundred processes",
         """
 count = 0

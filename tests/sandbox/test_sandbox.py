@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, run_python, run_python_sync
+from fusionrl.sandbox.run import _remove
 from tests.sandbox.users import REPO, Sandbox, readable_python
 
 
@@ -257,6 +258,21 @@ def test_the_folder_is_removed(run: Sandbox) -> None:
     assert folder.startswith("/")
     assert folder == "/tmp" or not Path(folder).exists()
     assert not Path("/tmp/left").exists()
+
+
+def test_a_folder_is_removed_whatever_it_holds(tmp_path: Path) -> None:
+    """Folders deeper than Python's stack and than a path, without rights, and links out of it."""
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    (outside / "kept").touch()
+    folder.mkdir()
+    script = f"import os\nos.symlink({str(outside)!r}, 'link')\nos.mkdir('closed', 0)\n"
+    script += "for i in range(3000): os.mkdir('d'); os.chdir('d'); open('f', 'w').close()\nos.chmod('.', 0)"
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True)
+    _remove(str(folder))
+    assert not folder.exists()
+    assert (outside / "kept").exists() and outside.stat().st_mode & 0o777 == 0o755
+    _remove(str(folder))  # it is not there: nothing to do, and no error
 
 
 def test_an_interpreter_under_tmp_shows_nothing_else_of_it(tmp_path: Path) -> None:
