@@ -125,6 +125,26 @@ for pid in (os.getppid(), os.getpid()):
         bare=True,
     ),
     Escape(
+        "blind the launcher by its limits",
+        """
+resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0)); escaped()
+if os.fork() == 0: time.sleep(60)
+""",
+    ),
+    Escape(
+        "change a process's limits",
+        "resource.prlimit(T['pid'], resource.RLIMIT_CORE, resource.prlimit(T['pid'], resource.RLIMIT_CORE)); escaped()",
+        bare=True,
+    ),
+    Escape("slow a process down", "os.setpriority(os.PRIO_PROCESS, T['pid'], 19); escaped()", bare=True),
+    Escape("slow all processes of its user down", "os.setpriority(os.PRIO_USER, 0, 1); escaped()"),
+    Escape(
+        "take a process's processors",
+        "os.sched_setaffinity(T['pid'], os.sched_getaffinity(T['pid'])); escaped()",
+        bare=True,
+    ),
+    Escape("take a process's turn at the disk", "if call(251, 30, 1, T['pid'], 3 << 13) == 0: escaped()", bare=True),
+    Escape(
         "use an inherited descriptor",
         """
 for number in range(3, 256):
@@ -142,6 +162,11 @@ for number in range(3, 256):
     Escape(
         "connect to a socket in the file system",
         "socket.socket(socket.AF_UNIX).connect(T['unix']); escaped()",
+        bare=True,
+    ),
+    Escape(
+        "send a datagram to a socket in the file system",
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', T['datagrams']); escaped()",
         bare=True,
     ),
     Escape(

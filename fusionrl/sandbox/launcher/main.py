@@ -36,6 +36,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+_KILL_S = 10.0  # a killed process is gone sooner, unless the kernel waits for a device
 _HIGH = 64  # descriptors from here on are out of the way of those that the code gets
 
 
@@ -125,8 +126,8 @@ class _Run:
         for descriptor in (failure, *self._descriptors):
             os.close(descriptor)
         status, over = self._wait(child, deadline)
-        if not self.isolated:
-            _kill_descendants()
+        if not self.isolated and not _kill_descendants(time.monotonic() + _KILL_S):
+            over = over or "a process that cannot be ended"
         try:
             if failed := os.read(read_end, 1 << 12):
                 return {"error": failed.decode("utf-8", "replace")}
@@ -259,8 +260,8 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def _kill_descendants() -> None:
-    """Kill whatever descends from this subreaper, until nothing does."""
+def _kill_descendants(deadline: float) -> bool:
+    """Kill whatever descends from this subreaper, until nothing does; False: something was left at the deadline."""
     while True:
         for pid in watch.descendants(os.getpid()):
             try:
@@ -271,7 +272,9 @@ def _kill_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return
+            return True
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.001)
 
 
