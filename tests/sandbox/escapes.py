@@ -267,6 +267,51 @@ escaped()
 """,
     ),
     Escape(
+        "fill the disk in a folder that nobody may read",
+        """
+os.mkdir("closed")
+os.chmod("closed", 0o300)
+for i in range(300):
+    with open(f"closed/f{i}", "wb") as file: file.write(bytes(1 << 20))
+    time.sleep(0.005)
+escaped()
+""",
+    ),
+    Escape(
+        "fill the disk below a path too long to open",
+        """
+for i in range(25): os.mkdir("d" * 200); os.chdir("d" * 200)
+for i in range(300):
+    with open(f"f{i}", "wb") as file: file.write(bytes(1 << 20))
+    time.sleep(0.005)
+escaped()
+""",
+    ),
+    Escape(
+        "fill the disk with files without a name",
+        """
+files = []
+for i in range(150):
+    files.append(open("f", "wb", buffering=0)); os.remove("f")
+    files[-1].write(bytes(1 << 20))
+    time.sleep(0.01)
+escaped()
+""",
+    ),
+    Escape(
+        "fill the disk from a process that hides its descriptors",
+        """
+files = []
+if libc.prctl(4, 0, 0, 0, 0) == -1: return
+for i in range(150):
+    files.append(open("f", "wb", buffering=0)); os.remove("f")
+    files[-1].write(bytes(1 << 20))
+    time.sleep(0.01)
+escaped()
+""",
+        bare=True,
+    ),
+    Escape(
         "fill the disk with names",
         """
 for i in range(5000):

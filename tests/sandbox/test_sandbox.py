@@ -328,6 +328,13 @@ def test_cancelling_ends_the_run() -> None:
     assert alive(mark) == []
 
 
+def test_children_that_have_ended_count_for_nothing(run: Sandbox) -> None:
+    """A zombie hides its descriptors as a process does that wants to pass the limit on the disk."""
+    code = "import os, time\nfor _ in range(5):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(0.5)\nprint('here')"
+    result = run(code)
+    assert (result.stdout, result.killed_by) == ("here\n", None)
+
+
 def test_bad_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="sandbox limit wall_s=0: it must be positive"):
         Limits(wall_s=0)

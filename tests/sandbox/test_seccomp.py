@@ -76,6 +76,8 @@ def test_every_branch() -> None:
             for name in OF_A_PROCESS:
                 assert decide(program, OF_A_PROCESS[name][column], 0, audit=audit) == ALLOW
                 assert decide(program, OF_A_PROCESS[name][column], 1, audit=audit) == REFUSE
+            assert decide(program, number["prctl"], 15, audit=audit) == ALLOW, "PR_SET_NAME"
+            assert decide(program, number["prctl"], 4, audit=audit) == REFUSE, "PR_SET_DUMPABLE"
             assert decide(program, number["setpriority"], 0, 0, audit=audit) == ALLOW, "nice"
             assert decide(program, number["setpriority"], 0, 7, audit=audit) == REFUSE
             assert decide(program, number["setpriority"], 2, 0, audit=audit) == REFUSE, "all of the user"

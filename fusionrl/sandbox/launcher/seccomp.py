@@ -100,6 +100,7 @@ CONDITIONAL = {
     "socketpair": (53, 199),
     "ioctl": (16, 29),
     "setpriority": (141, 140),
+    "prctl": (157, 167),
 }
 # Calls that change the process of their first argument; 0 is the caller, and nobody else may be changed.
 OF_A_PROCESS = {
@@ -114,6 +115,7 @@ NEWEST = 470  # calls above did not exist when the tables were written
 _CLONE_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # type into a terminal
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF  # the other bits of a type are flags
+_PR_SET_DUMPABLE = 4
 _PRIO_PROCESS, _EPERM, _ENOSYS = 0, 1, 38
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF_LD|W|ABS, BPF_JMP|…|K, BPF_RET|K
@@ -177,6 +179,8 @@ def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
             refuse,
             allow,
         ),
+        # a process that is not dumpable hides what it holds open from the watch
+        *when("prctl", (_LOAD, 0, 0, _ARGUMENT), (_EQUAL, 0, 1, _PR_SET_DUMPABLE), refuse, allow),
         *when(
             "setpriority",
             (_LOAD, 0, 0, _ARGUMENT),
