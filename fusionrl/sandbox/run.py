@@ -130,20 +130,29 @@ class Run:
             on_start: called once when the launcher has the descriptors, or will never have them.
 
         Raises:
-            SandboxError: no report came, or it says that the code could not be started.
+            SandboxError: no report came, it says that the code could not be started, or the machine lacks the means
+                for a run: space for its folder, descriptors, processes.
         """
         with contextlib.ExitStack() as stack:
             if on_start is not None:
                 stack.callback(on_start)
-            return self._result(stack)
+            try:
+                return self._result(stack)
+            except OSError as error:
+                raise SandboxError(f"the sandbox could not be set up: {error}") from error
 
     def _result(self, starting: contextlib.ExitStack) -> SandboxResult:
         folder = tempfile.mkdtemp(prefix="sandbox-")
-        cgroup = _make_cgroup(self.limits)
-        pipes = [os.pipe()] + ([os.pipe()] if self._answer_bytes else [])
-        read_ends, write_ends = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
+        cgroup = None
+        read_ends: list[int] = []
+        write_ends: list[int] = []
         start = time.monotonic()
         try:
+            cgroup = _make_cgroup(self.limits)
+            for _ in range(2 if self._answer_bytes else 1):
+                read_end, write_end = os.pipe()
+                read_ends.append(read_end)
+                write_ends.append(write_end)
             passed = [*write_ends, *self._descriptors]
             with self._lock:
                 if self._cancelled:
@@ -161,11 +170,12 @@ class Run:
             starting.close()
             while write_ends:
                 os.close(write_ends.pop())
+            if cgroup is not None and not cgroup.add(self._process.pid):
+                cgroup.remove()
+                cgroup = None  # the watch bounds this run
             request: dict[str, Any] = {"code": self.code, "stdin": self.stdin, "folder": folder}
             request |= {"limits": asdict(self.limits), "allow_weak": _allow_weak}
             request |= {"namespaces": self.limits.namespaces, "oom_events": cgroup and str(cgroup.oom_events)}
-            if cgroup is not None:
-                cgroup.add(self._process.pid)  # it starts its interpreter meanwhile, and waits for the request
             streams = self._communicate(self._process, request, read_ends)
             report = self._read_report(streams)
             was_full = cgroup is not None and cgroup.was_full()
@@ -252,8 +262,8 @@ class Run:
 
 
 def _make_cgroup(limits: Limits) -> MemoryCgroup | None:
-    parent = writable_parent() if limits.cgroup else None
     try:
+        parent = writable_parent() if limits.cgroup else None
         return MemoryCgroup(parent, limits.memory_bytes) if parent is not None else None
     except OSError:
         return None  # cgroups ran out, or the right was taken away: the watch bounds this run

@@ -348,6 +348,15 @@ def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.Monk
         grade_share(block("x"), ["assert f() == 1"])
 
 
+def test_a_judge_without_pipes_is_an_error_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.pipe", refuse)
+    with pytest.raises(SandboxError, match="Too many open files"):
+        grade_share(block("def f(): pass"), ["assert callable(f)"])
+
+
 def test_reasons_reach_the_sample_and_the_metrics() -> None:
     args = SimpleNamespace(custom_rm_path=None, rm_type="code+format:0.1", allow_weak_sandbox=True)
     metadata = {"shared": 1}

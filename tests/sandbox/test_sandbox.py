@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, run_python, run_python_sync
-from fusionrl.sandbox.run import _remove
+from fusionrl.sandbox import run as sandbox_run
+from fusionrl.sandbox.cgroup import MemoryCgroup
+from fusionrl.sandbox.run import Run, _remove
 from tests.sandbox.users import REPO, Sandbox, readable_python
 
 
@@ -333,6 +335,33 @@ def test_children_that_have_ended_count_for_nothing(run: Sandbox) -> None:
     code = "import os, time\nfor _ in range(5):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(0.5)\nprint('here')"
     result = run(code)
     assert (result.stdout, result.killed_by) == ("here\n", None)
+
+
+def test_a_machine_without_the_means_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No folder, no descriptors: an error of the sandbox, which callers expect, and nothing is left open."""
+    started: list[bool] = []
+    before = os.listdir("/proc/self/fd")
+    for name, patch in (
+        ("tempfile.mkdtemp", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left on device"))),
+        ("os.pipe", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))),
+    ):
+        with monkeypatch.context() as context:
+            context.setattr(name, patch)
+            with pytest.raises(SandboxError, match="could not be set up: .*(No space|Too many)"):
+                Run("", "", Limits(), answer_bytes=1).result(on_start=lambda: started.append(True))
+    assert started == [True, True]
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_the_watch_bounds_what_a_cgroup_does_not_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Refusing(MemoryCgroup):
+        def __init__(self, *_: Any) -> None:
+            self._folder = tmp_path / "missing"  # as a group that another process has removed
+
+    monkeypatch.setattr(sandbox_run, "writable_parent", lambda: tmp_path)
+    monkeypatch.setattr(sandbox_run, "MemoryCgroup", Refusing)
+    result = run_here("print(1)")
+    assert (result.stdout, result.memory) == ("1\n", "watch")
 
 
 def test_bad_limits_are_refused() -> None:
