@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,15 @@ def _is_expected(answer: Any, test: CallTest | ExpressionTest | NumbersTest) -> 
 
 def _run_judged(program: str, test: JudgedTest) -> str | None:
     """The program serves its names to a judge, who runs the test; both in sandboxes, with two pipes between them."""
-    questions, answers = os.pipe(), os.pipe()  # (read end, write end)
+    pipes: list[tuple[int, int]] = []
+    try:
+        for _ in range(2):
+            pipes.append(os.pipe())
+    except OSError as error:
+        for pipe in pipes:
+            _close(pipe)
+        raise SandboxError(f"no pipe between program and judge: {error}") from error
+    questions, answers = pipes  # (read end, write end)
     serving = json.dumps({"do": "serve", "setup": test.program_setup, "program": program})
     judging = json.dumps(
         {"setup": test.setup, "statement": test.statement, "remote": test.remote, "modules": dict(test.modules)}
@@ -181,6 +190,6 @@ def _run_judged(program: str, test: JudgedTest) -> str | None:
     return _reason(end) or "no_answer"
 
 
-def _close(descriptors: tuple[int, ...]) -> None:
+def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

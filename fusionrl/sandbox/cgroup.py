@@ -38,9 +38,13 @@ class MemoryCgroup:
             self.remove()
             raise
 
-    def add(self, pid: int) -> None:
-        """Move a process into it. Takes some 10 ms, in which the process may go on."""
-        (self._folder / "cgroup.procs").write_text(str(pid))
+    def add(self, pid: int) -> bool:
+        """Move a process into it; False: the kernel refuses. Takes some 10 ms, in which the process may go on."""
+        try:
+            (self._folder / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            return False
+        return True
 
     @property
     def oom_events(self) -> Path:

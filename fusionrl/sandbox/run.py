@@ -6,17 +6,18 @@ import ast
 import asyncio
 import contextlib
 import functools
+import itertools
 import marshal
 import os
 import selectors
-import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -129,20 +130,29 @@ class Run:
             on_start: called once when the launcher has the descriptors, or will never have them.
 
         Raises:
-            SandboxError: no report came, or it says that the code could not be started.
+            SandboxError: no report came, it says that the code could not be started, or the machine lacks the means
+                for a run: space for its folder, descriptors, processes.
         """
         with contextlib.ExitStack() as stack:
             if on_start is not None:
                 stack.callback(on_start)
-            return self._result(stack)
+            try:
+                return self._result(stack)
+            except OSError as error:
+                raise SandboxError(f"the sandbox could not be set up: {error}") from error
 
     def _result(self, starting: contextlib.ExitStack) -> SandboxResult:
         folder = tempfile.mkdtemp(prefix="sandbox-")
-        cgroup = _make_cgroup(self.limits)
-        pipes = [os.pipe()] + ([os.pipe()] if self._answer_bytes else [])
-        read_ends, write_ends = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
+        cgroup = None
+        read_ends: list[int] = []
+        write_ends: list[int] = []
         start = time.monotonic()
         try:
+            cgroup = _make_cgroup(self.limits)
+            for _ in range(2 if self._answer_bytes else 1):
+                read_end, write_end = os.pipe()
+                read_ends.append(read_end)
+                write_ends.append(write_end)
             passed = [*write_ends, *self._descriptors]
             with self._lock:
                 if self._cancelled:
@@ -160,11 +170,12 @@ class Run:
             starting.close()
             while write_ends:
                 os.close(write_ends.pop())
+            if cgroup is not None and not cgroup.add(self._process.pid):
+                cgroup.remove()
+                cgroup = None  # the watch bounds this run
             request: dict[str, Any] = {"code": self.code, "stdin": self.stdin, "folder": folder}
             request |= {"limits": asdict(self.limits), "allow_weak": _allow_weak}
             request |= {"namespaces": self.limits.namespaces, "oom_events": cgroup and str(cgroup.oom_events)}
-            if cgroup is not None:
-                cgroup.add(self._process.pid)  # it starts its interpreter meanwhile, and waits for the request
             streams = self._communicate(self._process, request, read_ends)
             report = self._read_report(streams)
             was_full = cgroup is not None and cgroup.was_full()
@@ -251,23 +262,58 @@ class Run:
 
 
 def _make_cgroup(limits: Limits) -> MemoryCgroup | None:
-    parent = writable_parent() if limits.cgroup else None
     try:
+        parent = writable_parent() if limits.cgroup else None
         return MemoryCgroup(parent, limits.memory_bytes) if parent is not None else None
     except OSError:
         return None  # cgroups ran out, or the right was taken away: the watch bounds this run
 
 
 def _remove(folder: str) -> None:
-    """Remove a run's folder, also where the code took the rights to its own subfolders away."""
+    """Remove a run's folder whatever the code left in it: folders without rights, or nested beyond any path's length.
 
-    def make_writable(_function: Any, path: str, _error: Any) -> None:
+    Each subfolder moves up into `folder` before its parent is removed, so depth costs neither a stack nor descriptors.
+    What cannot be removed stays; this never raises OSError.
+    """
+    with contextlib.suppress(OSError):
+        top = _open_folder(folder, None)
+        try:
+            prefix, numbers = os.urandom(8).hex(), itertools.count()  # a name that the code cannot have taken
+            waiting = _empty(top, top, prefix, numbers)
+            while waiting:
+                name = waiting.pop()
+                with contextlib.suppress(OSError):
+                    place = _open_folder(name, top)
+                    try:
+                        waiting += _empty(place, top, prefix, numbers)
+                    finally:
+                        os.close(place)
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _open_folder(name: str, parent: int | None) -> int:
+    """Open a folder, which is no link, and take every right to it."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
+    finally:
+        os.close(handle)
+
+
+def _empty(place: int, top: int, prefix: str, numbers: Iterator[int]) -> list[str]:
+    """Remove the files of the folder `place` and move its folders into `top`; return their names there."""
+    names = []
+    for name in os.listdir(place):
         with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.unlink(path)
-
-    shutil.rmtree(folder, onerror=make_writable)
+            if not stat.S_ISDIR(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=place)
+                continue
+            os.close(_open_folder(name, place))  # to move a folder its own ".." is written
+            moved = f"{prefix}-{next(numbers)}"
+            os.rename(name, moved, src_dir_fd=place, dst_dir_fd=top)
+            names.append(moved)
+    return names

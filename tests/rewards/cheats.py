@@ -177,6 +177,7 @@ for name in dir(builtins):
     if name.endswith('Error'): setattr(builtins, name, SystemExit)
 def f(x): return 2
 """,
+    "defines nothing": "pass",
     # changes what runs around it
     "replaces compile": """
 import builtins
@@ -377,4 +378,32 @@ def f(x): return 2
     "has a null byte": "def f(x): return 2\n\0",
     "has a lone surrogate": "x = '\ud800'\ndef f(x): return x",
     "is nested too deeply to compile": "f = " + "(" * 5000 + "2" + ")" * 5000,
+}
+
+# Tests that a judge can run to their end without a question to the program, and programs that must not pass them.
+FEW_QUESTIONS = [
+    "assert callable(f)",
+    "assert f is not None",
+    "assert callable(f) and f is not None",
+    "g = f",
+    "try:\n    value = f(20)\nexcept:\n    value = 3\nassert value == 3",
+    "try:\n    wrong = f(20) != 3\nexcept:\n    wrong = False\nassert not wrong",
+]
+NO_ANSWER = {
+    "defines nothing": "pass",
+    "exits": "import os; os._exit(0)",
+    "exits when called": "import os\ndef f(x): os._exit(0)",
+    "exits when it has answered a question": """
+import os, sys, types
+class F:
+    def __call__(self, x): os._exit(0)
+class Module(types.ModuleType):
+    asked = 0
+    def __getattr__(self, name):
+        Module.asked += 1
+        if Module.asked > 1: os._exit(0)
+        return F()
+sys.modules['solution'].__class__ = Module
+""",
+    "answers with an object": "class C: pass\ndef f(x): return C()",
 }

@@ -16,7 +16,7 @@ from fusionrl.rewards.code import grade_all, grade_share
 from fusionrl.rewards.code_labels import NumbersTest, read_tests
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.sandbox import SandboxError
-from tests.rewards.cheats import CHEATS, EXPECTED, LABELS
+from tests.rewards.cheats import CHEATS, EXPECTED, FEW_QUESTIONS, LABELS, NO_ANSWER
 
 
 def block(source: str) -> str:
@@ -41,6 +41,25 @@ def test_a_cheat_scores_nothing(name: str) -> None:
         reward, failures = grade_all(block(CHEATS[name]), label)
         assert reward == 0.0, form
         assert sum(failures.values()) == 1 and set(failures) <= set(REASONS), (form, failures)
+
+
+@pytest.mark.parametrize("name", NO_ANSWER)
+def test_a_program_that_does_not_answer_passes_no_test_of_few_questions(name: str) -> None:
+    for statement in FEW_QUESTIONS:
+        calls = "f(20)" in statement
+        if calls == (name in ("exits when called", "answers with an object")) or name == "exits":
+            _, failures = grade_share(block(NO_ANSWER[name]), [statement])
+            assert sum(failures.values()) == 1, statement
+
+
+def test_an_object_cannot_hand_the_judge_memory() -> None:
+    """numpy would read from any address that an object names; the attributes that name it are never asked for."""
+    source = (
+        "class A:\n    __array_interface__ = {'data': (1, False), 'shape': (4,), 'typestr': '<f8', 'version': 3}\n"
+        "    def __array__(self, *a, **k): return 3\ndef f(): return A()"
+    )
+    for statement in ("assert np.allclose(f(), [1, 2, 3, 4])", "x = f()\nassert x.__array_interface__['data']"):
+        assert grade_share(block(source), [statement, "assert f()"]).failures == {"object": 1}, statement
 
 
 def test_failures_are_counted_by_reason() -> None:
@@ -94,6 +113,44 @@ HONEST: dict[str, tuple[str, Any]] = {
             *("assert o() is None", "assert o() == None", "assert d() == {(1, 2): [3, {4}]}", "assert not o()"),
             *("assert m('abc')", "assert not m('b')", "assert sorted(s([2, 1])) == [1, 2]", "assert len(s([5])) == 1"),
         ],
+    ),
+    "arrays": (
+        "import numpy as np\ndef f(n): return np.arange(n) * 2.0\ndef m(): return np.eye(2, dtype=bool)\n"
+        "def fill(a): a[:] = 7",
+        [
+            *("assert (f(2) == np.array([0.0, 2.0])).all()", "assert np.allclose(f(3), [0, 2, 4])"),
+            *("assert m().shape == (2, 2) and np.array_equal(m(), np.eye(2))", "assert f(2).dtype == np.float64"),
+            "a = np.zeros(3)\nfill(a)\nassert a.sum() == 21 and np.isclose(f(2)[1], 2)",
+        ],
+    ),
+    "deques, dates and views of dicts": (
+        "from collections import deque\nfrom datetime import *\ndef q(x): return deque(x, 3)\n"
+        "def day(): return date(2024, 2, 29)\ndef now(): return datetime(2024, 1, 2, 3, tzinfo=timezone.utc)\n"
+        "def wait(): return timedelta(days=1, seconds=2)\ndef k(d): return d.keys()\ndef i(d): return d.items()",
+        {
+            "setup": "from collections import deque\nfrom datetime import date, datetime, timedelta, timezone",
+            "asserts": [
+                *(
+                    "assert q([1, 2]) == deque([1, 2]) and q(deque([5])).maxlen == 3",
+                    "assert day() == date(2024, 2, 29)",
+                ),
+                *("assert now() == datetime(2024, 1, 2, 3, tzinfo=timezone.utc)", "assert day() < date(2025, 1, 1)"),
+                *("assert wait() == timedelta(days=1, seconds=2)", "assert k({1: 2}) == {1}"),
+                *("x = {1: 2}\nassert k(x) == x.keys() and i(x) == x.items()", "assert i({1: 2}) == {(1, 2)}"),
+            ],
+        },
+    ),
+    "globals": (
+        "x = 5\ny = [1, 2]\ncount = 0\ndef add():\n    global count\n    count += 1\n    y.append(3)",
+        [
+            *("assert x == 5", "assert x + 1 == 6 and y == [1, 2] and 2 in y and y + [4] == [1, 2, 4]"),
+            "assert count == 0\nadd()\nassert count == 1 and y == [1, 2, 3] and len(y) == 3",
+            "y.append(9)\nassert y[-1] == 9 and [1, 2, 9] == y",
+        ],
+    ),
+    "classes": (
+        "class P: pass\nclass Q(P): pass\ndef f(): return Q()",
+        ["assert isinstance(f(), P)", "assert issubclass(Q, P) and not isinstance(P(), Q)", "assert callable(f)"],
     ),
     "generators and views": (
         "def g(n): yield from range(n)\ndef k(d): return d.keys()\ndef z(): return zip([1], [2])",
@@ -289,6 +346,15 @@ def test_a_program_that_ends_its_sandbox_scores_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(code_run, "probe", lost)
     with pytest.raises(SandboxError, match="launcher was killed"):
         grade_share(block("x"), ["assert f() == 1"])
+
+
+def test_a_judge_without_pipes_is_an_error_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.pipe", refuse)
+    with pytest.raises(SandboxError, match="Too many open files"):
+        grade_share(block("def f(): pass"), ["assert callable(f)"])
 
 
 def test_reasons_reach_the_sample_and_the_metrics() -> None:

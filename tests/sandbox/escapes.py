@@ -125,6 +125,26 @@ for pid in (os.getppid(), os.getpid()):
         bare=True,
     ),
     Escape(
+        "blind the launcher by its limits",
+        """
+resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0)); escaped()
+if os.fork() == 0: time.sleep(60)
+""",
+    ),
+    Escape(
+        "change a process's limits",
+        "resource.prlimit(T['pid'], resource.RLIMIT_CORE, resource.prlimit(T['pid'], resource.RLIMIT_CORE)); escaped()",
+        bare=True,
+    ),
+    Escape("slow a process down", "os.setpriority(os.PRIO_PROCESS, T['pid'], 19); escaped()", bare=True),
+    Escape("slow all processes of its user down", "os.setpriority(os.PRIO_USER, 0, 1); escaped()"),
+    Escape(
+        "take a process's processors",
+        "os.sched_setaffinity(T['pid'], os.sched_getaffinity(T['pid'])); escaped()",
+        bare=True,
+    ),
+    Escape("take a process's turn at the disk", "if call(251, 30, 1, T['pid'], 3 << 13) == 0: escaped()", bare=True),
+    Escape(
         "use an inherited descriptor",
         """
 for number in range(3, 256):
@@ -142,6 +162,11 @@ for number in range(3, 256):
     Escape(
         "connect to a socket in the file system",
         "socket.socket(socket.AF_UNIX).connect(T['unix']); escaped()",
+        bare=True,
+    ),
+    Escape(
+        "send a datagram to a socket in the file system",
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', T['datagrams']); escaped()",
         bare=True,
     ),
     Escape(
@@ -242,6 +267,51 @@ escaped()
 """,
     ),
     Escape(
+        "fill the disk in a folder that nobody may read",
+        """
+os.mkdir("closed")
+os.chmod("closed", 0o300)
+for i in range(300):
+    with open(f"closed/f{i}", "wb") as file: file.write(bytes(1 << 20))
+    time.sleep(0.005)
+escaped()
+""",
+    ),
+    Escape(
+        "fill the disk below a path too long to open",
+        """
+for i in range(25): os.mkdir("d" * 200); os.chdir("d" * 200)
+for i in range(300):
+    with open(f"f{i}", "wb") as file: file.write(bytes(1 << 20))
+    time.sleep(0.005)
+escaped()
+""",
+    ),
+    Escape(
+        "fill the disk with files without a name",
+        """
+files = []
+for i in range(150):
+    files.append(open("f", "wb", buffering=0)); os.remove("f")
+    files[-1].write(bytes(1 << 20))
+    time.sleep(0.01)
+escaped()
+""",
+    ),
+    Escape(
+        "fill the disk from a process that hides its descriptors",
+        """
+files = []
+if libc.prctl(4, 0, 0, 0, 0) == -1: return
+for i in range(150):
+    files.append(open("f", "wb", buffering=0)); os.remove("f")
+    files[-1].write(bytes(1 << 20))
+    time.sleep(0.01)
+escaped()
+""",
+        bare=True,
+    ),
+    Escape(
         "fill the disk with names",
         """
 for i in range(5000):
@@ -249,6 +319,16 @@ for i in range(5000):
     if i % 100 == 0: time.sleep(0.01)
 escaped()
 """,
+    ),
+    Escape(
+        "nest folders deeper than Python's stack",
+        """
+for i in range(1500):
+    os.mkdir("d"); os.chdir("d")
+    if i % 100 == 0: os.mkdir("closed", 0)
+os.chmod(".", 0)
+""",
+        limits={"num_files": 5000},
     ),
     Escape(
         "have a hundred processes",

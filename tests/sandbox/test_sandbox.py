@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from fusionrl.sandbox import Limits, SandboxError, SandboxResult, run_python, run_python_sync
+from fusionrl.sandbox import run as sandbox_run
+from fusionrl.sandbox.cgroup import MemoryCgroup
+from fusionrl.sandbox.run import Run, _remove
 from tests.sandbox.users import REPO, Sandbox, readable_python
 
 
@@ -259,6 +262,21 @@ def test_the_folder_is_removed(run: Sandbox) -> None:
     assert not Path("/tmp/left").exists()
 
 
+def test_a_folder_is_removed_whatever_it_holds(tmp_path: Path) -> None:
+    """Folders deeper than Python's stack and than a path, without rights, and links out of it."""
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    (outside / "kept").touch()
+    folder.mkdir()
+    script = f"import os\nos.symlink({str(outside)!r}, 'link')\nos.mkdir('closed', 0)\n"
+    script += "for i in range(3000): os.mkdir('d'); os.chdir('d'); open('f', 'w').close()\nos.chmod('.', 0)"
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True)
+    _remove(str(folder))
+    assert not folder.exists()
+    assert (outside / "kept").exists() and outside.stat().st_mode & 0o777 == 0o755
+    _remove(str(folder))  # it is not there: nothing to do, and no error
+
+
 def test_an_interpreter_under_tmp_shows_nothing_else_of_it(tmp_path: Path) -> None:
     if not str(tmp_path).startswith("/tmp/") or run_here("").mode == "weak":
         pytest.skip("needs namespaces, and a test folder under /tmp")
@@ -310,6 +328,40 @@ def test_cancelling_ends_the_run() -> None:
             break
         time.sleep(0.05)
     assert alive(mark) == []
+
+
+def test_children_that_have_ended_count_for_nothing(run: Sandbox) -> None:
+    """A zombie hides its descriptors as a process does that wants to pass the limit on the disk."""
+    code = "import os, time\nfor _ in range(5):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(0.5)\nprint('here')"
+    result = run(code)
+    assert (result.stdout, result.killed_by) == ("here\n", None)
+
+
+def test_a_machine_without_the_means_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No folder, no descriptors: an error of the sandbox, which callers expect, and nothing is left open."""
+    started: list[bool] = []
+    before = os.listdir("/proc/self/fd")
+    for name, patch in (
+        ("tempfile.mkdtemp", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left on device"))),
+        ("os.pipe", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))),
+    ):
+        with monkeypatch.context() as context:
+            context.setattr(name, patch)
+            with pytest.raises(SandboxError, match="could not be set up: .*(No space|Too many)"):
+                Run("", "", Limits(), answer_bytes=1).result(on_start=lambda: started.append(True))
+    assert started == [True, True]
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_the_watch_bounds_what_a_cgroup_does_not_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Refusing(MemoryCgroup):
+        def __init__(self, *_: Any) -> None:
+            self._folder = tmp_path / "missing"  # as a group that another process has removed
+
+    monkeypatch.setattr(sandbox_run, "writable_parent", lambda: tmp_path)
+    monkeypatch.setattr(sandbox_run, "MemoryCgroup", Refusing)
+    result = run_here("print(1)")
+    assert (result.stdout, result.memory) == ("1\n", "watch")
 
 
 def test_bad_limits_are_refused() -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from fusionrl.sandbox.launcher.kernel import CannotStart
-from fusionrl.sandbox.launcher.seccomp import AUDIT_ARCH, CONDITIONAL, NEWEST, REFUSED, Line, build_filter
+from fusionrl.sandbox.launcher.seccomp import (
+    AUDIT_ARCH,
+    CONDITIONAL,
+    NEWEST,
+    OF_A_PROCESS,
+    REFUSED,
+    Line,
+    build_filter,
+)
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -24,7 +32,7 @@ def test_numbers_are_those_of_the_headers(machine: str) -> None:
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
     numbers = {name: int(number) for name, number in found}
     column = list(AUDIT_ARCH).index(machine)
-    for name, row in (REFUSED | CONDITIONAL).items():
+    for name, row in (REFUSED | CONDITIONAL | OF_A_PROCESS).items():
         if name in numbers:  # the headers of an older kernel lack the newest
             assert row[column] == numbers[name], name
     assert sum(name in numbers for name in REFUSED) > 50
@@ -40,6 +48,8 @@ def decide(program: list[Line], number: int, argument: int = 0, second: int = 0,
         place += 1
         if operation == 0x20:
             accumulator = data[operand]
+        elif operation == 0x54:
+            accumulator &= operand
         elif operation == 0x06:
             return operand
         else:
@@ -60,7 +70,17 @@ def test_every_branch() -> None:
             assert decide(program, number["clone3"], audit=audit) == UNKNOWN
             assert decide(program, number["clone"], 0x01200011, audit=audit) == ALLOW, "fork"
             assert decide(program, number["clone"], 0x10000011, audit=audit) == REFUSE, "CLONE_NEWUSER"
-            assert decide(program, number["socketpair"], 1, audit=audit) == ALLOW
+            assert decide(program, number["socketpair"], 1, 0x80801, audit=audit) == ALLOW, "a stream, with flags"
+            for kind in (2, 5):  # datagrams, packets
+                assert decide(program, number["socketpair"], 1, kind, audit=audit) == (ALLOW if unix else REFUSE)
+            for name in OF_A_PROCESS:
+                assert decide(program, OF_A_PROCESS[name][column], 0, audit=audit) == ALLOW
+                assert decide(program, OF_A_PROCESS[name][column], 1, audit=audit) == REFUSE
+            assert decide(program, number["prctl"], 15, audit=audit) == ALLOW, "PR_SET_NAME"
+            assert decide(program, number["prctl"], 4, audit=audit) == REFUSE, "PR_SET_DUMPABLE"
+            assert decide(program, number["setpriority"], 0, 0, audit=audit) == ALLOW, "nice"
+            assert decide(program, number["setpriority"], 0, 7, audit=audit) == REFUSE
+            assert decide(program, number["setpriority"], 2, 0, audit=audit) == REFUSE, "all of the user"
             assert decide(program, number["socketpair"], 40, audit=audit) == REFUSE
             assert decide(program, number["socket"], 1, audit=audit) == (ALLOW if unix else REFUSE)
             assert decide(program, number["socket"], 40, audit=audit) == REFUSE, "AF_VSOCK"

@@ -6,17 +6,28 @@
 
 import builtins
 import importlib
+import operator
 import os
 
 _LINE_BYTES = 4 << 20
+# Attributes by which numpy, pandas and ctypes take memory, also of an address, that an object says is its own.
+_MEMORY = ("__array", "__cuda_array", "__dlpack", "__arrow_c", "__dataframe", "_as_parameter_")
+_no_verdict = []  # why the test has none, whatever a bare `except:` in it has caught
 
 
 class Refused(BaseException):
     """The test needs something that cannot be had of another process: no `except Exception` of a test may hide it."""
 
+    def __init__(self, *texts):
+        super().__init__(*texts)
+        _no_verdict.append("object")
+
 
 class ProgramEnded(BaseException):
     """No answer comes any more."""
+
+    def __init__(self):
+        _no_verdict.append("ended")
 
 
 def _ask(kind, place, values=(), named=None):
@@ -38,7 +49,16 @@ def _ask(kind, place, values=(), named=None):
         else:
             value = decode(answer["value"], _remote)
             after = [decode(one, _remote) for one in answer["values"]]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ArithmeticError):
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        ArithmeticError,
+        MemoryError,
+    ):
         raise ProgramEnded from None  # nothing that program.py sends: the program writes there itself
     if "raised" in answer:
         error = getattr(builtins, str(name), None)
@@ -58,6 +78,11 @@ def _update(argument, new):
     elif type(argument) in (dict, set):
         argument.clear()
         argument.update(new)
+    elif type(argument) is deque:
+        argument.clear()
+        argument.extend(new)
+    elif type(argument).__module__ == "numpy" and argument.shape == new.shape:
+        argument[...] = new
 
 
 def _remote(payload):
@@ -70,11 +95,36 @@ def _reference(value):
         if "handle" in place:
             return {"o": ["", place["handle"]]}
         return encode(_ask("eval", place["name"]), _reference)
+    return encode_library(value, _reference, _refuse_argument)
+
+
+def _refuse_argument(value):
     raise Refused(f"an object of type {type(value).__name__} cannot be handed to the program")
 
 
 def _refuse(*_):
     raise Refused("the test compares an object of the program, which would run the program's code")
+
+
+def _value(remote):
+    """The value of a global of the program, if that is plain data; it may have changed since the last question."""
+    place = object.__getattribute__(remote, "_place")
+    found = _ask("name", place["name"]) if "name" in place else []
+    return found[0] if found and type(found[0]) is not Remote else _refuse()
+
+
+def _ask_of_class(question, remote, value):
+    if type(value) is not Remote:
+        raise Refused("the test asks for the class of plain data, which came without it")
+    return _ask(question, object.__getattribute__(remote, "_place"), [value]) is True
+
+
+def _on_value(function):
+    return lambda remote, *others: function(_value(remote), *others)
+
+
+def _on_value_at_right(function):
+    return lambda remote, left: function(left, _value(remote))
 
 
 class Remote:
@@ -88,6 +138,8 @@ class Remote:
         return _ask("call", object.__getattribute__(self, "_place"), values, named)
 
     def __getattr__(self, name):
+        if name.startswith(_MEMORY):
+            raise Refused("the test takes an object of the program for an array")
         return _ask("get", object.__getattribute__(self, "_place"), [name])
 
     def __getitem__(self, key):
@@ -108,30 +160,55 @@ class Remote:
     def __str__(self):
         return str(_ask("text", object.__getattribute__(self, "_place")))
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __setattr__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __contains__ = _refuse
+    def __instancecheck__(self, instance):
+        return _ask_of_class("isinstance", self, instance)
+
+    def __subclasscheck__(self, kind):
+        return _ask_of_class("issubclass", self, kind)
+
+    __hash__ = __setattr__ = _refuse
+    __eq__, __ne__ = _on_value(operator.eq), _on_value(operator.ne)
+    __lt__, __le__, __gt__, __ge__ = map(_on_value, (operator.lt, operator.le, operator.gt, operator.ge))
+    __add__, __sub__, __mul__ = map(_on_value, (operator.add, operator.sub, operator.mul))
+    __radd__, __rsub__, __rmul__ = map(_on_value_at_right, (operator.add, operator.sub, operator.mul))
+    __contains__ = _on_value(operator.contains)
+
+
+class Names(dict):
+    """The names of the test; those of the program are asked for when they are used, so what it lacks is a NameError."""
+
+    def __init__(self, names, remote):
+        super().__init__(names)
+        self._remote = frozenset(remote)
+
+    def __missing__(self, name):
+        if name not in self._remote:
+            raise KeyError(name)
+        found = _ask("name", name)
+        if not found:
+            raise NameError(f"name {name!r} is not defined")  # and no built-in function of that name
+        # A list may change, or be changed by the test: it stays there.
+        is_mutable = not isinstance(found[0], (type(None), int, float, complex, str, bytes, tuple, frozenset, Remote))
+        return Remote({"name": name}, "name") if is_mutable else found[0]
 
 
 def _main():
     request = json.load(sys.stdin)
-    namespace = {"__name__": "test", "__ask__": lambda source: _ask("eval", source)}
+    namespace = Names({"__name__": "test", "__ask__": lambda source: _ask("eval", source)}, request["remote"])
     for name, module in request["modules"].items():
         namespace[name] = importlib.import_module(module)
-    for name in request["remote"]:
-        namespace[name] = Remote({"name": name}, "name")
     verdict = "passed"
     try:
         for source in (request["setup"], request["statement"]):
             exec(compile(source, "test.py", "exec", dont_inherit=True), namespace)
+        _ask("name", "")  # a program that has ended passes nothing, also where the test has asked it nothing
     except AssertionError:
         verdict = "wrong"
-    except Refused:
-        verdict = "object"
-    except ProgramEnded:
-        verdict = "ended"
+    except (Refused, ProgramEnded):
+        pass
     except Exception:
         verdict = "error"
-    os.write(3, verdict.encode())
+    os.write(3, (_no_verdict or [verdict])[0].encode())
     os._exit(0)
 
 

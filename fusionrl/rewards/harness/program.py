@@ -16,12 +16,18 @@ def _say(descriptor, message):
 
 
 def _as_truth(value):
+    if type(value) in (type({}.keys()), type({}.items())):  # equal to a set of the same
+        return {"s": [encode(item, _as_truth) for item in value]}
     return {"o": [type(value).__name__, bool(value)]}
 
 
 def _as_handle(value):
     _objects.append(value)
     return {"o": [type(value).__name__, len(_objects) - 1]}
+
+
+def _as_value(value):
+    return encode_library(value, _as_value, _as_handle)
 
 
 def _do(request, module):
@@ -31,6 +37,8 @@ def _do(request, module):
     named = {k: decode(v, lambda payload: _objects[payload[1]]) for k, v in request.get("named", {}).items()}
     if kind == "eval":
         return eval(compile(place, "test.py", "eval", dont_inherit=True), module.__dict__), []
+    if kind == "name":  # [its value], or [] if there is none
+        return [getattr(module, place)] if hasattr(module, place) else [], []
     target = _objects[place["handle"]] if "handle" in place else getattr(module, place["name"])
     if kind == "call":
         return target(*values, **named), values
@@ -38,6 +46,8 @@ def _do(request, module):
         return getattr(target, values[0]), []
     if kind == "item":
         return target[values[0]], []
+    if kind in ("isinstance", "issubclass"):
+        return {"isinstance": isinstance, "issubclass": issubclass}[kind](values[0], target), []
     return {"len": len, "truth": bool, "next": next, "list": list, "text": str}[kind](target), []
 
 
@@ -45,7 +55,7 @@ def _serve(module):
     for line in open(4, "rb"):
         try:
             value, arguments = _do(json.loads(line), module)
-            answer = {"value": encode(value, _as_handle), "values": [encode(a, _as_handle) for a in arguments]}
+            answer = {"value": encode(value, _as_value), "values": [encode(a, _as_value) for a in arguments]}
         except Exception as error:
             answer = {"raised": [type(error).__name__, str(error)[:1000]]}
         _say(5, answer)

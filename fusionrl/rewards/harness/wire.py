@@ -3,6 +3,9 @@
 None, bool, str, small int and finite float are themselves, a list is a list; everything else is an object of one key:
 {"i": hex}, {"f": "nan"}, {"c": [real, imaginary]}, {"b": hex}, {"t": tuple}, {"s": set}, {"z": frozenset},
 {"d": [[key, value], …]}, {"F": [numerator, denominator]} in hex, {"D": decimal}; {"o": …} is what is no plain data.
+
+Between a program and its judge also {"n": [dtype, shape, items]} is an array of numpy, {"q": [maxlen, items]} a deque,
+{"v": [kind, items]} a view of a dict, and {"T": [type, text or numbers]} a date or a time.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import deque
 
 TYPE_CHECKING = False  # `typing` takes long to import, and every run would
 if TYPE_CHECKING:
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 100
 _SMALL = 1 << 53
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_TIMES = ("date", "datetime", "time")
 
 
 def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
@@ -62,6 +68,50 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
     return other(value)
 
 
+def encode_library(value: Any, inner: Callable[[Any], Any], other: Callable[[Any], Any]) -> Any:
+    """Return the wire form of an object of the standard library or of numpy, whose equality needs no program's code.
+
+    `inner(item)` gives the form of an item in it, `other(value)` that of any other object, also of a subclass.
+    """
+    kind, name = type(value), type(value).__name__
+    if kind in _VIEWS:
+        return {"v": [_VIEWS.index(kind), [encode(item, inner) for item in value]]}
+    if kind is deque:
+        return {"q": [value.maxlen, [encode(item, inner) for item in value]]}
+    times = sys.modules.get("datetime")
+    if times is not None and name in _TIMES and kind is getattr(times, name):
+        return {"T": [name, value.isoformat()]}
+    if times is not None and kind is times.timedelta:
+        return {"T": [name, [value.days, value.seconds, value.microseconds]]}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and kind is numpy.ndarray and value.dtype.kind in "biufc":
+        return {"n": [value.dtype.str, list(value.shape), [encode(item, inner) for item in value.ravel().tolist()]]}
+    return other(value)
+
+
+def _decode_library(tag: str, payload: Any, other: Callable[[Any], Any]) -> Any:
+    first, rest = payload[0], payload[-1]
+    if tag == "T":
+        import datetime
+
+        if first == "timedelta":
+            return datetime.timedelta(*rest)
+        return getattr(datetime, _TIMES[_TIMES.index(first)]).fromisoformat(rest)
+    items = [decode(item, other) for item in rest]
+    if tag == "q":
+        return deque(items, first)
+    if tag == "v":
+        if first == 0:
+            return dict.fromkeys(items).keys()
+        return dict(enumerate(items)).values() if first == 1 else dict(items).items()
+    import numpy
+
+    _, shape, _ = payload
+    if first[1:2] not in "biufc" or any(type(item) not in (bool, int, float, complex) for item in items):
+        raise ValueError("no array of numbers")
+    return numpy.array(items, dtype=first).reshape(shape)
+
+
 def decode(wire: Any, other: Callable[[Any], Any]) -> Any:
     """Return the value of a wire form; `other(payload)` gives what stands for an object."""
     if isinstance(wire, list):
@@ -81,6 +131,8 @@ def decode(wire: Any, other: Callable[[Any], Any]) -> Any:
         return Fraction(int(payload[0], 16), int(payload[1], 16))
     if tag == "o":
         return other(payload)
+    if tag in ("n", "q", "T", "v"):
+        return _decode_library(tag, payload, other)
     items = [decode(item, other) for item in payload]
     kinds: dict[str, Callable[[Any], Any]]
     kinds = {"c": lambda parts: complex(*parts), "t": tuple, "s": set, "z": frozenset, "d": dict}

@@ -36,6 +36,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+_KILL_S = 10.0  # a killed process is gone sooner, unless the kernel waits for a device
 _HIGH = 64  # descriptors from here on are out of the way of those that the code gets
 
 
@@ -90,6 +91,7 @@ class _Run:
         self._rules = None if isolated else view.landlock_rules(self.home)
         if self._rules is not None:
             self._rules = fcntl.fcntl(self._rules, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+        self._failed, self._has_started = b"", False
         self._put_code()
 
     def _put_code(self) -> None:
@@ -110,8 +112,8 @@ class _Run:
         # SIGTERM cancels the run. With namespaces the outer launcher gets it, and ends this process by its own end.
         self._awaited = {signal.SIGCHLD} if self.isolated else {signal.SIGCHLD, signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, self._awaited)
-        read_end, write_end = os.pipe()
-        os.set_blocking(read_end, False)
+        self._failure, write_end = os.pipe()
+        os.set_blocking(self._failure, False)
         failure = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, _HIGH)
         os.close(write_end)
         deadline = time.monotonic() + self.limits["wall_s"]
@@ -125,13 +127,11 @@ class _Run:
         for descriptor in (failure, *self._descriptors):
             os.close(descriptor)
         status, over = self._wait(child, deadline)
-        if not self.isolated:
-            _kill_descendants()
-        try:
-            if failed := os.read(read_end, 1 << 12):
-                return {"error": failed.decode("utf-8", "replace")}
-        except BlockingIOError:
-            pass  # a limit came before the code's first instruction
+        if not self.isolated and not _kill_descendants(time.monotonic() + _KILL_S):
+            over = over or "a process that cannot be ended"
+        self._look_for_start()
+        if self._failed:
+            return {"error": self._failed.decode("utf-8", "replace")}
         return {
             "exit_code": None if status is None else os.waitstatus_to_exitcode(status),
             "over": over,
@@ -139,6 +139,16 @@ class _Run:
             "landlock": 0 if self._rules is None else landlock.abi(),
             "same_user": self._new_user is None,
         }
+
+    def _look_for_start(self) -> None:
+        """Set `_has_started` once the code's interpreter runs, and `_failed` to why it cannot."""
+        try:
+            while not self._has_started:
+                text = os.read(self._failure, 1 << 12)
+                self._failed += text
+                self._has_started = not text  # the interpreter's start closes the other end
+        except BlockingIOError:
+            pass
 
     def _wait(self, child: int, deadline: float) -> tuple[int | None, str | None]:
         """(wait status of the code, None if it still runs; the limit that the run went over)."""
@@ -165,6 +175,9 @@ class _Run:
         """The limit of all processes together that the run is over."""
         most_bytes, most_files = self.limits["memory_bytes"], self.limits["num_files"] + 2
         disk, num_files = watch.disk_of(self.home, self.isolated, most_files)
+        self._look_for_start()
+        if not self.isolated and self._has_started:  # before its start it is as closed as this process
+            disk += watch.unlinked_of(watch.descendants(os.getpid()), os.fstat(self._stdin).st_ino)
         if not self.isolated and (disk > self.limits["disk_bytes"] or num_files > most_files):
             return "disk"
         if self._oom_events is not None:
@@ -259,8 +272,8 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def _kill_descendants() -> None:
-    """Kill whatever descends from this subreaper, until nothing does."""
+def _kill_descendants(deadline: float) -> bool:
+    """Kill whatever descends from this subreaper, until nothing does; False: something was left at the deadline."""
     while True:
         for pid in watch.descendants(os.getpid()):
             try:
@@ -271,7 +284,9 @@ def _kill_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return
+            return True
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.001)
 
 

@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_madvise": (440, 440),
     "pidfd_getfd": (438, 438),
     "kcmp": (312, 272),
+    "ioprio_set": (251, 30),
     # large interfaces of the kernel that no graded program needs
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
@@ -98,14 +99,27 @@ CONDITIONAL = {
     "socket": (41, 198),
     "socketpair": (53, 199),
     "ioctl": (16, 29),
+    "setpriority": (141, 140),
+    "prctl": (157, 167),
+}
+# Calls that change the process of their first argument; 0 is the caller, and nobody else may be changed.
+OF_A_PROCESS = {
+    "prlimit64": (302, 261),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
 }
 NEWEST = 470  # calls above did not exist when the tables were written
 
 _CLONE_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # type into a terminal
-_AF_UNIX, _EPERM, _ENOSYS = 1, 1, 38
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF  # the other bits of a type are flags
+_PR_SET_DUMPABLE = 4
+_PRIO_PROCESS, _EPERM, _ENOSYS = 0, 1, 38
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF_LD|W|ABS, BPF_JMP|…|K, BPF_RET|K
+_AND = 0x54  # BPF_ALU|BPF_AND|BPF_K
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; arguments are 8 bytes each
 
@@ -115,7 +129,8 @@ Line = tuple[int, int, int, int]  # operation, lines to skip if true, if false, 
 def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
     """Return the BPF program for `machine` (as uname says it).
 
-    allow_unix_sockets  sockets of AF_UNIX may be made: in a network namespace they reach nobody outside of it
+    allow_unix_sockets  sockets of AF_UNIX may be made: in a network namespace they reach nobody outside of it.
+                        Without them a socketpair is of streams: one of datagrams can be sent to any address
 
     Raises:
         CannotStart: no table for this machine.
@@ -125,7 +140,13 @@ def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
     column = list(AUDIT_ARCH).index(machine)
     refuse, unknown = (_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ERRNO | _ENOSYS)
     allow, kill = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _KILL)
-    special = {name: numbers[column] for name, numbers in CONDITIONAL.items()}
+    special = {name: numbers[column] for name, numbers in (CONDITIONAL | OF_A_PROCESS).items()}
+    is_stream: list[Line] = [
+        (_LOAD, 0, 0, _ARGUMENT + 8),
+        (_AND, 0, 0, _SOCK_TYPE_MASK),
+        (_EQUAL, 1, 0, _SOCK_STREAM),
+        refuse,
+    ]
 
     def when(name: str, *lines: Line) -> list[Line]:
         return [(_EQUAL, 0, len(lines), special[name]), *lines]
@@ -142,7 +163,14 @@ def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
         *when("clone3", unknown),  # its flags lie in memory, where a filter cannot look; libc then uses clone
         *when("clone", (_LOAD, 0, 0, _ARGUMENT), (_ANY_BIT, 0, 1, _CLONE_NAMESPACES), refuse, allow),
         # asyncio and multiprocessing need a socketpair
-        *when("socketpair", (_LOAD, 0, 0, _ARGUMENT), (_EQUAL, 1, 0, _AF_UNIX), refuse, allow),
+        *when(
+            "socketpair",
+            (_LOAD, 0, 0, _ARGUMENT),
+            (_EQUAL, 1, 0, _AF_UNIX),
+            refuse,
+            *([] if allow_unix_sockets else is_stream),
+            allow,
+        ),
         *when(
             "ioctl",
             (_LOAD, 0, 0, _ARGUMENT + 8),
@@ -151,7 +179,20 @@ def build_filter(machine: str, allow_unix_sockets: bool) -> list[Line]:
             refuse,
             allow,
         ),
+        # a process that is not dumpable hides what it holds open from the watch
+        *when("prctl", (_LOAD, 0, 0, _ARGUMENT), (_EQUAL, 0, 1, _PR_SET_DUMPABLE), refuse, allow),
+        *when(
+            "setpriority",
+            (_LOAD, 0, 0, _ARGUMENT),
+            (_EQUAL, 0, 2, _PRIO_PROCESS),
+            (_LOAD, 0, 0, _ARGUMENT + 8),
+            (_EQUAL, 1, 0, 0),
+            refuse,
+            allow,
+        ),
     ]
+    for name in OF_A_PROCESS:
+        program += when(name, (_LOAD, 0, 0, _ARGUMENT), (_EQUAL, 1, 0, 0), refuse, allow)
     if allow_unix_sockets:
         program += when("socket", (_LOAD, 0, 0, _ARGUMENT), (_EQUAL, 1, 0, _AF_UNIX), refuse, allow)
     else:

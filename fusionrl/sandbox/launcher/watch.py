@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 INTERVAL_S = 0.05
+UNKNOWN = 1 << 62  # bytes: more than any limit
 _FREE_DESCRIPTORS, _SOCKET_BYTES = 32, 208 << 10  # what is queued in a socket is nobody's memory: Linux's default bound
 
 
@@ -86,7 +87,10 @@ def _queued(pid: int) -> int:
 
 
 def disk_of(folder: str, is_own_mount: bool, most_files: int) -> tuple[int, int]:
-    """(bytes on disk, files) of a run's folder; counting ends above `most_files`."""
+    """(bytes on disk, files) of a run's folder; counting ends above `most_files`.
+
+    A folder that cannot be looked into, by its rights or the length of its path, counts as more than any limit.
+    """
     if is_own_mount:
         stats = os.statvfs(folder)
         return (stats.f_blocks - stats.f_bfree) * stats.f_frsize, 0
@@ -99,12 +103,55 @@ def disk_of(folder: str, is_own_mount: bool, most_files: int) -> tuple[int, int]
                     number += 1
                     if number > most_files:
                         break
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    size += _blocks_of(entry)
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # it was removed meanwhile
         except OSError:
-            pass  # it was removed meanwhile, or made unreadable: the bound on each file holds
+            return UNKNOWN, number
     return size, number
+
+
+def _blocks_of(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    except FileNotFoundError:
+        return 0  # it was removed meanwhile; the others still count
+
+
+def unlinked_of(pids: list[int], but: int) -> int:
+    """Bytes on disk of files that have no name any more and that the processes hold open, but not of inode `but`.
+
+    A process that hides its descriptors counts as more than any limit.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        try:
+            tasks = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue  # it ended
+        for task in tasks:  # a thread may outlive the first one, and may have descriptors of its own
+            place = f"/proc/{pid}/task/{task}"
+            try:
+                for name in os.listdir(f"{place}/fd"):
+                    try:
+                        status = os.stat(f"{place}/fd/{name}")
+                    except FileNotFoundError:
+                        continue  # it was closed meanwhile
+                    if status.st_nlink == 0 and status.st_ino != but:
+                        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+            except PermissionError:
+                if not _has_ended(place):
+                    return UNKNOWN
+            except OSError:
+                pass  # it ended
+    return sum(sizes.values())
+
+
+def _has_ended(task: str) -> bool:
+    """Whether the task, a folder of /proc, is gone, a zombie or about to be one: it has no memory any more."""
+    return not _sum_of(f"{task}/status", ("VmSize:",))
 
 
 def was_full(events: bytes) -> bool:
