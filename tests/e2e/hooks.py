@@ -13,13 +13,13 @@ async def partial_credit(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
-    """As `partial_credit`; what this process has of secrets goes into the file that FUSIONRL_TEST_SECRETS names."""
+    """As `partial_credit`; what this process has of secrets goes into the file that FUSIONRL_TEST_FILE names."""
     import json
     import os
     from pathlib import Path
 
     names = ("FUSIONRL_ROUTER_KEY", "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN")
-    file = Path(os.environ["FUSIONRL_TEST_SECRETS"])
+    file = Path(os.environ["FUSIONRL_TEST_FILE"])
     if not file.exists():
         file.with_suffix(".new").write_text(json.dumps({name: os.environ.get(name) for name in names}))
         file.with_suffix(".new").rename(file)

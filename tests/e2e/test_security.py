@@ -93,7 +93,7 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
     flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:tells_its_secrets", "--hook-env", "OPENAI_API_KEY"]
     flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "200"]
     flags += ["--save-interval", "2", "--keep-checkpoints", "1", "--run-dir", str(folder)]
-    launched = launch(flags, tmp_path, FUSIONRL_TEST_SECRETS=str(told), **SHELL)
+    launched = launch(flags, tmp_path, FUSIONRL_TEST_FILE=str(told), **SHELL)
     try:
         launched.wait_for(lambda: told.exists() and len(metrics_of(folder)) > 3, timeout_s=300)
         pids = _processes(launched)
