@@ -268,6 +268,7 @@ def sft(run: Run) -> None:
 def reject_sampling(run: Run) -> None:
     """Generate and keep what the reward accepts, in the form that `sft` reads; weights are pushed once."""
     values = run.session.push(version=0) if run.session.trainers else {}
+    num_accepted = num_considered = 0
     for rollout_id in range(run.first_rollout, run.plan.num_rollout):
         start = time.perf_counter()
         rollout = run.generate(rollout_id)
@@ -277,7 +278,11 @@ def reject_sampling(run: Run) -> None:
         run.record(rollout_id + 1, values)
         run.save_if_due(rollout_id)
         run.session.check_stop()
+        num_accepted += int(values["rollout/accepted"])
+        num_considered += int(values["rollout/considered"])
         values = {}
+    output = run.config.reject_sampling.reject_sampling_output or run.path / "accepted.jsonl"
+    run.progress.print(f"accepted {num_accepted} of {num_considered} samples: {output}")
 
 
 def rollout_only(run: Run) -> None:
@@ -351,6 +356,8 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
         MetricsSink(path, attempt, config.run.use_tensorboard) as metrics,
     ):
         first = 0
+        if config.run.resume and latest is None:
+            progress.print(f"--resume: {checkpoints.folder} has no finished checkpoint; the run starts at step 0")
         if latest is not None:
             progress.print(f"going on from {latest.path}, after step {latest.rollout_id + 1} of {total}")
             session.load(latest.path)

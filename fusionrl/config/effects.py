@@ -62,6 +62,11 @@ ROLLOUT_FUNCTION = Scope(lambda c: not c.run.load_debug_rollout_data, "rollouts 
 SCORES = Scope(lambda c: c.run.mode in ("rl", "reject-sampling"), "nothing is scored to train on or to choose from")
 RL = Scope(lambda c: c.run.mode == "rl", "no policy is trained by rewards")
 SFT = Scope(lambda c: c.run.mode == "sft", "it has no conversations to train on")
+RENDERS = Scope(
+    lambda c: uses_engines(c),
+    "conversations always go through the chat template, and text prompts are trained as plain text with their response"
+    " (for the template, give messages)",
+)
 NOT_SFT = Scope(lambda c: c.run.mode != "sft", "nothing is sampled")
 REJECTS = Scope(lambda c: c.run.mode == "reject-sampling", "no samples are chosen and written")
 PRESET = Scope(
@@ -205,11 +210,12 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((PROMPTS,), ("prompt_data", "prompt_data_weights", "rollout_shuffle", "data_source_path", "buffer_filter_path")),
     ((PROMPTS,), ("rollout_sample_filter_path", "rollout_all_samples_process_path")),
     ((SFT,), ("loss_mask_type",)),
+    ((RENDERS,), ("apply_chat_template",)),
     ((ROLLOUT_FUNCTION,), ("rollout_function_path",)),
     (
         (ENGINES,),
         (
-            *("apply_chat_template", "rollout_max_prompt_len", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
+            *("rollout_max_prompt_len", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
             *("rollout_dtype", "custom_generate_function_path", "rollout_sample_hook_path", "rollout_top_p"),
             *("rollout_top_k", "rollout_min_response_len", "rollout_max_context_len", "rollout_stop"),
             *("rollout_stop_token_ids", "rollout_ignore_eos", "rollout_skip_special_tokens"),

@@ -45,7 +45,7 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "custom_generate_function_path": (3, (), "async generate(args, sample, sampling_params)"),
     "rollout_sample_hook_path": (2, ("rollout_id", "evaluation"), "hook(args, sample, *, rollout_id, evaluation)"),
     "tools_path": (2, (), "tools(args, sample)"),
-    "custom_rm_path": (2, (), "async rm(args, sample, **kw)"),
+    "custom_rm_path": (2, (), "[async] rm(args, sample, **kw)"),
     "dynamic_sampling_filter_path": (2, (), "filter(args, samples, **kw)"),
     "rollout_sample_filter_path": (2, (), "filter(args, groups)"),
     "rollout_all_samples_process_path": (3, (), "process(args, groups, get_samples)"),

@@ -95,12 +95,23 @@ def render_glossary() -> str:
     return "".join(parts)
 
 
+# What the step line on the console and `fusionrl show` call a metric.
+_ON_THE_CONSOLE = {
+    "mismatch": "train/logprob_diff_mean",
+    "tok/s": "perf/tokens_per_s",
+    "reward": "rollout/raw_reward",
+    "acc": "rollout/accuracy",
+    "loss": "train/loss",
+}
+
+
 def describe(name: str) -> str:
     """The entries for `name`, or those whose names contain it, as plain text.
 
     Raises:
         ValueError: there is none.
     """
+    name = _ON_THE_CONSOLE.get(name, name)
     exact = entry_of(name)
     found = {name: exact} if exact else {key: entry for key, entry in GLOSSARY.items() if name in key}
     if not found:

@@ -143,6 +143,8 @@ def _choose_file(run: Path, step: int | None, eval_name: str | None, is_failed: 
         return rollout_of_step(run, step)
     if len(sets) == 1:
         return rollout_of_step(run, step, EVAL_KIND + sets[0])
+    if failed and not sets:
+        raise ValueError(f"{run} has only samples at which a function of yours raised; --failed shows them")
     raise ValueError(f"{run} has evaluations alone; choose one with --eval: {', '.join(sets)}")
 
 

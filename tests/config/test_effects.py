@@ -47,7 +47,13 @@ def test_every_field_is_in_the_tables_once() -> None:
                 f"not called {SFT} it has no policy loss: --rollout",
             ],
         ),
-        (["--mode", "sft", "--apply-chat-template"], [f"{SFT} it has no engines: --apply-chat-template"]),
+        (
+            ["--mode", "sft", "--apply-chat-template"],
+            [
+                f"{SFT} conversations always go through the chat template, and text prompts are trained as plain text"
+                " with their response (for the template, give messages): --apply-chat-template"
+            ],
+        ),
         (["--mode", "sft", "--algorithm", "ppo"], [f"{SFT} no policy is trained by rewards: --algorithm"]),
         (["--mode", "sft", "--custom-rm-path", "a.b"], [f"not called {SFT} it has no engines: --custom-rm-path"]),
         (["--mode", "sft", "--rollout-sample-filter-path", "a.b"], []),

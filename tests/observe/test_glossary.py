@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusionrl import train
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.dpo import pair_slopes
 from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
@@ -100,6 +101,16 @@ def reported_by_losses() -> Iterator[tuple[str, dict]]:
     extremes = dict.fromkeys([*WITH_MAXIMUM, *WITH_MINIMUM], 1.0)
     extremes = {name: value for name, value in extremes.items() if not name.startswith("value_")}
     yield "train", pooled_metrics([StepReport({}, {"tokens": 1.0}, numbers=extremes)])
+
+
+def test_the_words_of_the_console_are_found() -> None:
+    """Those of the step line, as train.py fills it in."""
+    from fusionrl.observe.glossary import _ON_THE_CONSOLE
+
+    shown = set(train._SHOWN.values())
+    assert all(metric in GLOSSARY or metric in shown for metric in _ON_THE_CONSOLE.values())
+    assert set(_ON_THE_CONSOLE.values()) <= shown
+    assert describe("mismatch").startswith("train/logprob_diff_mean")
 
 
 def test_what_the_losses_report_is_documented() -> None:
