@@ -21,6 +21,7 @@ _BYTES_PER_TOKEN = 1024  # about 45 are usual: a log-prob, an id, and its text, 
 _BYTES_PER_WIDE_TOKEN = 1 << 20  # with hidden states, or the log-probs of many tokens in each place
 _NUMBERS = frozenset((int, float))  # not bool, which numpy takes for a number
 _WHOLE = frozenset((int,))
+_SHORT = 64  # numbers
 _WIDE = ("return_hidden_states", "top_logprobs_num", "token_ids_logprob", "return_routed_experts")
 
 
@@ -89,7 +90,8 @@ def token_ids(values: Any, field: str, asked: Asked) -> np.ndarray:
     if ids is None:
         raise AnswerError(f"{field} holds something other than whole numbers: {_shown(values)}")
     most = np.iinfo(np.int32).max if asked.vocab_size is None else asked.vocab_size - 1
-    if values and (np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) > most):
+    least, largest = _extremes(values, ids)
+    if values and (least < 0 or largest > most):
         wrong = int(ids[(ids < 0) | (ids > most)][0])
         raise AnswerError(f"{field} holds {wrong}; the model's tokens are 0..{most}")
     if asked.max_new_tokens is not None and len(ids) > asked.max_new_tokens:
@@ -119,14 +121,16 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
     Raises:
         AnswerError: one that is null, no number, not finite, or over 0 by more than rounding.
     """
-    if not _NUMBERS.issuperset(map(type, values)):
-        wrong = next(value for value in values if type(value) not in _NUMBERS)
-        raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is no number")
-    found = np.array(values, np.float64)
-    # NaN is neither over nor under a bound, and spreads through `reduce`.
-    if len(found) and not (
-        np.minimum.reduce(found) >= SMALLEST_LOG_PROB and np.maximum.reduce(found) <= LARGEST_LOG_PROB
-    ):
+    try:
+        # A sum takes nothing but numbers, true and false, where numpy reads text and makes NaN of null.
+        found = np.array(values, np.float64) if math.isfinite(sum(values)) else None
+    except TypeError:
+        found = None
+    if found is None:
+        wrong = next((value for value in values if type(value) not in _NUMBERS or not math.isfinite(value)), values)
+        raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is no finite number")
+    least, largest = _extremes(values, found)
+    if values and not (least >= SMALLEST_LOG_PROB and largest <= LARGEST_LOG_PROB):
         bad = ~((found >= SMALLEST_LOG_PROB) & (found <= LARGEST_LOG_PROB))
         raise AnswerError(
             f"{field} holds the log-prob {found[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
@@ -185,6 +189,15 @@ def score(answer: Any, field: str = "embedding") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise AnswerError(f"{field}[0] is {_shown(value if values is not None else answer)}, not a finite score")
     return float(value)
+
+
+def _extremes(values: list[Any], array: np.ndarray) -> tuple[float, float]:
+    """(least, largest) of the same numbers twice: numpy's calls cost more than those of a short list."""
+    if not values:
+        return 0.0, 0.0
+    if len(values) <= _SHORT:
+        return min(values), max(values)
+    return np.minimum.reduce(array), np.maximum.reduce(array)
 
 
 def _shown(value: Any) -> str:

@@ -100,11 +100,15 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
 
         found: dict[tuple[str, str], list[Listener]] = {}
         for listener in listeners(pids):
-            answer = what_a_stranger_gets(listener)
+            try:
+                answer = what_a_stranger_gets(listener)
+            except ConnectionRefusedError:  # a worker of Ray's that ended meanwhile; else it is no listener
+                assert listener not in listeners(pids), listener
+                continue
             found.setdefault((_kind(listener, answer), answer), []).append(listener)
         exposed = [one for group in found.values() for one in group if not is_loopback(one.address)]
         assert not exposed, exposed
-        assert set(found) == _documented()
+        assert set(found) == _documented(), found
 
         # What a hook was given, and what it was not.
         given = json.loads(told.read_text())
