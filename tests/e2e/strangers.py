@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 10.0
 GRPC_METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "/ray.rpc.NodeManagerService/GetNodeStats",
