@@ -7,12 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fusionrl.trainer.checkpoint import _publish, read_description
+from fusionrl.trainer import cpu_megatron
 
 COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
+
+
+def _module() -> Any:
+    """fusionrl.trainer.checkpoint, which imports Megatron: not when tests are collected, and after the shims."""
+    cpu_megatron.install()
+    from fusionrl.trainer import checkpoint
+
+    return checkpoint
 
 
 @pytest.mark.parametrize(
@@ -28,10 +37,10 @@ COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
 def test_which_formats_are_read(description: dict[str, object], refusal: str | None, tmp_path: Path) -> None:
     (tmp_path / "fusionrl.json").write_text(json.dumps({"counters": COUNTERS, **description}))
     if refusal is None:
-        assert read_description(str(tmp_path))["counters"] == COUNTERS
+        assert _module().read_description(str(tmp_path))["counters"] == COUNTERS
         return
     with pytest.raises(ValueError, match=refusal):
-        read_description(str(tmp_path))
+        _module().read_description(str(tmp_path))
 
 
 # Two ranks finish a checkpoint whose files are there; rank 0 finds no room for what it writes alone.
@@ -94,6 +103,6 @@ def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     final.mkdir()
     (final / "shard").write_text("before")
     with pytest.raises(FileNotFoundError):
-        _publish(partial, final)  # it is not there
+        _module()._publish(partial, final)  # it is not there
     assert (final / "shard").read_text() == "before"
     assert os.listdir(tmp_path) == ["trainer"]
