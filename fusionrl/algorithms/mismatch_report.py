@@ -72,7 +72,7 @@ def mismatch_warning(
 
 
 def _mask_suspects(functions: Sequence[str]) -> list[str]:
-    """What gives a trained token the log-prob 0: a function that masks wrongly, or else an engine that cut the rest."""
+    """Name what gives a trained token the log-prob 0: a function that masks wrongly, else an engine that cut the rest."""
     if not functions:
         return ["--rollout-top-k and --rollout-top-p (of a distribution cut to one token, that token has log-prob 0)"]
     return [
@@ -83,7 +83,7 @@ def _mask_suspects(functions: Sequence[str]) -> list[str]:
 
 
 def _suspects(metrics: Mapping[str, float]) -> list[str]:
-    """What is worth a look, the likeliest first, by the shape of the difference."""
+    """List what is worth a look, the likeliest first, by the shape of the difference."""
     mean, ratio = metrics["logprob_diff_mean"], metrics["logprob_ratio_mean"]
     # Over tokens drawn from the engine's distribution the mean of trainer / engine is 1, however far the two are apart.
     sampling = abs(ratio - 1.0) > max(0.02, 4.0 * metrics["logprob_ratio_error"])

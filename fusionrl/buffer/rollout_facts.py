@@ -111,7 +111,7 @@ def glimpses(samples: Sequence[Sample], raw: Sequence[float], count: int) -> lis
 
 
 def glimpse(sample: Sample, reward: float) -> Glimpse:
-    """What a line about a sample shows."""
+    """Return what a line about a sample shows."""
     return Glimpse(
         index=sample.index,
         prompt=ending(prompt_text(sample.prompt), _SHOWN),

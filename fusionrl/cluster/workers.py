@@ -246,7 +246,7 @@ class TrainerWorker:
         return self._trainer.train(rollout_id, shard, columns)
 
     def sample_columns(self, rollout_id: int) -> Any:
-        """What training found out about single samples; see `TrainerActor.sample_columns`."""
+        """Return what training found out about single samples; see `TrainerActor.sample_columns`."""
         return self._trainer.sample_columns(rollout_id)
 
     def values(self, shard: Any) -> tuple[None, Any]:

@@ -439,7 +439,7 @@ def setting_of(token: str) -> str | None:
 
 
 def cure_for(name: str) -> str | None:
-    """What to write for another trainer's flag (`--learning-rate`) or setting (`data.train_batch_size`).
+    """Say what to write for another trainer's flag (`--learning-rate`) or setting (`data.train_batch_size`).
 
     None for names that no table has.
     """

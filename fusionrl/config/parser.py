@@ -218,7 +218,7 @@ def _parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
 
 
 def _cure(flag: str) -> str | None:
-    """What to write for a flag with underscores, or for another trainer's; None for any other flag."""
+    """Say what to write for a flag with underscores, or for another trainer's; None for any other flag."""
     plain = flag.removeprefix("--").replace("-", "_")
     fields = {field for model in GROUPS.values() for field in model.model_fields}
     if flag.startswith("--") and (plain in fields or plain.removeprefix("no_") in fields):

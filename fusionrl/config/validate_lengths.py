@@ -53,7 +53,7 @@ def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool 
 
 
 def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
-    """What the flags alone show of lengths: for a cluster elsewhere, whose prompt data is not read."""
+    """Check lengths by the flags alone: for a cluster elsewhere, whose prompt data is not read."""
     if shape is None:
         return []
     positions, rollout = _positions(config, shape), config.rollout
@@ -124,7 +124,7 @@ def _eval_errors(config: Config, one: EvalSet, limits: list[Limit]) -> list[str]
 
 
 def _reading_limits(config: Config, positions: int) -> list[Limit]:
-    """What any sample has to fit into: the engines' positions, and those of a reward model."""
+    """List what any sample has to fit into: the engines' positions, and those of a reward model."""
     sglang = config.passthrough.sglang
     served = min(positions, sglang.get("context_length") or positions)
     what = f"the {served} positions of --hf-checkpoint"
@@ -135,7 +135,7 @@ def _reading_limits(config: Config, positions: int) -> list[Limit]:
 
 
 def _limits(config: Config, positions: int) -> list[Limit]:
-    """What a sample of a rollout has to fit into."""
+    """List what a sample of a rollout has to fit into."""
     limits, algorithm = _reading_limits(config, positions), config.algorithm
     if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
         limits += _scorer_limit(algorithm.opd_teacher_load, "--opd-teacher-load")
