@@ -224,7 +224,7 @@ def explain_metrics(names: Sequence[str]) -> int:
 
 
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
-    """List what trainers would refuse at their start: schedules, and with flags passed to Megatron its own checks."""
+    """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
     assert plan.layout is not None
     config = pinned(config, plan)
     groups = [("", config, plan.layout)]

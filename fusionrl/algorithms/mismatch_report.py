@@ -72,7 +72,7 @@ def mismatch_warning(
 
 
 def _mask_suspects(functions: Sequence[str]) -> list[str]:
-    """Name what gives a trained token the log-prob 0: a function that masks wrongly, else an engine that cut the rest."""
+    """Name what gives a trained token the log-prob 0: a function that masks wrongly, or an engine."""
     if not functions:
         return ["--rollout-top-k and --rollout-top-p (of a distribution cut to one token, that token has log-prob 0)"]
     return [

@@ -79,7 +79,7 @@ def _hashed_here(folder: Path) -> list[str]:
 
 
 def _is_without_hashes(checkpoint: Checkpoint) -> bool:
-    """Tell whether manifest and trainers both have the format before hashes, and all is plain files and folders."""
+    """Tell whether manifest and trainers have the format before hashes, and all is plain files and folders."""
     if checkpoint.manifest.keys() & {"format", "files", "folders"}:
         return False
     subfolders = [path for path in checkpoint.path.iterdir() if path.is_dir()]
