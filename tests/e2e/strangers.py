@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ TIMEOUT_S = 10.0
 GRPC_METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "/ray.rpc.NodeManagerService/GetNodeStats",
-    "/ray.rpc.ObjectManagerService/FreeObjects",
+    "/ray.rpc.ObjectManagerService/Push",
+    "/ray.rpc.ObjectManagerService/Pull",
     "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
 )
 _UNIMPLEMENTED, _UNAUTHENTICATED = b"12", b"16"
@@ -119,21 +121,21 @@ def answers_as_a_store(listener: Listener) -> bool:
 
 def what_a_stranger_gets(listener: Listener) -> str:
     """In words, as the table of docs/security.md has it."""
-    if answers_as_a_store(listener):
+    paths = {"/metrics": "GET", "/model_info": "GET", "/workers": "GET"}
+    paths |= {"/generate": "POST", "/get_or_create_runtime_env": "POST"}
+    with ThreadPoolExecutor() as pool:  # all at once: a silent listener takes the whole timeout for each question
+        is_store = pool.submit(answers_as_a_store, listener)
+        asked_http = {path: pool.submit(http_status, listener, path, method) for path, method in paths.items()}
+        asked_grpc = [pool.submit(grpc_status, listener, method) for method in GRPC_METHODS]
+    if is_store.result():
         return "a TCPStore: reads and writes"
-    if (status := http_status(listener, "/metrics")) is not None:
-        statuses = {
-            status,
-            http_status(listener, "/model_info"),
-            http_status(listener, "/workers"),
-            http_status(listener, "/generate", "POST"),
-            http_status(listener, "/get_or_create_runtime_env", "POST"),
-        }
+    if (status := asked_http["/metrics"].result()) is not None:
+        statuses = {asked.result() for asked in asked_http.values()}
         if "200" not in statuses:
             return "HTTP: 401" if "401" in statuses else f"HTTP: {sorted(map(str, statuses))}"
         is_metrics = status == "200" and statuses <= {"200", "404", "405"}
         return "HTTP: numbers (/metrics)" if is_metrics else f"HTTP: {sorted(map(str, statuses))}"
-    found = {grpc_status(listener, method) for method in GRPC_METHODS} - {_UNIMPLEMENTED}
+    found = {asked.result() for asked in asked_grpc} - {_UNIMPLEMENTED}
     if found == {_UNAUTHENTICATED}:
         return "gRPC: InvalidAuthToken"
     if found != {None}:

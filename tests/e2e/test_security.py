@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -41,6 +42,14 @@ def _kind(listener: Listener, answer: str) -> str:
     if kind == "Ray: actors" and not answer.startswith("gRPC"):
         return "trainers, gloo"
     return "router, Prometheus" if kind == "router" and "/metrics" in answer else kind
+
+
+def _answer(listener: Listener) -> str | None:
+    """What a stranger gets; None: nobody listens there any more."""
+    try:
+        return what_a_stranger_gets(listener)
+    except ConnectionRefusedError:
+        return None
 
 
 def _processes(launched: Launched) -> set[int]:
@@ -86,27 +95,29 @@ def test_a_store_is_recognised() -> None:
     assert answers_as_a_store(Listener("127.0.0.1", store.port, os.getpid(), "this test"))
 
 
-@pytest.mark.xfail(reason="listeners disappear while they are asked; whether the run ends by it is not known yet")
 def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> None:
     """Two trainers, two engines. Every listener is on loopback and answers nobody without a key; the run outlives the
     questions. Secrets of the shell stay in the shell, and the run's own are in no file and no command line."""
     folder, told = tmp_path / "run", tmp_path / "told.json"
     flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:tells_its_secrets", "--hook-env", "OPENAI_API_KEY"]
-    flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "200"]
+    flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "100000"]
     flags += ["--save-interval", "2", "--keep-checkpoints", "1", "--run-dir", str(folder)]
     launched = launch(flags, tmp_path, FUSIONRL_TEST_FILE=str(told), **SHELL)
     try:
         launched.wait_for(lambda: told.exists() and len(metrics_of(folder)) > 3, timeout_s=300)
         pids = _processes(launched)
 
+        asked = listeners(pids)
+        with ThreadPoolExecutor(len(asked)) as pool:  # gloo's are silent: each question to one takes the whole timeout
+            answers = list(pool.map(_answer, asked))
+        gone = {listener for listener, answer in zip(asked, answers, strict=True) if answer is None}
+        assert not gone & set(listeners(pids)), (
+            f"listen and refuse: {gone}"
+        )  # else workers of Ray's that ended meanwhile
         found: dict[tuple[str, str], list[Listener]] = {}
-        for listener in listeners(pids):
-            try:
-                answer = what_a_stranger_gets(listener)
-            except ConnectionRefusedError:  # a worker of Ray's that ended meanwhile; else it is no listener
-                assert listener not in listeners(pids), listener
-                continue
-            found.setdefault((_kind(listener, answer), answer), []).append(listener)
+        for listener, answer in zip(asked, answers, strict=True):
+            if answer is not None:
+                found.setdefault((_kind(listener, answer), answer), []).append(listener)
         exposed = [one for group in found.values() for one in group if not is_loopback(one.address)]
         assert not exposed, exposed
         assert set(found) == _documented(), "\n".join(f"{one}: {len(found[one])}" for one in sorted(found))
