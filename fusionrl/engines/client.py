@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from fusionrl.engines.asked import AnswerError, Asked
+from fusionrl.engines.asked import AnswerError, Asked, extremes
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parsers import Parsers
@@ -273,10 +273,10 @@ class GenerateClient:
     def _check_tokens(self, input_ids: Sequence[int] | np.ndarray | None) -> None:
         if self._vocab_size is None or input_ids is None or len(input_ids) == 0:
             return
-        ids = np.asarray(input_ids)
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
+        least, largest = extremes(input_ids)
+        if least < 0 or largest >= self._vocab_size:
             raise ValueError(
-                f"input_ids hold {ids.min()}..{ids.max()}, the model's tokens are 0..{self._vocab_size - 1}: "
+                f"input_ids hold {least}..{largest}, the model's tokens are 0..{self._vocab_size - 1}: "
                 f"is the tokenizer the model's?"
             )
 
@@ -293,7 +293,9 @@ class GenerateClient:
             url = self._elsewhere(refused, attempt) if refused else self._target(routing_key, attempt)
             try:
                 with self._counted(url):
-                    async with self._open().post(url, data=body, headers=headers) as response:
+                    # As a payload: aiohttp would look through the types that it knows for one of bytes.
+                    data = aiohttp.BytesPayload(body)
+                    async with self._open().post(url, data=data, headers=headers) as response:
                         if response.status < 400:
                             return url, await _body(response, asked)
                         text = await response.content.read(_LONGEST_ERROR_BYTES)
@@ -316,21 +318,20 @@ class GenerateClient:
     def _target(self, routing_key: str | None, attempt: int) -> str:
         """Where try number `attempt` goes: each to another engine, where there are several."""
         urls = self._urls
+        if len(urls) == 1:
+            return urls[0]
         if routing_key is not None:
             first = zlib.crc32(routing_key.encode())
             return urls[(first + attempt) % len(urls)]
         return sorted(urls, key=self._under_way.__getitem__)[attempt % len(urls)]
 
-    @contextmanager
-    def _counted(self, url: str) -> Iterator[None]:
-        self._under_way[url] = self._under_way.get(url, 0) + 1
-        try:
-            yield
-        finally:
-            self._under_way[url] -= 1
+    def _counted(self, url: str) -> _Counted:
+        return _Counted(self._under_way, url)
 
-    def _headers_of(self, routing_key: str | None) -> dict[str, str]:
-        return self._headers if routing_key is None else self._headers | {ROUTING_KEY: routing_key}
+    @staticmethod
+    def _headers_of(routing_key: str | None) -> dict[str, str] | None:
+        """What a request adds to the headers of all."""
+        return None if routing_key is None else {ROUTING_KEY: routing_key}
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -338,6 +339,8 @@ class GenerateClient:
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 # The whole request has its bound in `generate`; aiohttp's own default is five minutes.
                 timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),  # engines set none, and each request would look through the jar
                 auto_decompress=False,
             )
         return self._session
@@ -357,6 +360,19 @@ class GenerateClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+class _Counted:
+    """Counts a request to `url` as long as the block runs. A class: a generator's context costs three times as much."""
+
+    def __init__(self, counts: dict[str, int], url: str) -> None:
+        self._counts, self._url = counts, url
+
+    def __enter__(self) -> None:
+        self._counts[self._url] = self._counts.get(self._url, 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._counts[self._url] -= 1
 
 
 def _is_short(payload: dict[str, Any]) -> bool:
