@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from fusionrl import __version__
-from fusionrl.config.chat_warnings import chat_warnings
+from fusionrl.base.quiet import quiet
+from fusionrl.checks.hub import find_model, is_model_name, resolve_names
+from fusionrl.checks.validate import prompt_columns, validate, validate_flags
+from fusionrl.checks.warnings import flag_warnings
 from fusionrl.config.config import Config
-from fusionrl.config.effects import effect_warnings
-from fusionrl.config.hub import find_model, is_model_name, resolve_names
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.plan_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
-from fusionrl.config.quiet import quiet
 from fusionrl.config.reference import render_reference
-from fusionrl.config.validate import prompt_columns, validate, validate_flags
-from fusionrl.config.validate_algorithm import algorithm_warnings
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
 from fusionrl.plan.devices import this_machine
@@ -101,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return EXIT_USER
     if command == "plan" or config.run.dry_run:
-        print(render_plan(plan, config), end="")
+        print(render_plan(plan, config, flag_warnings(config)), end="")
         return 0
     return run_command(config, plan)
 
@@ -159,7 +157,7 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
     if too_large := cluster_errors(cluster, plan.num_bundles):
         raise CommandLineError(too_large)
     print(f"cluster    {cluster.describe()}")
-    print(render_plan(plan, config), end="")
+    print(render_plan(plan, config, flag_warnings(config)), end="")
     print(f"not checked: {', '.join(unchecked)}")
     return 0
 
@@ -241,7 +239,7 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
         if passed.transformer or passed.optimizer or passed.ddp:
             # Only now: the import takes seconds, unless the flags' types were asked for.
             with quiet():
-                from fusionrl.trainer.megatron_check import megatron_errors
+                from fusionrl.checks.megatron import megatron_errors
 
                 errors += megatron_errors(own, plan.shape, layout, plan.device)
     return list(dict.fromkeys(errors))
@@ -263,7 +261,7 @@ def check_data(argv: Sequence[str]) -> int:
         errors.append(f"--rollout-max-prompt-len {data.rollout_max_prompt_len}: counting needs --hf-checkpoint")
     tokenizer = None
     if folder is not None and not errors:
-        from fusionrl.rollout.sglang_rollout import load_tokenizer
+        from fusionrl.data.tokenizer import load_tokenizer
 
         try:
             with quiet():
@@ -335,16 +333,16 @@ def run_command(config: Config, plan: Plan) -> int:
     code = 0
     with run_dir:
         run_dir.write_config(config.model_dump())
-        run_dir.write_plan(render_plan(plan, config))
+        warnings = flag_warnings(config)
+        run_dir.write_plan(render_plan(plan, config, warnings))
         log_file = run_dir.logs / "driver.log"
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
-            warnings = [*memory_warnings(plan), *algorithm_warnings(config), *effect_warnings(config)]
-            for text in [*warnings, *chat_warnings(config)]:
+            for text in [*memory_warnings(plan), *warnings]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
-                from fusionrl.train import run_training
+                from fusionrl.driver.run import run_training
 
                 quiet_libraries()
                 run_training(config, plan, path, run_dir.attempt, progress)
@@ -364,7 +362,7 @@ def run_command(config: Config, plan: Plan) -> int:
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
     from fusionrl.cluster.ray_cluster import root_cause
-    from fusionrl.train import Terminated
+    from fusionrl.driver.run import Terminated
 
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"

@@ -89,8 +89,14 @@ class GenerateState:
     sampling_params  SGLang's, from the flags
     """
 
+    args: Any
+    tokenizer: Any
+    processor: None
+    sampling_params: dict[str, Any]
+    semaphore: asyncio.Semaphore
+
     def __new__(cls, args: Any) -> GenerateState:
-        state = vars(args).get("generate_state")
+        state: GenerateState | None = vars(args).get("generate_state")
         if state is None:
             state = super().__new__(cls)
             state.args, state.tokenizer, state.processor = args, load_tokenizer(args.hf_checkpoint), None

@@ -1,1 +1,1 @@
-"""What a user might write: hooks that fusionrl's flags take by path. Nothing in fusionrl imports this."""
+"""Examples of functions that a user writes; fusionrl's flags take them by path. fusionrl imports none of them."""

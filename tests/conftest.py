@@ -30,7 +30,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Any:
     """The tiny model's tokenizer: a byte a token. Shared: do not write on it."""
-    from fusionrl.rollout.sglang_rollout import load_tokenizer
+    from fusionrl.data.tokenizer import load_tokenizer
 
     return load_tokenizer(str(tiny_model))
 
@@ -69,3 +69,20 @@ def json_server() -> Iterator[Any]:
     yield made
     made.shutdown()
     made.server_close()
+
+
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """hf(family, tied, **config) -> (folder, transformers model), made once a session."""
+    from tests.trainer import hf_models
+
+    made: dict[Any, tuple[Path, Any]] = {}
+
+    def get(family: str, tied: bool, **values: Any) -> tuple[Path, Any]:
+        key = (family, tied, repr(sorted(values.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[key] = (folder, hf_models.make(folder, family, tied, **values))
+        return made[key]
+
+    return get

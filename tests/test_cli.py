@@ -159,7 +159,7 @@ for room in ("config", "plan", "data", "rewards"):
     package = importlib.import_module("fusionrl." + room)
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-import fusionrl.weights.plan
+import fusionrl.plan.push
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fusionrl import plugin_api
+from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.config.config import Config
 from fusionrl.engines.http import ROUTER_URLS
-from fusionrl.environment import ROUTER_KEY
 from fusionrl.plugin_api import GenerateState, Sample, post, run
 
 

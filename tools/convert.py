@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.actor import TrainerActor
-from fusionrl.weights.stores import create_group_store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             save_weights(str(options.out), modules, rank=0)
         else:
-            from fusionrl.weights.hf_io import iter_hf_tensors, save_hf
+            from fusionrl.models.hf_io import iter_hf_tensors, save_hf
 
             tensors = iter_hf_tensors(modules, transformer, actor.shape)
             save_hf(options.out, options.hf_checkpoint, tensors, write=True)

@@ -58,7 +58,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutation: the verdict, the messages, seconds of the slowest way to read it, faults."""
+    """The outcome of a mutation: the verdict, the messages, seconds of the slowest way to read it, faults."""
 
     verdict: str
     messages: list[str]
@@ -433,7 +433,7 @@ def text_mutations() -> Iterator[Mutation]:
 
 # ------------------------------------------------------------------------------------------------ paths
 def path_mutations() -> Iterator[Mutation]:
-    """What a path may name besides a file."""
+    """Things that a path may name besides a file."""
     kind, text = "paths", jsonl(good_rows("text"))
 
     def spec(suffix: str) -> Write:

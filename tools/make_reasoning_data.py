@@ -89,7 +89,7 @@ def make_row(task: str, item: dict[str, Any], template: str, config: dict[str, A
 
 
 def is_right(row: Row) -> bool:
-    """Whether the reward gives the label the full score, as the response of a model."""
+    """Return whether the reward gives the label the full score, as the response of a model."""
     if row["label"] is None:
         return False
     sample = Sample(response=f"<answer>{row['label']}</answer>", label=row["label"], metadata=row["metadata"])

@@ -37,7 +37,7 @@ def find_gguf() -> Path:
 
 
 def is_complete(out: Path) -> bool:
-    """Whether `out` holds a whole model: the config is written last."""
+    """Return whether `out` holds a whole model: the config is written last."""
     return all((out / name).is_file() for name in ("model.safetensors", "tokenizer.json", "config.json"))
 
 

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, chunk_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
@@ -57,7 +57,8 @@ _HEAD = {
 def import_megatron() -> None:
     """Megatron-core on this machine's CPU, as trainers import it."""
     warnings.filterwarnings("ignore")
-    from fusionrl.trainer import adam, cpu_megatron, megatron_versions
+    from fusionrl.trainer import adam
+    from fusionrl.upstream import cpu_megatron, megatron_versions
 
     cpu_megatron.install()
     import megatron.core  # noqa: F401 (patched right after)

@@ -273,7 +273,7 @@ class Batch:
 
 @dataclass
 class Result:
-    """What one layout computed."""
+    """The results of one layout."""
 
     losses: list[float]
     norms: list[float]

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusionrl.config.model_shape import shape_from_hf_config
+from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.weights.plan import plan_for_layout
+from fusionrl.plan.push import plan_for_layout
 
 MB = 1024**2
 _QWEN3_30B = {

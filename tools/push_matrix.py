@@ -30,15 +30,15 @@ from fusionrl.cluster.ray_cluster import LOOPBACK, actor_on, start_ray
 from fusionrl.cluster.workers import EngineWorker, TrainerWorker
 from fusionrl.config.config import Config
 from fusionrl.config.groups import WeightsGroup
-from fusionrl.config.model_shape import ModelShape, read_model_shape
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.http import call
+from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.plan import make_plan
-from fusionrl.weights.disk_push import push_by_disk
-from fusionrl.weights.plan import EngineTarget
-from fusionrl.weights.push import push_weights
-from fusionrl.weights.verify import compare_checksums, verify_push
+from fusionrl.plan.push import EngineTarget
+from fusionrl.sync.disk_push import push_by_disk
+from fusionrl.sync.push import push_weights
+from fusionrl.sync.verify import compare_checksums, verify_push
 
 BOUND = 1e-5  # of log-prob differences, in fp32
 VOCAB = 500  # no multiple of 64, to which SGLang pads it
@@ -114,7 +114,7 @@ class Rank(TrainerWorker):
 
     def read(self, folder: str) -> None:
         """Take the weights of a Hugging Face folder."""
-        from fusionrl.weights.hf_io import load_hf
+        from fusionrl.models.hf_io import load_hf
 
         load_hf(folder, self._trainer.trained.chunks, self._plan.shape)
 
@@ -268,7 +268,7 @@ class Bench:
         """
         from safetensors.torch import load_file
 
-        from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums
+        from fusionrl.sync.checksums import CPU_MULTIPLE, engine_checksums
 
         verified = verify_push(
             self.trainers,

@@ -26,7 +26,9 @@ import numpy as np
 from fusionrl import sandbox
 from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.buffer.accepted import AcceptedSamples
+from fusionrl.buffer.build import build_shards, take_shards
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.buffer.rollout_facts import glimpses, rollout_facts
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, rollout_metrics, set_metrics
@@ -34,15 +36,12 @@ from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function, user_code
-from fusionrl.config.validate_sandbox import uses_sandbox
-from fusionrl.data.build import build_shards, response_mask, take_shards
 from fusionrl.data.checked import read_samples
 from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
-from fusionrl.data.sample import Sample, Status
+from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.engines.http import ROUTER_URLS
-from fusionrl.environment import ROUTER_KEY
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import json_line, to_jsonable, write_atomically
@@ -162,7 +161,7 @@ class BufferActor:
         sandbox.allow_weak(self.config.reward.allow_weak_sandbox)
         prompts = getattr(self._source, "prompts", ())  # a user's data source may have none
         types = {sample.metadata.get("rm_type") for sample in prompts if isinstance(sample.metadata, dict)}
-        if uses_sandbox(self.config) or any(isinstance(one, str) and runs_programs(one) for one in types):
+        if self.plan.sandbox is not None or any(isinstance(one, str) and runs_programs(one) for one in types):
             logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
 
     async def set_engines(self, engine_urls: Sequence[str]) -> None:

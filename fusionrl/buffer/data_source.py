@@ -15,8 +15,8 @@ from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompt
 from fusionrl.data.rows import parse_sets
 from fusionrl.data.sample import Sample
 from fusionrl.data.state import pack, pack_sample, unpack, unpack_sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.observe.values import write_atomically
-from fusionrl.rollout.sglang_rollout import load_tokenizer
 
 
 class RolloutDataSourceWithBuffer:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
-from fusionrl.data.build import response_mask
+from fusionrl.buffer.build import response_mask
 from fusionrl.data.sample import Sample, Status
 from fusionrl.rewards.code_run import REASONS
 

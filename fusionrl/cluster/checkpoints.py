@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fusionrl.file_hashes import check_facts, facts_of, plain_name
+from fusionrl.base.file_hashes import check_facts, facts_of, plain_name
 
 logger = logging.getLogger(__name__)
 

@@ -124,12 +124,13 @@ def _refuse_dead_address(address: str) -> None:
 
 def _ask_for_token() -> None:
     """Let Ray's processes that start from here ask for this process's token, and this one show it."""
-    from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, Config, get_authentication_mode
+    from ray import _raylet
 
+    raylet: Any = _raylet  # compiled, without annotations
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
-    Config.initialize("")  # it was read from the environment when ray was imported
-    AuthenticationTokenLoader.instance().reset_cache()
-    assert get_authentication_mode() == AuthenticationMode.TOKEN, "Ray does not ask for a token"
+    raylet.Config.initialize("")  # it was read from the environment when ray was imported
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    assert raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN, "Ray does not ask for a token"
 
 
 def _closed_cluster(address: str) -> str:

@@ -15,6 +15,14 @@ from typing import Any, Literal
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from fusionrl.base.environment import (
+    FOLDER_VARIABLE,
+    PEERS_VARIABLE,
+    child_environment,
+    hook_secrets,
+    not_passed_on,
+    without_secrets,
+)
 from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.guard import Guard
 from fusionrl.cluster.ray_cluster import (
@@ -34,21 +42,13 @@ from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
-from fusionrl.environment import (
-    FOLDER_VARIABLE,
-    PEERS_VARIABLE,
-    child_environment,
-    hook_secrets,
-    not_passed_on,
-    without_secrets,
-)
 from fusionrl.observe.run_dir import umask_of
 from fusionrl.plan.auxiliary import Role, auxiliary_config
 from fusionrl.plan.plan import Plan, pinned
-from fusionrl.weights.disk_push import drop_files, push_by_disk
-from fusionrl.weights.plan import EngineTarget, Feed, plan_feeds
-from fusionrl.weights.push import push_weights
-from fusionrl.weights.verify import WeightMismatch, verify_push
+from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
+from fusionrl.sync.disk_push import drop_files, push_by_disk
+from fusionrl.sync.push import push_weights
+from fusionrl.sync.verify import WeightMismatch, verify_push
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import ray
 
+from fusionrl.base.environment import take_secrets
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.http import EndpointError
-from fusionrl.environment import take_secrets
 from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.plan import Plan
@@ -128,7 +128,7 @@ class TrainerWorker:
 
     def node_address(self) -> tuple[str, int]:
         """Rendezvous of the ranks, asked of rank 0: this node's address, and the port of a store made here."""
-        from fusionrl.weights.stores import create_group_store
+        from fusionrl.base.stores import create_group_store
 
         self._store = create_group_store(self._host, 60.0 * self._config.cluster.distributed_timeout_minutes)
         return self._host, self._store.port
@@ -150,7 +150,7 @@ class TrainerWorker:
     def _make_sender(self) -> Any:
         import torch.distributed as dist
 
-        from fusionrl.weights.send import WeightSender
+        from fusionrl.sync.send import WeightSender
 
         return WeightSender(
             rank=self._rank,
@@ -182,7 +182,7 @@ class TrainerWorker:
     def _make_writer(self) -> Any:
         import torch.distributed as dist
 
-        from fusionrl.weights.disk import DiskOptions, DiskWriter
+        from fusionrl.sync.disk import DiskOptions, DiskWriter
 
         weights, world_size = self._config.weights, dist.get_world_size()
         total = self._plan.shape.num_parameters * (4 if self._plan.rollout_dtype == "fp32" else 2)
@@ -209,7 +209,7 @@ class TrainerWorker:
         return written
 
     def _exporter(self) -> Any:
-        from fusionrl.weights.export import Exporter
+        from fusionrl.sync.export import Exporter
 
         trainer = self._trainer
         return Exporter(
@@ -230,8 +230,8 @@ class TrainerWorker:
 
     def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
         """What each rank of an engine of `tp_size` should hold; collective over the trainers."""
-        from fusionrl.weights.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
-        from fusionrl.weights.fp8 import held
+        from fusionrl.models.fp8 import held
+        from fusionrl.sync.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
 
         tensors = held(self._exporter().full(), self._plan.quantization)
         hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self._plan.device == "cpu" else (hash_words, 1)

@@ -15,13 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fusionrl.config import upstream
 from fusionrl.config.aliases import cure_for, setting_of, value_hint
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import with_preset
 from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
+from fusionrl.upstream import flags as upstream
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {

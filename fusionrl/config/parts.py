@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
+from fusionrl.config.groups import RolloutGroup
 
 
 def uses_trainers(config: Config) -> bool:
@@ -49,3 +50,14 @@ def validates(config: Config) -> bool:
 def saves(config: Config) -> bool:
     """Whether the loop comes to points where a checkpoint may be saved."""
     return config.run.mode != "eval" and not config.run.debug_rollout_only
+
+
+def asks_for_routing(config: Config) -> bool:
+    """Whether the default rollout is to ask the engines which experts they chose: no function or file says so."""
+    others = (
+        config.rollout.custom_generate_function_path,
+        config.reward.custom_convert_samples_to_train_data_path,
+        config.run.load_debug_rollout_data,
+    )
+    is_default = config.rollout.rollout_function_path == RolloutGroup().rollout_function_path
+    return config.algorithm.use_rollout_routing_replay and is_default and not any(others)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fusionrl.data.sample import Sample, Status
+from fusionrl.data.tokenizer import TemplateError, call_template
 
 Span = tuple[int, int]  # characters of the rendered conversation, the end excluded
 STEP_LOSS_MASK = "step_loss_mask"  # key of a message: 0 trains on nothing of that turn
@@ -119,9 +120,9 @@ class MultiTurnLossMaskGenerator:
     def _render(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
         kwargs = {**self.template_kwargs, "tools": tools, "tokenize": False, "add_generation_prompt": prompt}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, **kwargs))
-        except Exception as error:  # a template is code of the model's folder, and raises what it likes
-            raise ValueError(f"the chat template does not take the conversation: {error}") from error
+            return call_template(self.tokenizer.apply_chat_template, messages, **kwargs)
+        except TemplateError as error:
+            raise ValueError(f"the chat template does not take the conversation: {error.__cause__}") from error
 
     def _generation_prompt(self) -> str:
         probe = [{"role": "user", "content": "?"}]
@@ -306,8 +307,10 @@ def tokens_after_assistant(
     for assistant in _dummies(messages):
         try:
             return _continuation(assistant, messages, tokenizer, end_token, kwargs)
-        except Exception as error:  # a template may raise what it likes at a form of message that it does not know
-            reasons.append(f"{type(error).__name__}: {error}")
+        except TemplateError as error:
+            reasons.append(str(error))
+        except ValueError as error:
+            reasons.append(f"ValueError: {error}")
     raise ValueError(
         f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not render"
         f" {[message['role'] for message in messages]} after an assistant's turn ({'; '.join(reasons)}); an agent needs"
@@ -338,9 +341,8 @@ def _continuation(
     kwargs: dict[str, Any],
 ) -> list[int]:
     def render(conversation: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        return tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
-        )
+        options = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **kwargs}
+        return call_template(tokenizer.apply_chat_template, conversation, **options)
 
     before = [{"role": "user", "content": "x"}, assistant]
     alone, whole = render(before, False), render([*before, *messages], True)

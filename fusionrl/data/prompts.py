@@ -26,6 +26,7 @@ from fusionrl.data.row_checks import (
 from fusionrl.data.rows import line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
 from fusionrl.data.template_probe import Messages, TemplateProbe, writes_parts_as_python
+from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
 __all__ = ["PromptColumns", "PromptDataset", "check_file", "load_conversations", "load_prompts", "render_prompt"]
@@ -212,18 +213,19 @@ def render_prompt(prompt: str | list[dict[str, Any]], tokenizer: Any, columns: P
         raise ValueError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        text = tokenizer.apply_chat_template(
+        text = call_template(
+            tokenizer.apply_chat_template,
             messages,
             tools=tools,
             tokenize=False,
             add_generation_prompt=True,
             **(columns.chat_template_kwargs or {}),
         )
-    except Exception as error:  # a template is code of the model's folder, and raises what it likes
-        raise ValueError(f"the chat template of --hf-checkpoint refuses it ({error})") from error
+    except TemplateError as error:
+        raise ValueError(f"the chat template of --hf-checkpoint refuses it ({error.__cause__})") from error
     if writes_parts_as_python(messages, text):
         raise ValueError(
             "the chat template of --hf-checkpoint does not know contents that are lists of parts, and writes them as"
             " Python prints them; give the content as text"
         )
-    return str(text)
+    return text

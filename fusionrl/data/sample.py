@@ -234,6 +234,15 @@ def is_trained_on(sample: Sample) -> bool:
     return not sample.remove_sample and sample.status not in (Status.FAILED, Status.ABORTED)
 
 
+def response_mask(sample: Sample) -> np.ndarray:
+    """[response_length] float32: 1 where the token is trained on; all 0 for a removed or failed sample."""
+    if not is_trained_on(sample):
+        return np.zeros(sample.response_length, np.float32)
+    if sample.loss_mask is None:
+        return np.ones(sample.response_length, np.float32)
+    return np.asarray(sample.loss_mask, np.float32)
+
+
 def as_version(version: Any) -> int:
     """The pushed version of what an engine says; what it calls a checkpoint that it loaded itself is version 0."""
     return int(version) if str(version).lstrip("-").isdigit() else 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
 Messages = Sequence[dict[str, Any]]
@@ -54,8 +55,8 @@ class TemplateProbe:
         if self._files.template(bool(tools)) is None:
             return True  # a missing template is an error of its own
         try:
-            rendered = self.render(messages, tools)
-        except Exception:  # a template is code of the model's folder and raises what it likes; the tokenizer will say
+            rendered = call_template(self.render, messages, tools)
+        except TemplateError:  # the tokenizer itself is asked then, and says why
             return False
         return not writes_parts_as_python(messages, rendered)
 

@@ -1,4 +1,4 @@
-"""What a request asked for, and what its answer must therefore hold. Every answer of an engine is checked against it.
+"""Check every answer of an engine against its request.
 
 Pure: no sockets, no processes.
 """
@@ -33,7 +33,7 @@ class AnswerError(RuntimeError):
 
 @dataclass(slots=True)  # not frozen: one is made for each request, which takes three times as long then
 class Asked:
-    """What one request asked for. None: unknown, and not checked.
+    """The bounds that one request sets on its answer. None: unknown, not checked.
 
     num_answers      answers of the request: one for each prompt
     max_new_tokens   of each answer, at most
@@ -50,7 +50,7 @@ class Asked:
 
     @classmethod
     def by(cls, payload: dict[str, Any], vocab_size: int | None = None) -> Asked:
-        """What a request in SGLang's form asks for."""
+        """Derive the bounds from a request in SGLang's form."""
         ids = payload.get("input_ids")
         if ids is None:
             ids = payload.get("text") or ""
@@ -205,7 +205,7 @@ def score(answer: Any, field: str = "embedding") -> float:
 
 
 def _has_bool(values: list[Any], places: np.ndarray) -> bool:
-    """Whether one of the values at `places` (bool [n]) is true or false, which JSON tells from 1 and 0."""
+    """Return whether one of the values at `places` (bool [n]) is true or false, which JSON tells from 1 and 0."""
     return any(type(values[place]) is bool for place in np.flatnonzero(places).tolist())
 
 

@@ -316,7 +316,7 @@ class GenerateClient:
         await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
 
     def _target(self, routing_key: str | None, attempt: int) -> str:
-        """Where try number `attempt` goes: each to another engine, where there are several."""
+        """Return the URL for try number `attempt`; each try goes to another engine, if there are several."""
         urls = self._urls
         if len(urls) == 1:
             return urls[0]
@@ -330,7 +330,7 @@ class GenerateClient:
 
     @staticmethod
     def _headers_of(routing_key: str | None) -> dict[str, str] | None:
-        """What a request adds to the headers of all."""
+        """Return the headers that a request adds to those of the session."""
         return None if routing_key is None else {ROUTING_KEY: routing_key}
 
     def _open(self) -> aiohttp.ClientSession:
@@ -376,7 +376,7 @@ class _Counted:
 
 
 def _is_short(payload: dict[str, Any]) -> bool:
-    """Whether the answer has few tokens; SGLang's own default is 128."""
+    """Return whether the answer has few tokens; SGLang's own default is 128."""
     return payload.get("sampling_params", {}).get("max_new_tokens", 128) <= _SHORT_TOKENS
 
 

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fusionrl.config.checkpoint_files import tensor_names
-from fusionrl.config.scorers import read_scorer
 from fusionrl.engines.http import EndpointError, call
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
+from fusionrl.models.scorers import read_scorer
+from fusionrl.models.weight_files import tensor_names
 
 __all__ = ["EngineActor", "EngineSpec"]
 
@@ -255,7 +255,7 @@ class EngineActor:
         group_name: str,
         backend: str,
     ) -> None:
-        """Join the group of `fusionrl.weights.group.init_external_group` as ranks `rank_offset...`.
+        """Join the group of `fusionrl.sync.group.init_external_group` as ranks `rank_offset...`.
 
         Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.
         """
@@ -302,13 +302,13 @@ class EngineActor:
 
     def update_weights_from_disk(self, path: str, version: str | None) -> None:
         """Load the Hugging Face checkpoint in `path`. Needs no session."""
-        payload = {"model_path": os.path.abspath(path), "weight_version": version}
-        payload["flush_cache"] = not self._is_paused_in_place
+        flush = not self._is_paused_in_place
+        payload = {"model_path": os.path.abspath(path), "weight_version": version, "flush_cache": flush}
         self._post("/update_weights_from_disk", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     def pull_weights(self, folder: str, local_folder: str | None) -> str | None:
-        """Bring this host's copy to the version in `folder`; see `fusionrl.weights.local_copy.pull_version`."""
-        from fusionrl.weights.local_copy import pull_version
+        """Bring this host's copy to the version in `folder`; see `fusionrl.engines.local_copy.pull_version`."""
+        from fusionrl.engines.local_copy import pull_version
 
         return pull_version(folder, local_folder)
 

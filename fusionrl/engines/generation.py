@@ -1,4 +1,4 @@
-"""What `/generate` answers, whole or as a stream, as arrays.
+"""Turn answers of `/generate`, whole or streamed, into arrays.
 
 A sample of 32,000 tokens is 32,000 small lists in JSON, so they become arrays where they are read.
 """

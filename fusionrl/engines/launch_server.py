@@ -1,7 +1,7 @@
 """Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
 
 It adds four things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
-`cpu_boot` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
+`cpu_sglang` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
 parent's main module again, has them too; and SGLang's own children are forked instead, as below. The API key
 comes by standard input, as every user of the machine can read a command line, and every process of the same user the
 environment. And nothing of SGLang is imported before that, so a spawned child that is not SGLang's pays nothing.
@@ -17,9 +17,9 @@ from fusionrl.engines import rendezvous
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
 
 if os.environ.get(DEVICE_VARIABLE) == "cpu":
-    from fusionrl.engines import cpu_boot
+    from fusionrl.upstream import cpu_sglang
 
-    cpu_boot.install()
+    cpu_sglang.install()
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang takes its CPU code paths only when told to
 
 
@@ -36,7 +36,7 @@ def _fork_children() -> None:
     def fork_instead(method: str | None, force: bool = False) -> None:
         set_start_method("fork" if method == "spawn" else method, force)
 
-    multiprocessing.set_start_method = fork_instead  # type: ignore[assignment]
+    multiprocessing.set_start_method = fork_instead
 
 
 def main(argv: list[str]) -> None:

@@ -12,9 +12,9 @@ import signal
 import socket
 import sys
 
+from fusionrl.base.frames import frame, receive, receive_bytes
 from fusionrl.engines.asked import Asked
 from fusionrl.engines.generation import Generation, parse_answer
-from fusionrl.frames import frame, receive, receive_bytes
 
 
 def main(descriptor: int) -> None:

@@ -15,10 +15,10 @@ import subprocess
 import sys
 from collections import deque
 
+from fusionrl.base.environment import child_environment
+from fusionrl.base.frames import LENGTH, frame
 from fusionrl.engines.asked import Asked
 from fusionrl.engines.generation import Generation, parse_answer
-from fusionrl.environment import child_environment
-from fusionrl.frames import LENGTH, frame
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
 LONG_BYTES = 48 * 1024  # about 1,100 tokens with log-probs

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.engines.http import LONGEST_ANSWER, ROUTER_URLS, auth_headers
-from fusionrl.environment import ROUTER_KEY
 
 _LONGEST_PAUSE_S = 8.0
 _LONGEST_ERROR = 1 << 16  # bytes of the text of an error status

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from fusionrl.signal_names import signal_name
+from fusionrl.base.signal_names import signal_name
 
 _MINDER = Path(__file__).with_name("minder.py")
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE|\b(errno|os error) 98\b", re.IGNORECASE)
@@ -105,7 +105,7 @@ class ChildProcess:
         return int(line) if line.strip() else self._minder.pid
 
     def alive(self) -> bool:
-        """Whether the command is still running."""
+        """Return whether the command is still running."""
         return self._poll() is None
 
     def _poll(self) -> int | None:
@@ -122,7 +122,7 @@ class ChildProcess:
         return self._minder.poll()
 
     def wait_exit(self, timeout_s: float) -> bool:
-        """Whether the command has ended within `timeout_s` seconds."""
+        """Return whether the command has ended within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._poll() is None:
             if time.monotonic() > deadline:

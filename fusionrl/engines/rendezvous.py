@@ -1,10 +1,10 @@
-"""How SGLang's ranks find each other and the trainers, without a TCPStore that anybody may write to.
+"""Connect SGLang's ranks to each other and to the trainers without a TCPStore that strangers can write to.
 
 SGLang meets at `tcp://host:port`: its own ranks when it starts, and with a trainer when it joins a group for a weight
 push. `install` replaces torch's handler of that scheme in the server's processes:
 
 * SGLang's own ranks, which are on one machine, meet in a file of the engine's temporary folder;
-* a trainer is met in the store that it made (`fusionrl.weights.stores`): a file, or a TCPStore on another node.
+* a trainer is met in the store that it made (`fusionrl.base.stores`): a file, or a TCPStore on another node.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def install() -> None:
     import torch.distributed  # noqa: F401
 
     # `torch.distributed.rendezvous` is the function of that name.
-    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["tcp"] = _meet  # type: ignore[attr-defined]
+    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["tcp"] = _meet
 
 
 def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
     import torch.distributed as dist
 
-    from fusionrl.weights.stores import join_group_store
+    from fusionrl.base.stores import join_group_store
 
     address = urlparse(url)
     query = {name: int(values[0]) for name, values in parse_qs(address.query).items() if name in ("rank", "world_size")}

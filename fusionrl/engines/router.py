@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from fusionrl.base.environment import child_environment
 from fusionrl.engines.http import EndpointError, call
 from fusionrl.engines.process import ChildProcess, PortReservation, base_url, start_on_free_ports
 from fusionrl.engines.spec import to_flags
-from fusionrl.environment import child_environment
 
 _REQUEST_TIMEOUT_S = 7 * 24 * 3600
 """The router's default of half an hour ends long generations and requests that wait out a paused engine."""

@@ -1,4 +1,4 @@
-"""What one SGLang engine is started with: its specification, command line and environment."""
+"""The specification of one SGLang engine: command line and environment."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fusionrl.config.scorers import read_scorer
+from fusionrl.base.environment import child_environment
 from fusionrl.engines.launch_server import DEVICE_VARIABLE
 from fusionrl.engines.process import interface_of
-from fusionrl.environment import child_environment
+from fusionrl.models.scorers import read_scorer
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 
@@ -73,7 +73,7 @@ class EngineSpec:
 
     @property
     def name(self) -> str:
-        """As messages say it."""
+        """Return the name that messages use."""
         return f"{self.role} {self.index}"
 
     def __post_init__(self) -> None:

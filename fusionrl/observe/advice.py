@@ -62,7 +62,7 @@ class RolloutFacts:
 
     @property
     def is_all_equal(self) -> bool:
-        """Whether no group prefers one answer to another."""
+        """Return whether no group prefers one answer to another."""
         return self.num_equal_groups == self.num_groups
 
 
@@ -129,7 +129,7 @@ class Watches:
 
 
 def equal_rewards(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str:
-    """What to say of a rollout whose advantages are all 0: likely causes, a sample, where to look."""
+    """Explain a rollout whose advantages are all 0: likely causes, a sample, where to look."""
     if not facts.num_trained:
         found = f"no token of its {facts.num_samples} samples is trained on"
     elif facts.is_all_equal:
@@ -147,7 +147,7 @@ def equal_rewards(facts: RolloutFacts, settings: AdviceSettings, step: int) -> s
 
 
 def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
-    """Why rewards may be equal, the surest first."""
+    """Return the reasons why rewards may be equal, the surest first."""
     causes, count = [], facts.num_samples
     if facts.num_failed == count:
         return ["every sample failed or was aborted: see logs/buffer.*.log"]
@@ -188,7 +188,7 @@ def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
 
 
 def truncated(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str | None:
-    """What to say where most answers were cut off; None where they were not, or where they are meant to be."""
+    """Warn if most answers were cut off; None if they were not, or were meant to be."""
     share = facts.num_truncated / max(facts.num_samples, 1)
     if share <= TRUNCATED_SHARE or settings.ignores_eos:
         return None
@@ -200,7 +200,7 @@ def truncated(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str |
 
 
 def no_second_turn(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str | None:
-    """What to say where samples of several turns ended after the first for lack of room; None where they did not."""
+    """Warn if samples of several turns ended after the first for lack of room; None otherwise."""
     share = facts.num_no_second_turn / max(facts.num_samples, 1)
     if share <= NO_ROOM_SHARE:
         return None

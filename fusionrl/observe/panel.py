@@ -1,4 +1,4 @@
-"""What the progress display shows, as text: numbers, bars, sparklines and whole lines. Pure; `progress` draws
+"""The progress display as text: numbers, bars, sparklines and whole lines. Pure; `progress` draws
 it.
 
 A line is a list of pieces (text, style). A piece that does not fit into the width is left out together with
@@ -49,7 +49,7 @@ ASCII = Glyphs("_.:-=+*#", "-", "#", ".", "#=-", "|/-\\", "-", "~")
 
 @dataclass(frozen=True)
 class Look:
-    """How a stream is written to: its glyphs, whether in colour, and how many columns there are."""
+    """How to write to a stream: glyphs, colour, number of columns."""
 
     glyphs: Glyphs
     color: bool

@@ -127,7 +127,7 @@ class RolloutWriter:
 
 
 def trained_file(path: Path) -> Path:
-    """Where what the trainers found out about the samples of a rollout file is, once they have trained."""
+    """Return the file of the trainers' results for the samples of a rollout file; it exists after training."""
     return path.parent / "trained" / path.name
 
 

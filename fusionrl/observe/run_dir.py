@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-from fusionrl.environment import hide_passwords
+from fusionrl.base.environment import hide_passwords
 from fusionrl.observe.metrics import next_attempt
 from fusionrl.observe.values import to_jsonable, write_atomically
 
@@ -127,14 +127,14 @@ def _refuse_links(path: Path) -> None:
 
 
 def _is_own_link(path: Path) -> bool:
-    """Whether it is a link of this user to a folder of this user."""
+    """Return whether it is a link of this user to a folder of this user."""
     return (
         path.is_symlink() and path.is_dir() and path.lstat().st_uid == os.getuid() and path.stat().st_uid == os.getuid()
     )
 
 
 def _has_content(path: Path) -> bool:
-    """Whether anything was written; a start that failed leaves empty sub folders, which are no run."""
+    """Return whether anything was written; a start that failed leaves empty sub folders, which are no run."""
     for entry in path.iterdir():
         if entry.name == LOCK_FILE or (entry.name in LINKED_FOLDERS and entry.is_dir() and not any(entry.iterdir())):
             continue

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shown(options: argparse.Namespace) -> Iterator[str]:
-    """What to print, part by part; all mistakes are found before the first."""
+    """Return the text to print, part by part; all mistakes are found before the first part."""
     for flag, value in (("-n", options.n), ("--chars", options.chars or 0)):
         if value < 0:
             raise ValueError(f"{flag} {value} must be 0 or more")
@@ -163,7 +163,7 @@ def reward_key(run: Path, file: RolloutFile) -> str | None:
 # ------------------------------------------------------------------------------------------------ samples
 @dataclass(frozen=True)
 class Entry:
-    """What samples are chosen by; `offset` is where the line begins in the file, `line` its number from 0."""
+    """The values by which samples are chosen; `offset` is the line's place in the file, `line` its number from 0."""
 
     line: int
     offset: int
@@ -259,7 +259,7 @@ class Samples:
         return [group for group in self.groups.values() if _is_equal(group)]
 
     def header(self, run: Path, all_equal: bool) -> str:
-        """What the step's samples are, in two lines."""
+        """Describe the step's samples in two lines."""
         name = self.file.kind.removeprefix(EVAL_KIND) if self.file.kind.startswith(EVAL_KIND) else None
         what = f"step {self.file.step}" if name is None else f"evaluation {name} at step {self.file.step}"
         attempt = f", attempt {self.file.attempt}" if self.file.attempt > 1 else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.balance import Balance
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.layout import TrainerLayout
@@ -32,7 +32,7 @@ class AuxiliaryPlan:
 
 
 def auxiliary_role(config: Config) -> Role | None:
-    """What the run trains besides the policy."""
+    """Return the role of the model that is trained besides the policy; None: there is none."""
     return _ROLES.get(config.algorithm.advantage_estimator) if config.run.mode == "rl" else None
 
 

@@ -1,4 +1,4 @@
-"""Who trains what: samples over data-parallel ranks and into micro-batches, by what they cost. Pure.
+"""Divide samples over data-parallel ranks and into micro-batches by their cost. Pure.
 
 Every function gives the same answer for the same input, everywhere. A sample costs `linear * length +
 quadratic * length ** 2`: the products with the weights, and attention. Ranks get equal cost; a rank's micro-batches
@@ -14,7 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 
 # Exchanges between the costliest and the cheapest rank (or micro-batch) after the first division; each makes the
 # difference smaller, and beyond some hundreds nothing is left to gain.
@@ -55,7 +55,7 @@ class SequenceCost:
 
 @dataclass(frozen=True)
 class Balance:
-    """What the division of a step over ranks and micro-batches goes by.
+    """The settings by which a step is divided over ranks and micro-batches.
 
     cost           of a sequence
     max_tokens     of a micro-batch, over all ranks of a context-parallel group; never passed
@@ -133,7 +133,7 @@ def _divide(
 
 
 def lower_bound(costs: np.ndarray, count: int) -> float:
-    """What the costliest of `count` parts costs at least: the mean, or the costliest single item."""
+    """Return a lower bound of the costliest of `count` parts: the mean, or the costliest single item."""
     return max(float(costs.sum()) / count, float(costs.max(initial=0.0)))
 
 

@@ -9,7 +9,7 @@ from fusionrl.config.divisors import dividing
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one rollout is cut into optimizer steps."""
+    """The division of one rollout into optimizer steps."""
 
     num_prompts: int
     num_samples_per_prompt: int

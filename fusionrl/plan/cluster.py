@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
 from fusionrl.config.parts import uses_trainers
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import KINDS, Machine
 
 _SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)
@@ -140,7 +140,7 @@ def read_shape(path: str | None) -> ModelShape:
 
 
 def not_checked(config: Config) -> list[str]:
-    """What a plan for a cluster elsewhere did not look at."""
+    """List what a plan for a cluster elsewhere did not look at."""
     shown = ["tokenizer", "weights and their quantisation", "prompt data", "rewards", "functions (--…-path)"]
     if config.eval.has_sets:
         shown.append("evaluation sets")
@@ -157,7 +157,7 @@ def not_checked(config: Config) -> list[str]:
 
 
 def cluster_errors(cluster: Cluster, num_bundles: int) -> list[str]:
-    """Whether a plan goes onto the cluster."""
+    """Check that a plan fits onto the cluster."""
     if num_bundles <= cluster.size:
         return []
     return [

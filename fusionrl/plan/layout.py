@@ -1,4 +1,4 @@
-"""How the trainer's ranks are laid out over tensor, pipeline, context, expert and data parallelism. Pure."""
+"""The layout of the trainer's ranks over tensor, pipeline, context, expert and data parallelism. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from fusionrl.config.divisors import dividing
 
 if TYPE_CHECKING:
-    from fusionrl.config.model_shape import ModelShape
+    from fusionrl.models.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where one rank stands in the dense layout."""
+    """The place of one rank in the dense layout."""
 
     tp: int
     cp: int
@@ -85,7 +85,7 @@ class TrainerLayout:
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Where `rank` stands.
+        """Return the place of `rank`.
 
         Raises:
             ValueError: no such rank.
@@ -112,7 +112,7 @@ class TrainerLayout:
 
 
 def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
-    """What of the model a layout does not divide, a line each with the arithmetic.
+    """List the sizes of the model that a layout does not divide, with the arithmetic, one line each.
 
     Args:
         layout: the parallel sizes.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fusionrl.config.chat_warnings import chat_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
-from fusionrl.config.effects import effect_warnings
-from fusionrl.config.model_shape import ModelShape, read_model_shape
-from fusionrl.config.parts import uses_engines, uses_trainers
+from fusionrl.config.parts import asks_for_routing, uses_engines, uses_trainers
 from fusionrl.config.presets import described
-from fusionrl.config.quantization import BlockFp8
-from fusionrl.config.validate_algorithm import algorithm_warnings, asks_for_routing
+from fusionrl.models.quantization import BlockFp8
+from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
@@ -22,8 +19,8 @@ from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
+from fusionrl.plan.push import plan_for_layout, push_tensors
 from fusionrl.plan.schedule import warm_up_notes
-from fusionrl.weights.plan import plan_for_layout, push_tensors
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,13 @@ class Plan:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether an engine and a trainer share a device."""
+        """Return whether an engine and a trainer share a device."""
         used = {bundle for bundles in self.engine_bundles for bundle in bundles}
         return bool(used & set(self.trainer_bundles))
 
     @property
     def shares_with_auxiliary(self) -> bool:
-        """Whether the actor shares a device with the critic, or with the process reward model."""
+        """Return whether the actor shares a device with the critic, or with the process reward model."""
         return self.auxiliary is not None and bool(set(self.auxiliary.bundles) & set(self.trainer_bundles))
 
 
@@ -429,8 +426,8 @@ def _num_rollout(config: Config, num_prompts: int) -> int:
     return 0
 
 
-def render_plan(plan: Plan, config: Config) -> str:
-    """The plan as text: what runs where, and with what arithmetic."""
+def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str:
+    """The plan as text: what runs where, and with what arithmetic; and the `warnings` that checks had."""
     shape = plan.shape
     is_known = config.run.num_rollout is not None or plan.num_rollout or config.run.mode == "eval"
     steps = f"{plan.num_rollout} rollout steps" if is_known else "number of rollout steps not given"
@@ -470,7 +467,6 @@ def render_plan(plan: Plan, config: Config) -> str:
     lines += [f"schedule   {text}" for text in warm_up_notes(config, _num_optimizer_steps(plan))]
     if plan.sandbox is not None:
         lines.append(f"sandbox    {plan.sandbox}")
-    warnings = [*algorithm_warnings(config), *effect_warnings(config), *chat_warnings(config)]
     lines += [f"warning    {text}" for text in warnings]
     return "\n".join(lines) + "\n"
 
@@ -480,7 +476,7 @@ def _num_optimizer_steps(plan: Plan) -> int:
 
 
 def memory_warnings(plan: Plan) -> list[str]:
-    """What a run says loudly, and starts in spite of: an estimate may be wrong, and must not stop a run that works."""
+    """Return loud warnings about memory; the run starts nevertheless, as an estimate may be wrong."""
     if plan.memory is None or plan.memory.fits is not False:
         return []
     return [f"memory, by estimate: {plan.memory.verdict()}"]

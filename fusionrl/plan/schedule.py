@@ -7,7 +7,7 @@ from fusionrl.config.parts import changes_weights
 
 
 def warm_up_notes(config: Config, num_steps: int) -> list[str]:
-    """What the warm-up does to the first optimizer steps of a run of `num_steps`; nothing without one.
+    """Describe the effect of the warm-up on the first optimizer steps of a run of `num_steps`; nothing without one.
 
     Megatron's schedule has the rate `init + (lr - init) * k / n` at step k + 1 of a warm-up of n steps, so that with
     --lr-warmup-init 0 the first step changes nothing.

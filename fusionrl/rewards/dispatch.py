@@ -116,18 +116,18 @@ async def _score(
 def _plain(args: Any) -> bytes:
     """`args` as another process can have them."""
     values = {name: value for name, value in vars(args).items() if name not in HookArgs.SHARED}
-    try:
-        return pickle.dumps(argparse.Namespace(**values))
-    except Exception:  # pickling runs code of whatever a hook put there; what cannot travel stays
-        return pickle.dumps(argparse.Namespace(**{name: value for name, value in values.items() if _travels(value)}))
+    whole = _pickled(argparse.Namespace(**values))
+    if whole is not None:
+        return whole
+    return pickle.dumps(argparse.Namespace(**{name: one for name, one in values.items() if _pickled(one) is not None}))
 
 
-def _travels(value: Any) -> bool:
+def _pickled(value: Any) -> bytes | None:
+    """None: it cannot be sent to another process, and stays here."""
     try:
-        pickle.dumps(value)
-    except Exception:  # as above
-        return False
-    return True
+        return pickle.dumps(value)
+    except Exception:  # pickling runs code of whatever a hook put there
+        return None
 
 
 def _without_reward(args: Any, sample: Sample, lost: Lost, name: str) -> float:

@@ -6,18 +6,18 @@ They put together what is asked of them at the same time; here the number of req
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from fusionrl.config.scorers import read_scorer, same_tokens
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import TemplateError, call_template, load_tokenizer
 from fusionrl.engines.asked import AnswerError, score
 from fusionrl.engines.http import auth_headers
 from fusionrl.engines.post import post
+from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.rewards.pool import Lost
 
 MAX_IN_FLIGHT = 64  # requests at each engine: enough to fill its batches, few enough to be answered in time
@@ -78,22 +78,12 @@ def input_ids(args: Any, sample: Sample) -> list[int]:
 
 
 def _conversation(folder: str, sample: Sample) -> list[int]:
-    import jinja2
-
     prompt = sample.messages or sample.prompt
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     try:
-        text = tokenizer.apply_chat_template(
-            [*messages, {"role": "assistant", "content": sample.response}], tokenize=False
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise ValueError(f"the chat template of --rm-model {folder} refuses it ({error})") from error
+        whole = [*messages, {"role": "assistant", "content": sample.response}]
+        text = call_template(tokenizer.apply_chat_template, whole, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the chat template of --rm-model {folder} refuses it ({error.__cause__})") from error
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-@functools.cache
-def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer  # seconds to import: only where a text is to be written anew
-
-    return AutoTokenizer.from_pretrained(folder)

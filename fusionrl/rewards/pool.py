@@ -31,9 +31,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusionrl.base.environment import child_environment, secrets_of_hooks
+from fusionrl.base.frames import LENGTH, frame
 from fusionrl.data.sample import Sample
-from fusionrl.environment import child_environment, secrets_of_hooks
-from fusionrl.frames import LENGTH, frame
 from fusionrl.observe.log import LEVELS
 
 # What a process is at, in memory that both see: beats of its event loop, number of the job whose code runs.

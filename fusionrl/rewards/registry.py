@@ -136,7 +136,7 @@ def grade(
     if MODEL in parts and model_score is None:
         raise ValueError(f"{rm_type}: {MODEL} is asked for by async_rm(args, sample), not by a grader")
     failures: Counter[str] = Counter()
-    rewards = {
+    rewards: dict[str, Any] = {
         written: model_score if part.name == MODEL else _grade_part(part, response, label, metadata, failures)
         for written, part in parts.items()
     }

@@ -30,10 +30,10 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
+from fusionrl.base.frames import frame, receive
 from fusionrl.config.hooks import register_hooks
 from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
-from fusionrl.frames import frame, receive
 from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.rewards.calls import call_reward, reward_path
 from fusionrl.rewards.pool import STATE
@@ -57,15 +57,15 @@ class _Job:
         return call_reward(self.args, target, **self.kwargs)
 
     def answer(self, reward: Any) -> bytes:
-        """Also what the function changed of its samples, which it may."""
+        """Return the frame of the reward, with what the function changed in its samples.
+
+        Pickling runs code of the user's classes, so this may raise anything, like the function.
+        """
         changes = []
         for sample, before in zip(self.samples, self._before, strict=True):
             after = _attributes(sample)
             changes.append({name: getattr(sample, name) for name in after if after[name] != before.get(name)})
-        try:
-            return frame((self.number, "ok", reward, changes))
-        except Exception as error:  # pickling runs code of the user's classes
-            return self.failure(error)
+        return frame((self.number, "ok", reward, changes))
 
     def failure(self, error: BaseException) -> bytes:
         path = reward_path(self.args, self.samples[0])
@@ -121,10 +121,11 @@ def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
                 reward = job.start()
                 if inspect.isawaitable(reward):  # a plain function may return one, as a lambda or a partial does
                     reward = asyncio.run(_awaited(reward))
-                job = job.answer(reward)
+                answer = job.answer(reward)
             except Exception as error:  # a user's function may raise anything; the pool reports it
-                job = job.failure(error)
-        if job is not None:
+                answer = job.failure(error)
+            connection.sendall(answer)
+        elif job is not None:
             connection.sendall(job)
 
 

@@ -23,8 +23,9 @@ from fusionrl.config.hooks import call_hook, user_code
 from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
-from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer, note_no_room, prompt_tokens, room
+from fusionrl.rollout.sglang_rollout import generate_turn, note_no_room, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
@@ -240,9 +241,9 @@ def parser_name(wanted: str, folder: str) -> str:
     Raises:
         ValueError: an unknown parser, a template without tool calls, or SGLang is not installed.
     """
-    from fusionrl.engines import cpu_boot
+    from fusionrl.upstream import cpu_sglang
 
-    cpu_boot.install()
+    cpu_sglang.install()
     try:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
         from sglang.srt.parser.template_detection import detect_tool_call_parser

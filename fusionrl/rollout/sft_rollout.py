@@ -10,7 +10,7 @@ import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 from fusionrl.data.sample import Sample, Status
-from fusionrl.rollout.sglang_rollout import load_tokenizer
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.types import RolloutFnTrainOutput
 
 

@@ -22,6 +22,7 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample, as_version, reward_value
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.asked import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation, abort_all
 from fusionrl.rewards.dispatch import async_rm, batched_async_rm
@@ -252,14 +253,6 @@ def prompt_tokens(args: Any, sample: Sample) -> np.ndarray:
     if not isinstance(sample.prompt, str):
         raise ValueError("the prompt is a list of messages: add --apply-chat-template")
     return np.asarray(load_tokenizer(args.hf_checkpoint).encode(sample.prompt, add_special_tokens=False), np.int32)
-
-
-@functools.cache
-def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a Hugging Face folder, once a process."""
-    from transformers import AutoTokenizer  # seconds to import: only where a tokenizer is needed
-
-    return AutoTokenizer.from_pretrained(folder)
 
 
 async def generate_and_rm(args: Any, sample: Sample, params: dict[str, Any], evaluation: bool = False) -> Any:
@@ -548,9 +541,9 @@ async def _evaluate_set(args: Any, one: EvalSet) -> dict[str, Any]:
     groups = [sample.group_index for sample in samples]
     results = await asyncio.gather(*(generate_and_rm(own, s, dict(params), evaluation=True) for s in samples))
     samples = []
-    for group, result in zip(groups, results, strict=True):
+    for index, result in zip(groups, results, strict=True):
         for sample in result if isinstance(result, list) else [result]:
-            sample.group_index = group  # also where a user's function made the sample
+            sample.group_index = index  # also where a user's function made the sample
             samples.append(sample)
     flag = "--eval-reward-key" if args.eval_config is None else f"{flag}: set {one.name}: reward_key"
     return {  # an answer that was never scored is a wrong one

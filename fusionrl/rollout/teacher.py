@@ -8,8 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from fusionrl.data.build import response_mask
-from fusionrl.data.sample import Sample
+from fusionrl.data.sample import Sample, response_mask
 from fusionrl.engines.asked import input_log_probs
 from fusionrl.engines.client import GenerateClient
 

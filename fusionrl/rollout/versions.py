@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.data.build import response_mask
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, token_versions
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, response_mask, token_versions
 
 _lock = threading.Lock()
 _warned: set[str] = set()

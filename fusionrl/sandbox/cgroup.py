@@ -52,7 +52,7 @@ class MemoryCgroup:
         return self._folder / ("memory.events" if _is_v2(self._folder) else "memory.oom_control")
 
     def was_full(self) -> bool:
-        """Whether the kernel killed a process of it for want of memory."""
+        """Return whether the kernel killed a process of it for want of memory."""
         return was_full(self.oom_events.read_bytes())
 
     def remove(self) -> None:

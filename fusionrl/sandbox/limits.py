@@ -67,5 +67,5 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the code ended itself with exit code 0."""
+        """Return whether the code ended itself with exit code 0."""
         return self.exit_code == 0

@@ -23,9 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fusionrl.base.signal_names import signal_name
 from fusionrl.sandbox.cgroup import MemoryCgroup, writable_parent
 from fusionrl.sandbox.limits import Limits, SandboxError, SandboxResult
-from fusionrl.signal_names import signal_name
 
 _START_LAUNCHER = "import sys; sys.path.append(sys.argv[1]); from launcher.main import main; main()"
 _FOLDER = str(Path(__file__).parent)

@@ -24,17 +24,18 @@ import torch
 import torch.distributed as dist
 
 from fusionrl.algorithms.aggregation import token_weights
+from fusionrl.base.stores import join_group_store
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, register_hooks, user_code
-from fusionrl.config.model_shape import read_model_shape
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer import adam, cpu_megatron, megatron_versions, settings
+from fusionrl.trainer import adam, settings
 from fusionrl.trainer.columns import Columns, columns_of, pull, take_columns
 from fusionrl.trainer.settings import aggregation_of, hook_args, loss_length
-from fusionrl.weights.stores import join_group_store
+from fusionrl.upstream import cpu_megatron, megatron_versions
 
 if TYPE_CHECKING:
     from fusionrl.trainer.batch import BatchOptions, MicroBatch
@@ -148,8 +149,8 @@ class TrainerActor:
         torch.set_num_threads(settings.resolve_num_threads(config, local_ranks))
         self._join(master_addr, master_port)
 
+        from fusionrl.models.hf_io import load_hf
         from fusionrl.trainer import checkpoint, model
-        from fusionrl.weights.hf_io import load_hf
 
         modules, transformer = model.build_model(config, self.shape, self.layout, self.device)
         if config.model.debug_random_weights:
@@ -730,7 +731,7 @@ class TrainerActor:
         Raises:
             ValueError: `path` is there already.
         """
-        from fusionrl.weights.hf_io import iter_hf_tensors, save_hf
+        from fusionrl.models.hf_io import iter_hf_tensors, save_hf
 
         self.reload()
         source = self.config.model.hf_checkpoint

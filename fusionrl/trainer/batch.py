@@ -18,8 +18,8 @@ from torch import Tensor
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.local_spec import PackedLayout, plan_buckets, zigzag_positions
 from fusionrl.trainer.routing import pack_routing
+from fusionrl.upstream.local_spec import PackedLayout, plan_buckets, zigzag_positions
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusionrl.environment import child_environment
-from fusionrl.file_hashes import Facts, Written, facts_of
-from fusionrl.frames import frame, receive
+from fusionrl.base.environment import child_environment
+from fusionrl.base.file_hashes import Facts, Written, facts_of
+from fusionrl.base.frames import frame, receive
 
 _ALIGNMENT = 64
 _STOP_TIMEOUT_S = 5.0
@@ -173,7 +173,7 @@ class WriterProcess:
 
 def _serve(connection: socket.socket) -> None:
     """The writer process: until the trainer's end of the connection is closed."""
-    from fusionrl.trainer import cpu_megatron
+    from fusionrl.upstream import cpu_megatron
 
     cpu_megatron.install()
     import megatron.core.dist_checkpointing  # noqa: F401 (takes seconds; now, and not at the first save)

@@ -15,9 +15,9 @@ from torch import Tensor
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.trainer.batch import MicroBatch, Slicing
-from fusionrl.trainer.local_spec import zigzag_positions
 from fusionrl.trainer.loss import LossSums
 from fusionrl.trainer.rollout_data import as_rollout_data
+from fusionrl.upstream.local_spec import zigzag_positions
 
 FIELD = "custom_loss_function_path"
 

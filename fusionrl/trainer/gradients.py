@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models import families
+from fusionrl.models.hf_io import iter_hf_tensors
+from fusionrl.models.shape import ModelShape
 from fusionrl.trainer.model import Trained
-from fusionrl.weights import families
-from fusionrl.weights.hf_io import iter_hf_tensors
 
 
 @contextmanager

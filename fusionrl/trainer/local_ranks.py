@@ -12,11 +12,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.weights.stores import create_group_store
 
 TIMEOUT_S = 120.0
 
@@ -34,8 +34,8 @@ def serve(connection: Any) -> None:
     import warnings
 
     warnings.filterwarnings("ignore")
-    from fusionrl.trainer import cpu_megatron
     from fusionrl.trainer.actor import TrainerActor
+    from fusionrl.upstream import cpu_megatron
 
     cpu_megatron.install()
     import fusionrl.trainer.model  # noqa: F401 (and with it Megatron)

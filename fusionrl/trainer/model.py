@@ -30,14 +30,14 @@ from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, model_errors
 from fusionrl.plan.schedule import lr_decay_steps
 from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
-from fusionrl.trainer.local_spec import add_output_norms, local_block_spec
 from fusionrl.trainer.log_probs import chunked_log_probs
 from fusionrl.trainer.routing import RoutingReplay
+from fusionrl.upstream.local_spec import add_output_norms, local_block_spec
 
 
 class ChosenOutputs(GPTModel):

@@ -22,8 +22,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from fusionrl.config.model_shape import ModelShape, MoEShape
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.models.shape import ModelShape, MoEShape
 
 FLAG = "--use-rollout-routing-replay"
 FREE = -1  # in place of each expert of a token whose router chooses by itself

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer import cpu_megatron
+from fusionrl.upstream import cpu_megatron
 
 
 def resolve_device(config: Config, rank: int) -> torch.device:

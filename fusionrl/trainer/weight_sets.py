@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fusionrl.config.model_shape import ModelShape
-from fusionrl.weights.hf_io import local_tensors, read_local_weights
+from fusionrl.models.hf_io import local_tensors, read_local_weights
+from fusionrl.models.shape import ModelShape
 
 
 class WeightSet:

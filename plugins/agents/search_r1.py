@@ -14,8 +14,9 @@ import functools
 import os
 from typing import Any
 
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.agent import append_text, begin, plain_text
-from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer
+from fusionrl.rollout.sglang_rollout import generate_turn
 from fusionrl.rollout.tools import SearchTool
 
 

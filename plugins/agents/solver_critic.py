@@ -12,9 +12,9 @@ import copy
 from typing import Any
 
 from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rewards import async_rm
 from fusionrl.rollout.sglang_rollout import generate as generate_one
-from fusionrl.rollout.sglang_rollout import load_tokenizer
 
 CRITIC = "Check this solution: name its mistakes, or say that there are none."
 REVISE = "Give your final solution."

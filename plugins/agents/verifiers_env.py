@@ -28,9 +28,10 @@ from fusionrl.config.hooks import load_function
 from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.rollout.agent import append_tokens, begin, end_of_turn, parse_tool_calls, plain_text
-from fusionrl.rollout.sglang_rollout import generate_turn, load_tokenizer
+from fusionrl.rollout.sglang_rollout import generate_turn
 
 try:
     import verifiers as vf
@@ -127,7 +128,7 @@ class Conversation:
 
 
 class EngineClient(Client):
-    """What an environment takes for its model: a client of one rollout, over the engines of `args.generate_client`."""
+    """The model of an environment: a client of one rollout, over the engines of `args.generate_client`."""
 
     def __init__(self, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
         super().__init__(args.generate_client)

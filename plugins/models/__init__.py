@@ -1,1 +1,1 @@
-"""Model families of your own: one file each, as those in fusionrl/weights/families (docs/models.md)."""
+"""Model families of your own: one file each, as those in fusionrl/sync/families (docs/models.md)."""

@@ -23,7 +23,7 @@ def last_number(text: str) -> str | None:
 
 
 def is_same_number(answer: str | None, expected: str) -> bool:
-    """Whether both are finite numbers and equal: "042", "42.0" and "42" are one number."""
+    """Return whether both are finite numbers and equal: "042", "42.0" and "42" are one number."""
     if answer is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What reasoning-gym leaves to its users: labels of tasks that have none, and verifiers that a model cannot misuse.
+"""Complete reasoning-gym: labels for tasks that have none, and verifiers that a model cannot misuse.
 
 Some verifiers evaluate what a model wrote, with Python's `eval` or with sympy, which evaluates Python too. Their
 answers are looked at first, and only plain literals or plain arithmetic are handed on. Four verifiers take wrong
@@ -92,7 +92,7 @@ def _restored(task: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ what is handed on
 def is_safe(task: str, answer: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the verifier may see an answer, and it is not one of those that it rewards wrongly."""
+    """Return whether the verifier may see an answer, and it is not one of those that it rewards wrongly."""
     if task in _STEPS and _STEPS[task].search(answer):
         return False
     if task == "complex_arithmetic":  # its verifier gives the full score at a distance of NaN
@@ -114,7 +114,7 @@ def is_safe(task: str, answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _is_probability(answer: str, expected: str) -> bool:
-    """Whether both are the same to a ten-thousandth, as the verifier means it."""
+    """Return whether both are the same to a ten-thousandth, as the verifier means it."""
     try:
         return abs(Fraction(answer.replace(",", "")) - Fraction(expected)) <= Fraction(1, 10_000)
     except (ValueError, ZeroDivisionError):
@@ -130,7 +130,7 @@ def _parsed(answer: str) -> ast.expr | None:
 
 
 def _is_literal(answer: str) -> bool:
-    """Whether `eval` does nothing with it: it is no expression, a name alone, or made of lists and constants."""
+    """Return whether `eval` does nothing with it: it is no expression, a name alone, or made of lists and constants."""
     try:
         tree = _parsed(answer)
     except (RecursionError, MemoryError):
@@ -151,7 +151,7 @@ def _is_formula(answer: str, *, algebra: bool) -> bool:
 
 
 def _is_term(node: ast.expr, algebra: bool, powers: int) -> bool:
-    """Whether it is made of numbers and + - * /; with `algebra` of letters, functions and `powers` powers in a row."""
+    """Return whether it has only numbers and + - * /; with `algebra` also letters, functions and `powers` powers."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int | float) and abs(node.value) <= MAX_NUMBER
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """What the environment's rubric gave the rollout: the weighted sum of its functions.
+    """Return the reward of the environment's rubric: the weighted sum of its functions.
 
     Raises:
         ValueError: the sample was not made by `generate` of plugins/agents/verifiers_env.py.

@@ -18,7 +18,7 @@ import psutil
 
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import read_model_shape
+from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
 from tools.bench.buffer import VOCAB_SIZE
 

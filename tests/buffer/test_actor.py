@@ -16,8 +16,8 @@ import pytest
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
-from fusionrl.config.model_shape import read_model_shape
 from fusionrl.data.sample import Sample
+from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.plan.plan import make_plan
 from fusionrl.rewards.dispatch import RewardError

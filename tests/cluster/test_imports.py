@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["fusionrl.train", "fusionrl.cluster.workers"])
+@pytest.mark.parametrize("module", ["fusionrl.driver.run", "fusionrl.cluster.workers"])
 def test_torch_is_left_to_the_trainers(module: str) -> None:
     code = (
         f"import sys, {module}\n"

@@ -9,11 +9,11 @@ import typing
 
 import pytest
 
-from fusionrl.config import upstream
 from fusionrl.config.aliases import TABLES, VALUES, cure_for
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.parser import COMING, flag_of, inner_type, read_args
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES
+from fusionrl.upstream import flags as upstream
 
 FIELDS = {field: info for model in GROUPS.values() for field, info in model.model_fields.items()}
 ENTRIES = [(owner, name) for owner, table in TABLES.items() for name in table]

@@ -9,7 +9,7 @@ import pytest
 
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import SHOWN, dividing, divisors
-from fusionrl.config.model_shape import shape_from_hf_config
+from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.plan import plan_errors
 
 MODEL: dict[str, Any] = {

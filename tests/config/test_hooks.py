@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.checks.validate import validate
 from fusionrl.config.hooks import SIGNATURES, check_hook, load_function
 from fusionrl.config.parser import read_args
-from fusionrl.config.validate import validate
 
 GOOD = """
 CALLS = []

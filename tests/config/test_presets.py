@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fusionrl.checks.algorithm import algorithm_errors
 from fusionrl.config.parser import parse_args
 from fusionrl.config.presets import PRESETS, described
-from fusionrl.config.validate_algorithm import algorithm_errors
 
 COMMON = ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "100"]
 

@@ -40,7 +40,7 @@ def slime_style_rollout(args: Any, rollout_id: int, data_source: Any, evaluation
     """A synchronous rollout function with plain lists, as written for slime; rewards are left to the caller."""
     import requests
 
-    from fusionrl.rollout.sglang_rollout import load_tokenizer
+    from fusionrl.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(args.hf_checkpoint)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusionrl.cluster.checkpoints import Checkpoint
-from fusionrl.train import _compare_hashes
+from fusionrl.driver.run import _compare_hashes
 from tests.e2e.launch import launch, metrics_of, run
 
 pytestmark = pytest.mark.e2e

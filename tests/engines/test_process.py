@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.base.signal_names import signal_name
 from fusionrl.engines.process import (
     ChildExited,
     ChildProcess,
@@ -20,7 +21,6 @@ from fusionrl.engines.process import (
     interface_of,
     start_on_free_ports,
 )
-from fusionrl.signal_names import signal_name
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
 # writes both pids and sleeps.

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fusionrl.config.config import Config
-from fusionrl.config.scorers import REWARD_MODELS
 from fusionrl.data.sample import Sample
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.models.scorers import REWARD_MODELS
 from fusionrl.rewards.dispatch import RewardError, async_rm
 from fusionrl.rollout.teacher import score_samples
 from tests.tiny_model import make_classifier, make_tiny_qwen3
@@ -151,9 +151,9 @@ def test_the_teacher_s_log_probs_are_those_of_transformers(args: Any) -> None:
 
 
 def test_sglang_serves_these_as_classifiers() -> None:
-    from fusionrl.engines import cpu_boot
+    from fusionrl.upstream import cpu_sglang
 
-    cpu_boot.install()
+    cpu_sglang.install()
     from sglang.srt.configs.model_config import is_generation_model
 
     assert not any(is_generation_model([name]) for name in REWARD_MODELS)

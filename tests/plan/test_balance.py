@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fusionrl.config.model_shape import shape_from_hf_config
+from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.balance import (
     Balance,
     SequenceCost,

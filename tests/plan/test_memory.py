@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import GIB, KINDS, Machine, host_memory
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, layer_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
 
 LLAMA: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.config.model_shape import shape_from_hf_config
+from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
 

@@ -14,8 +14,9 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.agent import generate, parser_name
-from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
+from fusionrl.rollout.sglang_rollout import sampling_params
 from fusionrl.rollout.types import NO_ROOM_AFTER
 from tests.rollout.engine import Engine, Turn, check_sample
 from tests.tiny_model import make_byte_tokenizer

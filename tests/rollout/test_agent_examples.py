@@ -12,7 +12,8 @@ import pytest
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.rollout.sglang_rollout import sampling_params
 from tests.rollout.engine import Engine, Turn, check_sample
 from tests.tiny_model import make_byte_tokenizer
 

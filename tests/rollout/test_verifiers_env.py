@@ -21,8 +21,9 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import check_hook
 from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
-from fusionrl.rollout.sglang_rollout import load_tokenizer, sampling_params
+from fusionrl.rollout.sglang_rollout import sampling_params
 from plugins.rewards.rubric import reward
 from tests.rollout.engine import KEY, Engine, Turn, check_sample, sglang_engine
 from tests.rollout.test_agent import call, folder, response  # noqa: F401

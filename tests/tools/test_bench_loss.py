@@ -12,12 +12,13 @@ from tools.bench import loss
 def test_memory_sees_what_was_there_and_is_gone():
     memory = loss.Memory(torch.device("cpu"))
     memory.start()
-    held = torch.ones(8 << 20)  # 32 MiB
+    # Over 32 MiB each: glibc may put less into memory that is resident already, where earlier tests have freed it.
+    held = torch.ones(10 << 20)  # 40 MiB
     torch.ones(16 << 20)
     peak = memory.peak() / 2**20
-    assert 90 <= peak <= 110, "32 MiB that stand and 64 MiB that do no more"
+    assert 98 <= peak <= 118, "40 MiB are held and 64 MiB are freed"
     memory.reset()
-    assert 30 <= memory.peak() / 2**20 <= 46
+    assert 38 <= memory.peak() / 2**20 <= 54
     del held
 
 

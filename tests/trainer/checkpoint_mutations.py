@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusionrl.file_hashes import facts_of
+from fusionrl.base.file_hashes import facts_of
 
 MARKER = "FUSIONRL_TEST_MARKER"
 

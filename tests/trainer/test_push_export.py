@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusionrl.config.quantization import BlockFp8
+from fusionrl.models.fp8 import quantized
+from fusionrl.models.quantization import BlockFp8
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.weights.fp8 import quantized
-from fusionrl.weights.plan import EngineTarget, plan_push, push_tensors, stage_of_name
+from fusionrl.plan.push import EngineTarget, plan_push, push_tensors, stage_of_name
 from tests.trainer.trainer_worker import config_of
 
 TWO = TrainerLayout(2, tp=2)
@@ -25,8 +25,8 @@ def gathered(
     export."""
     import torch.distributed as dist
 
-    from fusionrl.weights.export import Exporter
-    from fusionrl.weights.gather import convert_in_place, views_of
+    from fusionrl.sync.export import Exporter
+    from fusionrl.sync.gather import convert_in_place, views_of
 
     trained = actor.trained
     exporter = Exporter(
@@ -91,7 +91,7 @@ def test_the_sources_together_have_every_tensor_once(workers, hf, family, tied, 
     for name, tensor in found.items():
         assert torch.equal(tensor, want[name]), name
     # The plan that is shown before anything runs is the one that is made of what the ranks hold.
-    from fusionrl.config.model_shape import read_model_shape
+    from fusionrl.models.shape import read_model_shape
 
     shape = read_model_shape(folder)
     stages = stage_layers(layout, shape.num_layers, {})

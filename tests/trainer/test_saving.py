@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.trainer import cpu_megatron
+from fusionrl.upstream import cpu_megatron
 
 COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
 

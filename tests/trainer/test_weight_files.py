@@ -17,15 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fusionrl.engines.local_copy import DamagedVersion, pull_version
+from fusionrl.engines.manifest import Manifest
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.weights.disk import DiskOptions, DiskWriter, Manifest
-from fusionrl.weights.local_copy import DamagedVersion, pull_version
+from fusionrl.sync.disk import DiskOptions, DiskWriter
 from tests.trainer.trainer_worker import Failed, LocalRanks, Samples, config_of, weights
 
 
 # --- functions that run in a rank ---
 def make_writer(actor: Any, options: DiskOptions) -> None:
-    from fusionrl.weights.hf_io import iter_hf_tensors
+    from fusionrl.models.hf_io import iter_hf_tensors
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         trained = actor.trained

@@ -146,7 +146,7 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
     """A GPTModel as Megatron's users build it, whose first layer norm is not trained."""
     from megatron.core.models.gpt import GPTModel
 
-    from fusionrl.trainer.local_spec import local_block_spec
+    from fusionrl.upstream.local_spec import local_block_spec
 
     like = usual()
     model = GPTModel(

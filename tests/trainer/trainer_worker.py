@@ -30,7 +30,7 @@ def gradients(actor: Any) -> dict[str, np.ndarray]:
 
 def weights(actor: Any) -> dict[str, np.ndarray]:
     """The model's weights by the collective export."""
-    from fusionrl.weights.hf_io import iter_hf_tensors
+    from fusionrl.models.hf_io import iter_hf_tensors
 
     tensors = iter_hf_tensors(actor.trained.chunks, actor.trained.transformer, actor.shape)
     return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}

@@ -105,7 +105,7 @@ def verls(instance: Instance, count: int = 1, stages: int = 1) -> Plan:
 
 
 def judge(instance: Instance, plan: Plan) -> dict[str, Any]:
-    """What a plan is worth."""
+    """The quality of a plan."""
     costs = COST(instance.lengths)
     ranks, micro = plan
     assert sorted(i for rank in ranks for i in rank) == list(range(len(costs)))

@@ -40,7 +40,7 @@ from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.ray_cluster import actor_on, start_ray
 from fusionrl.cluster.workers import BufferWorker
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import read_model_shape
+from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +105,7 @@ def score(args: Any, sample: Any, *, rollout_id: int, evaluation: bool) -> Any:
 
 
 class Receiver:
-    """What stands for the trainers: it is handed every shard."""
+    """Stand-in for the trainers that receives every shard."""
 
     def take(self, references: list[Any]) -> dict[str, Any]:
         """Bytes of the arrays, and sums of what was sampled."""

@@ -142,7 +142,7 @@ class Case:
 
 
 def errors(got: list[Tensor], want: list[Tensor]) -> dict[str, float]:
-    """How far values and gradients are from plain's."""
+    """Return the difference of values and gradients from plain's."""
     values = [(a.float() - b.float()).abs().max() for a, b in zip(got[:2], want[:2], strict=True)]
     grads = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(got[2:], want[2:], strict=True)]
     return {name: value.item() for name, value in zip(ERRORS, values + grads, strict=True)}

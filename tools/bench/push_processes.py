@@ -27,20 +27,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusionrl.config.model_shape import ModelShape
-from fusionrl.config.quantization import BlockFp8
 from fusionrl.engines import segments
 from fusionrl.engines.attached import AttachedEngine
 from fusionrl.engines.spec import LOADER
+from fusionrl.models import convert
+from fusionrl.models.families import Rule, model_rules
+from fusionrl.models.fp8 import quantized
+from fusionrl.models.quantization import BlockFp8
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.weights import convert
-from fusionrl.weights.calls import Threaded
-from fusionrl.weights.families import Rule, model_rules
-from fusionrl.weights.fp8 import quantized
-from fusionrl.weights.gather import DTYPES, PartGatherer
-from fusionrl.weights.group import create_group_store, init_external_group
-from fusionrl.weights.plan import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_name
-from fusionrl.weights.send import WeightSender
+from fusionrl.plan.push import EngineTarget, PushPlan, PushTensor, push_tensors, stage_of_name
+from fusionrl.sync.calls import Threaded
+from fusionrl.sync.gather import DTYPES, PartGatherer
+from fusionrl.sync.group import create_group_store, init_external_group
+from fusionrl.sync.send import WeightSender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 600.0
@@ -56,7 +56,7 @@ def whole_tensor(rule: Rule, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 class Parts:
-    """What `Exporter` is to a trainer, for tensors that belong to no model."""
+    """A stand-in for `Exporter`, with tensors that belong to no model."""
 
     def __init__(self, options: RankOptions, rank: int) -> None:
         shape, layout = options.shape, options.layout
@@ -123,7 +123,7 @@ def _group_of(rank: int, world_size: int, size: int) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How the ranks send."""
+    """The way in which the ranks send."""
 
     shape: ModelShape
     layout: TrainerLayout
@@ -173,18 +173,18 @@ class Rank:
         self.parts.fill(seed)
 
     def prepare_push(self, targets: Sequence[EngineTarget], transport: str) -> float:
-        """As a trainer's; returns the seconds that it took."""
+        """Prepare like a trainer; return the seconds that it took."""
         start = time.perf_counter()
         self.sender.prepare(targets, transport)
         return time.perf_counter() - start
 
     def push_weights(self, targets: Any, feeds: Any, version: int, transport: str) -> dict[str, Any]:
-        """As a trainer's."""
+        """Push like a trainer."""
         self.report = self.sender.send(targets, feeds, version, transport)
         return self.report
 
     def last_report(self) -> dict[str, Any]:
-        """What the last push returned."""
+        """Return the result of the last push."""
         return self.report
 
     def plan_facts(self) -> dict[str, Any]:
@@ -239,8 +239,9 @@ def _sizes(num_bytes: int, bucket: int) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ receivers
 class Receiver:
-    """What one rank of an engine is to a push: it copies what comes, and drops it. Where `hashes` is set, it keeps each
-    tensor's hash."""
+    """One rank of an engine for a push: it copies the data that arrives, and drops it.
+
+    With `hashes` set, it keeps each tensor's hash."""
 
     def __init__(self, hashes: bool, device: str) -> None:
         self.hashes, self.device = hashes, device
@@ -334,7 +335,7 @@ class Receiver:
         dist.destroy_process_group(group)
 
     def received(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What came since the last time that this was asked."""
+        """Return the data that arrived since the last call."""
         facts = {
             "bytes": self.num_bytes,
             "hashes": self.found,

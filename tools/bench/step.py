@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace, ours: list[dict[str, float]], theirs: list[float]) -> dict[str, Any]:
-    """What was measured, with the environment."""
+    """Return the measurements, with the environment."""
     import torch
 
     seconds = [step["seconds"] for step in ours]

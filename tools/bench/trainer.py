@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.config import Config, PassThrough
-from fusionrl.config.model_shape import read_model_shape
 from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.balance import SequenceCost
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.local_ranks import LocalRanks

@@ -38,15 +38,15 @@ from typing import Any
 
 import torch
 
-from fusionrl.config.model_shape import ModelShape, shape_from_hf_config
 from fusionrl.engines.attached import AttachedEngine
 from fusionrl.engines.engine import EngineActor, EngineSpec
+from fusionrl.models.families import hf_shapes
+from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.weights.calls import Threaded
-from fusionrl.weights.families import hf_shapes
-from fusionrl.weights.group import create_group_store
-from fusionrl.weights.plan import EngineTarget, Feed
-from fusionrl.weights.push import push_weights
+from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.sync.calls import Threaded
+from fusionrl.sync.group import create_group_store
+from fusionrl.sync.push import push_weights
 from tools.bench.push_processes import HOST, TIMEOUT_S, RankOptions, Ranks, Receivers
 
 MB = 1024**2
@@ -244,7 +244,7 @@ def measure_engine(bench: Bench, bucket: int, turns: int, config: dict[str, Any]
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The settings on which the figures depend."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),

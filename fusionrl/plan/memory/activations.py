@@ -1,8 +1,8 @@
-"""What backward needs of a layer's forward pass: the tensors that autograd keeps, by layer and implementation.
+"""The tensors of a layer's forward pass that autograd keeps for backward, by layer and implementation.
 
 Two implementations of a layer are known:
 
-  local               torch operations (`trainer/local_spec.py`). The inventory was read off
+  local               torch operations (`upstream/local_spec.py`). The inventory was read off
                       `torch.autograd.graph.saved_tensors_hooks` on a CPU; `tools/memory_check.py` measures it anew.
   transformer_engine  fused kernels in bf16. The inventory was compared with published peaks (docs/memory.md); nobody
                       has measured it with the versions that are pinned here.
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 
 Impl = Literal["local", "transformer_engine"]
@@ -25,7 +25,7 @@ Impl = Literal["local", "transformer_engine"]
 
 @dataclass(frozen=True)
 class Packing:
-    """How the sequences of a micro-batch stand beside each other in the local attention.
+    """The arrangement of a micro-batch's sequences in the local attention.
 
     longest    tokens of its longest sequence: what is quadratic in it counts
     cells      places in the padded attention calls for each token
@@ -65,7 +65,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class ActivationOptions:
-    """What decides the size of a layer's kept tensors.
+    """The sizes that decide how large a layer's kept tensors are.
 
     impl       see above
     precision  "fp32" or "bf16"
@@ -136,7 +136,7 @@ class _Layer:
 
 
 class _LocalLayer(_Layer):
-    """`trainer/local_spec.py`. Norms keep their input and its normalised copy in fp32, and each row's scale."""
+    """`upstream/local_spec.py`. Norms keep their input and its normalised copy in fp32, and each row's scale."""
 
     def total(self, has_experts: bool) -> float:
         norms = 2 * self._norm(self.hidden, self.split, drops="layernorm")

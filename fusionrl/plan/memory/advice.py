@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.memory.report import MemoryReport, gib, longest_sample
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 
 GIB = 2**30
 _CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU

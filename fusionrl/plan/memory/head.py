@@ -1,4 +1,4 @@
-"""How much of the logits stands in memory at a time: the blocks of the output layer's log-probs."""
+"""The part of the logits that is in memory at a time: the blocks of the output layer's log-probs."""
 
 from __future__ import annotations
 

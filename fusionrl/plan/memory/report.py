@@ -1,4 +1,4 @@
-"""What a plan takes of each device and of each node, in bars; phases that alternate stand side by side.
+"""The memory that a plan takes on each device and node, as bars; alternating phases are shown side by side.
 
 A bar is what stands in one memory at one moment. The largest bar is compared with the device's memory (on a CPU: all
 processes of a node with the node's). Nothing here touches a device.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.devices import GIB, Machine
@@ -20,7 +20,7 @@ from fusionrl.plan.memory.activations import ActivationOptions, Impl, Packing, R
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory
 from fusionrl.plan.memory.states import StateOptions
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
-from fusionrl.weights.plan import BUFFERS, plan_for_layout
+from fusionrl.plan.push import BUFFERS, plan_for_layout
 
 if TYPE_CHECKING:
     from fusionrl.plan.plan import Plan
@@ -42,7 +42,7 @@ NEAR = 0.95  # of a memory: an estimate this close may be wrong either way
 
 @dataclass(frozen=True)
 class Bar:
-    """What stands in one memory at one moment: (part, bytes)."""
+    """The contents of one memory at one moment: (part, bytes)."""
 
     name: str
     parts: tuple[tuple[str, float], ...]
@@ -104,7 +104,7 @@ class MemoryReport:
 
     @property
     def starved(self) -> str | None:
-        """Why an engine has no room, though the devices have."""
+        """Explain why an engine has no room although the devices have."""
         engine = self.engine
         if engine is None or engine.fraction is None or engine.kv_tokens >= self.longest:
             return None
@@ -290,13 +290,13 @@ def weight_bytes(plan: Plan) -> float:
 
 
 def _offloads(plan: Plan, config: Config) -> bool:
-    """Whether the trainers' memory is away while engines generate."""
+    """Return whether the trainers' memory is away while engines generate."""
     when = config.cluster.offload_train
     return when == "always" or (when == "auto" and plan.is_colocated)
 
 
 def _beside_engines(plan: Plan, config: Config, groups: list[_Group]) -> list[tuple[str, float]]:
-    """What of the trainers stays on the engines' devices while these generate."""
+    """Return the part of the trainers that stays on the engines' devices while these generate."""
     used = {bundle for bundles in plan.engine_bundles for bundle in bundles}
     if plan.device == "cpu" or _offloads(plan, config):
         return []
@@ -337,7 +337,7 @@ def _push_bytes(plan: Plan, config: Config) -> float:
 
 
 def _tensor_sizes(shape: ModelShape) -> list[int]:
-    from fusionrl.weights.families import model_rules
+    from fusionrl.models.families import model_rules
 
     return [rule.numel for rule in model_rules(shape).values()]
 

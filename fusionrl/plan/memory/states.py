@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.families import model_rules
+from fusionrl.models.families.rules import Rule
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.weights.families import model_rules
-from fusionrl.weights.families.rules import Rule
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
 _BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, beside the number of data-parallel ranks
@@ -32,7 +32,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class StateOptions:
-    """What decides how many bytes a parameter takes.
+    """The facts that decide how many bytes a parameter takes.
 
     weight_bytes     of a parameter in the model: 2 in bf16, 4 in fp32
     gradient_bytes   of a gradient in its buffer

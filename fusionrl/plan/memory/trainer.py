@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusionrl.config.model_shape import ModelShape
+from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, chunk_bytes, layer_bytes
 from fusionrl.plan.memory.head import head_kept_bytes, head_transient_bytes
@@ -15,7 +15,7 @@ from fusionrl.plan.memory.states import Bytes, StageParameters, StateOptions, st
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What a rank computes at a time.
+    """The work of a rank at one time.
 
     tokens             of a micro-batch on one rank: --max-tokens-per-gpu
     num_micro_batches  of an optimizer step, at most

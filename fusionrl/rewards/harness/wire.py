@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 100
 _SMALL = 1 << 53
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _TIMES = ("date", "datetime", "time")
 
 
@@ -45,8 +45,8 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
         number = int.__int__(value)
         return number if -_SMALL < number < _SMALL else {"i": hex(number)}
     if isinstance(value, float):
-        number = float.__float__(value)
-        return number if math.isfinite(number) else {"f": repr(number)}
+        real = float.__float__(value)
+        return real if math.isfinite(real) else {"f": repr(real)}
     if isinstance(value, complex):
         return {"c": inner([value.real, value.imag])}
     if isinstance(value, (bytes, bytearray)):
@@ -55,7 +55,8 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
         return inner(list.__iter__(value))
     if isinstance(value, dict):
         return {"d": [inner(pair) for pair in dict.items(value)]}
-    for kind, tag in ((tuple, "t"), (set, "s"), (frozenset, "z")):
+    kinds: tuple[tuple[Any, str], ...] = ((tuple, "t"), (set, "s"), (frozenset, "z"))
+    for kind, tag in kinds:
         if isinstance(value, kind):
             return {tag: inner(kind.__iter__(value))}
     name = type(value).__name__

@@ -255,7 +255,7 @@ class _Run:
 
 
 def _has_user(uid: int) -> bool:
-    """Whether this user namespace has the user; the root of a namespace of one user has nobody else to become."""
+    """Return whether this user namespace has the user; in a namespace of one user, root can become nobody else."""
     with open("/proc/self/uid_map") as file:
         return any(int(first) <= uid < int(first) + int(count) for first, _, count in map(str.split, file))
 

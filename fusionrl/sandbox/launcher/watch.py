@@ -150,12 +150,12 @@ def unlinked_of(pids: list[int], but: int) -> int:
 
 
 def _has_ended(task: str) -> bool:
-    """Whether the task, a folder of /proc, is gone, a zombie or about to be one: it has no memory any more."""
+    """Return whether the task, a folder of /proc, is gone, a zombie or about to be one: it has no memory any more."""
     return not _sum_of(f"{task}/status", ("VmSize:",))
 
 
 def was_full(events: bytes) -> bool:
-    """Whether the kernel killed a process of a cgroup for want of memory, by the cgroup's file of events."""
+    """Return whether the kernel killed a process of a cgroup for want of memory, by the cgroup's file of events."""
     for line in events.splitlines():
         name, _, count = line.partition(b" ")
         if name == b"oom_kill":

@@ -1,0 +1,131 @@
+"""Which secrets a process of a run inherits.
+
+The shell that starts a run often holds keys: HF_TOKEN, WANDB_API_KEY, those of a cloud. A process gets the secrets in
+its row of `NEEDS` and no others; what is no secret is inherited as usual.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+
+# By the last word of the name. TOKENS alone is mostly a count (MAX_NEW_TOKENS), PWD alone the shell's folder.
+_NAME = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRETS?|CREDENTIALS?|CREDS|AUTHORIZATION|AUTH|AUTH_CONFIG|AUTH_SOCK|PASS|PAT|DSN|COOKIE"
+    r"|(?:API|AUTH|ACCESS|REFRESH|BEARER|BOT)_TOKENS|CONNECTION_STRING|WEBHOOKS?(?:_URLS?)?)$"
+    r"|(?:PASSWORDS?|PASSWD|PASSPHRASE|SSHPASS|_PWD)$"
+    r"|(?:_|API|ACCESS|SECRET|PRIVATE)KEYS?(?:_ID)?$",
+    re.IGNORECASE,
+)
+# Found by "://", so that a long text without a URL costs one pass. The password may hold "/", but a number before the
+# first "/" is a port, and the password ends before the next "://".
+_URL_WITH_PASSWORD = re.compile(r"((?<=[\w+.-])://[^/@\s:\[]*):(?!\d{1,5}/)(?:[^@\s:]|:(?!//))+@")
+_MARKS = ("FUSIONRL_RUN_TOKEN", "FUSIONRL_TEST_TOKEN")  # they mark the processes of a run, and open nothing
+_PATHS = ("RAY_TLS_SERVER_KEY",)  # it names a file, which Ray's processes read
+
+ROUTER_KEY = "FUSIONRL_ROUTER_KEY"
+"""The key of the engines, for functions of the user that ask them (`plugin_api.post`)."""
+HOOK_NAMES = "FUSIONRL_HOOK_ENV"
+"""The names that --hook-env gives, for the processes that run the user's functions."""
+
+FOLDER_VARIABLE, PEERS_VARIABLE = "FUSIONRL_STORES", "FUSIONRL_STORE_PEERS"
+"""The folder of the run's stores, and the nodes that may reach them (`base/stores.py`)."""
+
+RAY, HOOKS, ENGINES = "ray", "hooks", "engines"
+NEEDS: dict[str, frozenset[str]] = {
+    "driver": frozenset({RAY, HOOKS, ENGINES}),  # the user's own shell started it: it has everything
+    "ray": frozenset({RAY}),  # GCS, raylet, agents, and the actors when they start
+    "buffer": frozenset({RAY, HOOKS, ENGINES}),
+    "trainer": frozenset({RAY, HOOKS}),
+    "engine-actor": frozenset({RAY, ENGINES}),
+    "reward-worker": frozenset({HOOKS, ENGINES}),
+    "engine": frozenset({ENGINES}),
+    "router": frozenset({ENGINES}),
+    "checkpoint-writer": frozenset(),
+    "answer-parser": frozenset(),
+    "guard": frozenset(),
+    "sandbox": frozenset(),  # starts with an empty environment
+}
+"""Kind of process → secrets that it needs. ray: RAY_AUTH_TOKEN. hooks: what --hook-env names. engines: the run's key.
+
+Secrets travel in messages, by standard input or as an actor's arguments, not by environment or command line; but for
+RAY_AUTH_TOKEN, which Ray reads from its processes' environment.
+"""
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return whether an environment variable holds a secret, by its name or as it is a URL with a password."""
+    if name in _MARKS or name in _PATHS:
+        return False
+    return name == ROUTER_KEY or bool(_NAME.search(name)) or bool(_URL_WITH_PASSWORD.search(value))
+
+
+def child_environment(kind: str, source: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment with which a process of `kind` is started: this process's, less the secrets.
+
+    Only a process with `RAY` in its row gets RAY_AUTH_TOKEN; the others are handed over, see `NEEDS`.
+    """
+    source = os.environ if source is None else source
+    kept = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} if RAY in NEEDS[kind] else set[str]()
+    return {name: value for name, value in source.items() if name in kept or not is_secret(name, value)}
+
+
+@contextmanager
+def without_secrets(kind: str) -> Iterator[None]:
+    """Within it, this process's environment is what a process of `kind` is to inherit."""
+    kept = child_environment(kind)
+    hidden = {name: value for name, value in os.environ.items() if name not in kept}
+    for name in hidden:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            os.environ.setdefault(name, value)
+
+
+def hook_secrets(names: Sequence[str], source: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that --hook-env names, for `take_secrets`.
+
+    Raises:
+        ValueError: one of them is not set.
+    """
+    source = os.environ if source is None else source
+    missing = [name for name in names if name not in source]
+    if missing:
+        raise ValueError(f"--hook-env {missing[0]}: the environment has no such variable; export it, or leave it out")
+    return {name: source[name] for name in names}
+
+
+def take_secrets(secrets: Mapping[str, str], environ: MutableMapping[str, str] | None = None) -> None:
+    """Settle in a process that runs the user's functions: these secrets, and no others that it may have inherited.
+
+    Of a Ray cluster that somebody else started, the raylet's environment reaches its actors.
+    """
+    environ = os.environ if environ is None else environ
+    kept = child_environment("ray", environ)
+    for name in [name for name in environ if name not in kept]:
+        environ.pop(name)
+    environ.update(secrets)
+    environ[HOOK_NAMES] = ",".join(secrets)
+
+
+def secrets_of_hooks(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the secrets of `take_secrets` and the engines' key, for a process that runs functions."""
+    environ = os.environ if environ is None else environ
+    names = [*filter(None, environ.get(HOOK_NAMES, "").split(",")), ROUTER_KEY]
+    return {name: environ[name] for name in names if name in environ}
+
+
+def not_passed_on(names: Sequence[str], source: Mapping[str, str] | None = None) -> list[str]:
+    """Secrets of the environment that no process of the run gets, as --hook-env does not name them."""
+    source = os.environ if source is None else source
+    ours = {*names, ROUTER_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    return sorted(name for name, value in source.items() if name not in ours and is_secret(name, value))
+
+
+def hide_passwords(text: str) -> str:
+    """`text` with *** for the passwords of URLs: user:***@host."""
+    return _URL_WITH_PASSWORD.sub(r"\1:***@", text)

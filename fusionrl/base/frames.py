@@ -1,0 +1,41 @@
+"""Messages between a process and a helper that it started: pickles, each behind its length."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from typing import Any
+
+LENGTH = struct.Struct("!Q")
+
+
+def frame(message: Any) -> bytes:
+    """A message as it is sent."""
+    data = pickle.dumps(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next message of a blocking connection.
+
+    Raises:
+        EOFError: the other end has closed it.
+    """
+    return pickle.loads(receive_bytes(connection))
+
+
+def receive_bytes(connection: socket.socket) -> bytes:
+    """Receive raw bytes with their length before them; like `receive`, but without unpickling."""
+    (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    return _read(connection, length)
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,233 @@
+"""Samples → train shards: one balanced shard per data-parallel rank.
+
+Every rank gets, in each optimizer step, the same number of micro-batches; the counts over which a loss is averaged
+are those of the whole step, so that no split changes the loss. Every sample of a step counts, also one that a filter
+removed: with `sequence_mean` and `constant` the gradient of the others does not grow when more are removed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
+from fusionrl.plan.balance import Balance, divide
+from fusionrl.plan.batch import BatchPlan
+
+PACKED_AT_ONCE = 512  # samples; what is converted of them is in memory twice for a moment
+
+
+def build_shards(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    raw_rewards: Sequence[float],
+    plan: BatchPlan,
+    balance: Balance,
+    *,
+    rollout_id: int,
+    extra: dict[str, list[Any]] | None = None,
+    by_groups: bool = False,
+) -> list[TrainShard]:
+    """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
+
+    samples  in the order in which they are trained; siblings of one group stand side by side and stay in one step
+             where the step's size allows it.
+    extra    a user's columns: one value a sample.
+    by_groups  no step begins within a group.
+
+    Raises:
+        ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
+            micro-batch may be.
+    """
+    given = (list(samples), rewards, raw_rewards, plan, balance)
+    return list(take_shards(*given, rollout_id=rollout_id, extra=extra, by_groups=by_groups))
+
+
+def take_shards(
+    samples: list[Sample],
+    rewards: Sequence[float],
+    raw_rewards: Sequence[float],
+    plan: BatchPlan,
+    balance: Balance,
+    *,
+    rollout_id: int,
+    extra: dict[str, list[Any]] | None = None,
+    by_groups: bool = False,
+    freed: Callable[[], None] | None = None,
+) -> Iterator[TrainShard]:
+    """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
+
+    Each is replaced by an empty one when it was packed; `freed` is called after some hundreds of them. All but a value
+    that cannot be cast to its field's type is found before the first is taken.
+    """
+    per_rank, steps = _plan_steps(samples, plan, balance, by_groups)
+    # A field stands in every shard or in none.
+    present = {
+        name: _trailing(samples, name)
+        for name, spec in FIELDS.items()
+        if spec.required or (not spec.is_derived and all(_has(s, name) for s in samples))
+    }
+    given = {"rewards": rewards, "raw_rewards": raw_rewards}
+    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
+    for members, own_steps in zip(per_rank, steps, strict=True):
+        yield _take_shard(samples, members, given, present, steps=own_steps, **named)
+
+
+def _plan_steps(
+    samples: Sequence[Sample], plan: BatchPlan, balance: Balance, by_groups: bool
+) -> tuple[list[list[int]], list[list[TrainStep]]]:
+    """(positions of each rank's samples, each rank's steps)."""
+    bounds = _step_bounds(samples, plan, by_groups)
+    for sample in samples:
+        sample.validate()
+    per_rank: list[list[int]] = [[] for _ in range(plan.dp_size)]
+    steps: list[list[TrainStep]] = [[] for _ in range(plan.dp_size)]
+    for first, end in itertools.pairwise(bounds):
+        chosen = samples[first:end]
+        num_tokens = sum(int(response_mask(sample).sum()) for sample in chosen)
+        for rank, bins in enumerate(_divide(chosen, plan.dp_size, balance)):
+            members = sorted(i for b in bins for i in b)
+            local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
+            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, len(chosen)))
+            per_rank[rank] += [first + i for i in members]
+    return per_rank, steps
+
+
+def _step_bounds(samples: Sequence[Sample], plan: BatchPlan, by_groups: bool) -> list[int]:
+    """Where each optimizer step begins, and where the last one ends.
+
+    A user's functions may make several samples for one prompt, or fewer prompts; then steps are of as many groups.
+    """
+    if len(samples) == plan.num_samples and not by_groups:
+        return [step * plan.global_batch_size for step in range(plan.num_steps + 1)]
+    groups = _siblings(samples)
+    if len(groups) < plan.num_steps:
+        raise ValueError(
+            f"the rollout has {len(groups)} groups of samples for {plan.num_steps} optimizer steps "
+            "(--num-steps-per-rollout); return more groups, or lower it"
+        )
+    starts = [group[0] for group in groups] + [len(samples)]
+    return [starts[step * len(groups) // plan.num_steps] for step in range(plan.num_steps)] + [len(samples)]
+
+
+def _divide(chosen: Sequence[Sample], dp_size: int, balance: Balance) -> list[list[list[int]]]:
+    """rank → micro-batch → positions in `chosen`."""
+    lengths = np.array([len(sample.tokens) for sample in chosen])
+    prompts = lengths - np.array([sample.response_length for sample in chosen])
+    padded = balance.padded(lengths)
+    if int(padded.max(initial=0)) > balance.max_tokens:
+        longest = int(padded.argmax())
+        raise ValueError(
+            f"sample {chosen[longest].index} has {lengths[longest]} tokens ({padded[longest]} with padding), over the "
+            f"{balance.max_tokens} of a micro-batch (--max-tokens-per-gpu x --context-parallel-size); raise "
+            "--max-tokens-per-gpu, or bound the length with --rollout-max-context-len"
+        )
+    return divide(lengths, prompts, _siblings(chosen), dp_size, balance)
+
+
+def _siblings(chosen: Sequence[Sample]) -> list[list[int]]:
+    """Positions in `chosen`, group by group: samples of one group that stand side by side."""
+    groups: list[list[int]] = []
+    for position, sample in enumerate(chosen):
+        group = sample.group_index
+        if groups and group is not None and group == chosen[groups[-1][-1]].group_index:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    return groups
+
+
+def _has(sample: Sample, name: str) -> bool:
+    """Whether the sample has the field; one that trains nothing does not need it."""
+    return getattr(sample, name, None) is not None or not response_mask(sample).any()
+
+
+def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
+    """The dimensions of a field behind the first, which all samples must share."""
+    count = FIELDS[name].trailing
+    if not count:
+        return ()
+    shapes = {np.shape(value)[1:]: s.index for s in samples if (value := getattr(s, name)) is not None}
+    for shape, index in shapes.items():
+        if len(shape) != count or len(shapes) > 1:
+            others = f"; others have {', '.join(str(s) for s in shapes if s != shape)}" if len(shapes) > 1 else ""
+            raise ValueError(
+                f"sample {index}: {name} has {shape} values a token{others}; expected {FIELDS[name].description}"
+            )
+    return next(iter(shapes), (0,) * count)
+
+
+def _take_shard(
+    samples: list[Sample],
+    members: Sequence[int],
+    given: dict[str, Sequence[float]],
+    present: dict[str, tuple[int, ...]],
+    *,
+    rollout_id: int,
+    steps: list[TrainStep],
+    extra: dict[str, list[Any]],
+    freed: Callable[[], None] | None,
+) -> TrainShard:
+    """One rank's shard, of the samples at `members`; `given` are fields that stand beside the samples.
+
+    present  each field's dimensions behind that over which it runs
+    """
+    total = np.array([len(samples[i].tokens) for i in members], np.int32)
+    responses = np.array([samples[i].response_length for i in members], np.int32)
+    sizes = {"token": int(total.sum()), "response": int(responses.sum()), "sample": len(members)}
+    fields: dict[str, np.ndarray] = {
+        name: np.empty((sizes[FIELDS[name].extent], *trailing), FIELDS[name].dtype)
+        for name, trailing in present.items()
+    }
+    ends = dict.fromkeys(present, 0)
+    metadata = []
+    for first in range(0, len(members), PACKED_AT_ONCE):
+        packed = members[first : first + PACKED_AT_ONCE]
+        chosen = [samples[i] for i in packed]
+        for name in present:
+            values = [given[name][i] for i in packed] if name in given else _values(name, chosen, present[name])
+            part = flat_field(name, values)
+            fields[name][ends[name] : ends[name] + len(part)] = part
+            ends[name] += len(part)
+        metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in chosen]
+        for i in packed:
+            samples[i] = Sample()
+        del chosen, values
+        if freed is not None:
+            freed()
+    columns = {name: [values[i] for i in members] for name, values in extra.items()}
+    fields["position"] = np.asarray(members, np.int64)
+    return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns)
+
+
+def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[Any]:
+    """A value a sample, for `flat_field`."""
+    match name:
+        case "loss_mask":
+            return [response_mask(s) for s in samples]
+        case "sample_index":
+            return [_or(s.index, -1) for s in samples]
+        case "group_index":
+            return [_or(s.group_index, -1) for s in samples]
+        case "truncated":
+            return [s.status == Status.TRUNCATED for s in samples]
+        case "rollout_routed_experts":
+            return [_of_all_tokens(s.rollout_routed_experts, len(s.tokens), trailing) for s in samples]
+    values = [getattr(s, name, None) for s in samples]
+    return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
+
+
+def _of_all_tokens(experts: Any, num_tokens: int, trailing: tuple[int, ...]) -> np.ndarray:
+    """With the last token, which no engine runs over, where it is missing: -1."""
+    whole = np.full((num_tokens, *trailing), -1, np.int16)
+    if experts is not None:
+        whole[: len(experts)] = experts
+    return whole
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

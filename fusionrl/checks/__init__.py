@@ -1,0 +1,1 @@
+"""Room `checks`: verifies flags, files and functions before a run starts."""

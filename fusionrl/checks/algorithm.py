@@ -1,0 +1,158 @@
+"""What is wrong with the flags of the algorithm."""
+
+from __future__ import annotations
+
+from fusionrl.config.config import Config
+from fusionrl.config.groups import AlgorithmGroup, CriticGroup, RolloutGroup
+from fusionrl.config.hooks import flag_of
+from fusionrl.models.shape import ModelShape
+
+# Estimators that measure a sample against its siblings: alone, it is worth 0.
+OF_GROUPS = ("grpo", "gspo", "cispo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus_baseline")
+PRICED = ("reinforce_plus_plus", "ppo")  # estimators whose rewards are token by token, with --kl-coef as a price
+
+
+def algorithm_errors(config: Config) -> list[str]:
+    """Messages with flag, value and cure."""
+    a, rollout, errors = config.algorithm, config.rollout, []
+    if a.kl_loss_coef and not a.use_kl_loss:
+        errors.append(f"--kl-loss-coef {a.kl_loss_coef} has no effect without --use-kl-loss; add it")
+    if a.use_unbiased_kl and not a.use_kl_loss:
+        errors.append("--use-unbiased-kl has no effect without --use-kl-loss; add it")
+    if (a.loss_type == "custom_loss") != (a.custom_loss_function_path is not None):
+        errors.append("--loss-type custom_loss and --custom-loss-function-path go together; give both")
+    if a.kl_coef and a.advantage_estimator not in PRICED:
+        errors.append(
+            f"--kl-coef {a.kl_coef}: --advantage-estimator {a.advantage_estimator} has one reward a sample, none for"
+            " tokens; use --use-kl-loss --kl-loss-coef, or the estimator " + " or ".join(PRICED)
+        )
+    samples = rollout.n_samples_per_prompt
+    if a.advantage_estimator == "pass_at_k" and a.pass_k > samples:
+        errors.append(f"--pass-k {a.pass_k} is over --n-samples-per-prompt {samples}: no group has so many answers")
+    if a.advantage_estimator != "pass_at_k" and a.pass_k != 1:
+        errors.append(f"--pass-k {a.pass_k} has no effect without --advantage-estimator pass_at_k; add it")
+    if a.policy_loss == "dpo" and samples < 2:
+        errors.append(
+            f"--policy-loss dpo compares answers to one prompt; --n-samples-per-prompt {samples} must be over 1"
+        )
+    if a.policy_loss == "dpo" and a.advantage_estimator == "prime":
+        errors.append("--advantage-estimator prime: --policy-loss dpo learns from pairs, not advantages; leave one out")
+    if a.policy_loss == "dpo" and a.loss_aggregation != "auto":
+        errors.append(
+            f"--loss-aggregation {a.loss_aggregation}: --policy-loss dpo has the mean over pairs; leave it out"
+        )
+    if a.loss_aggregation == "constant" and a.loss_length is None and rollout.rollout_max_response_len is None:
+        errors.append("--loss-aggregation constant needs --loss-length or --rollout-max-response-len")
+    if a.custom_policy_loss_path is not None and a.policy_loss != "auto":
+        errors.append(f"--policy-loss {a.policy_loss} and --custom-policy-loss-path exclude each other; leave one out")
+    if a.loss_type == "custom_loss" and config.run.mode != "rl":
+        errors.append(f"--loss-type custom_loss belongs to --mode rl, not to {config.run.mode}")
+    shaped = config.reward.length_penalty_coef or config.reward.overlong_buffer_len
+    if a.advantage_estimator == "pass_at_k" and shaped:
+        errors.append(
+            "--advantage-estimator pass_at_k counts right and wrong answers; --length-penalty-coef and"
+            " --overlong-buffer-len change rewards: leave them out"
+        )
+    if a.policy_loss == "dpo":
+        train = config.train
+        others = {
+            "--use-opd": a.use_opd,
+            "--normalize-advantages": a.normalize_advantages,
+            "--custom-advantage-function-path": train.custom_advantage_function_path,
+            f"--loss-type {a.loss_type}": a.loss_type != "policy_loss",
+        }
+        errors += [f"{flag}: --policy-loss dpo has no use for it; leave it out" for flag, on in others.items() if on]
+    return errors + _correction_errors(config) + _without_effect(config)
+
+
+def algorithm_warnings(config: Config) -> list[str]:
+    """What is allowed and hardly meant."""
+    a, rollout, reward = config.algorithm, config.rollout, config.reward
+    may_be_otherwise = (  # whoever set one of these may make groups, rewards or advantages of their own
+        a.use_opd or a.disable_rewards_normalization or a.loss_type != "policy_loss",
+        rollout.rollout_function_path != RolloutGroup().rollout_function_path,
+        rollout.custom_generate_function_path,
+        reward.custom_reward_post_process_path,
+        reward.custom_convert_samples_to_train_data_path,
+        config.train.custom_advantage_function_path,
+        config.train.rollout_data_postprocess_path,
+    )
+    alone = config.run.mode == "rl" and rollout.n_samples_per_prompt == 1 and a.advantage_estimator in OF_GROUPS
+    if not alone or any(may_be_otherwise):
+        return []
+    return [
+        f"--n-samples-per-prompt 1 with --advantage-estimator {a.advantage_estimator}: a sample is measured against the"
+        " others of its prompt, so all advantages are 0 and the policy loss trains nothing; sample at least 2, or take"
+        " reinforce_plus_plus, remax or ppo"
+    ]
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Flags that were set and do nothing beside the others."""
+    a, plain = config.algorithm, AlgorithmGroup()
+    is_ppo, is_priced = a.advantage_estimator == "ppo", a.advantage_estimator in PRICED
+    ppo, priced = "--advantage-estimator ppo", "--advantage-estimator " + " or ".join(PRICED)
+    groups = [
+        (config.critic, CriticGroup(), tuple(CriticGroup.model_fields), is_ppo, ppo),
+        (a, plain, ("lambd", "bootstrap_truncated"), is_ppo, ppo),
+        (a, plain, ("gamma",), is_priced or a.advantage_estimator == "prime", f"{priced} or prime"),
+        (a, plain, ("kl_coef_type",), is_priced, priced),
+        (a, plain, ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"), a.use_tis, "--use-tis"),
+        (a, plain, ("rejection_low", "rejection_high"), a.rejection_level is not None, "--rejection-level"),
+        (a, plain, ("opsm_delta",), a.use_opsm, "--use-opsm"),
+        (a, plain, ("dpo_beta", "dpo_label_smoothing"), a.policy_loss == "dpo", "--policy-loss dpo"),
+        (a, plain, ("loss_length",), a.loss_aggregation == "constant", "--loss-aggregation constant"),
+    ]
+    return [
+        f"{flag_of(name)} {getattr(group, name)} has no effect without {needed}; add it, or leave it out"
+        for group, default, names, is_there, needed in groups
+        if not is_there
+        for name in names
+        if getattr(group, name) != getattr(default, name)
+    ]
+
+
+def _correction_errors(config: Config) -> list[str]:
+    a, errors = config.algorithm, []
+    if not a.tis_clip_low < a.tis_clip:
+        errors.append(f"--tis-clip-low {a.tis_clip_low} must be below --tis-clip {a.tis_clip}")
+    if not a.rejection_low < a.rejection_high:
+        errors.append(f"--rejection-low {a.rejection_low} must be below --rejection-high {a.rejection_high}")
+    corrects = a.use_tis or a.rejection_level is not None or a.tis_veto is not None
+    if corrects and a.use_rollout_logprobs:
+        errors.append(
+            "--use-rollout-logprobs takes the engine's log-probs as they are, --use-tis, --rejection-level and"
+            " --tis-veto correct for them; leave one out"
+        )
+    if a.custom_tis_function_path is not None and corrects:
+        errors.append("--custom-tis-function-path takes the place of --use-tis and rejection; leave one out")
+    whole = {
+        "--custom-tis-function-path": a.custom_tis_function_path,
+        "--custom-pg-loss-reducer-function-path": a.custom_pg_loss_reducer_function_path,
+    }
+    for flag, path in whole.items():
+        if path is not None and config.model.context_parallel_size > 1:
+            errors.append(f"{flag} {path}: the function wants whole samples; --context-parallel-size must be 1")
+    return errors
+
+
+def routing_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """Messages on routing replay, for a model of `shape` (None: not known)."""
+    a, errors = config.algorithm, []
+    engine = a.use_rollout_routing_replay
+    if not (engine or a.use_routing_replay):
+        return []
+    flag = "--use-rollout-routing-replay" if engine else "--use-routing-replay"
+    if config.run.mode != "rl":
+        errors.append(f"{flag} has no effect in --mode {config.run.mode}; leave it out")
+    if shape is not None and shape.moe is None:
+        errors.append(f"{flag}: the model of --hf-checkpoint has no experts to route to; leave the flag out")
+    passed = config.passthrough.transformer
+    for name, value in (("moe_router_fusion", True), ("overlap_moe_expert_parallel_comm", True)):
+        if passed.get(name) == value:
+            errors.append(f"{flag}: --{name.replace('_', '-')} leaves no place for it; leave one out")
+    if "sinkhorn" in passed.get("moe_router_load_balancing_type", ""):
+        errors.append(f"{flag}: --moe-router-load-balancing-type sinkhorn chooses by all tokens; leave one out")
+    if passed.get("cuda_graph_impl", "none") != "none":
+        errors.append(f"{flag}: a CUDA graph (--cuda-graph-impl) keeps the choice it was made with; leave one out")
+    return errors

@@ -1,0 +1,73 @@
+"""A warning for prompts that reach a chat model without its chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import eval_sets
+from fusionrl.config.groups import DataGroup, RolloutGroup
+from fusionrl.data.rows import read_rows
+from fusionrl.models.scorers import has_chat_template
+
+# How chat templates mark turns: <|im_start|>, <|user|>, [INST], <start_of_turn>, <s>.
+_MARK = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜]+｜>|\[/?INST\]|<(?:start|end)_of_turn>|</?s>")
+
+
+def chat_warnings(config: Config) -> list[str]:
+    """The warning, where the default functions would give text to a model whose tokenizer has a chat template.
+
+    Nothing is said of a text that has marks of turns: whoever wrote it has rendered it. A user's rollout, generate or
+    data source function may render prompts itself. (A list of messages without --apply-chat-template is an error.)
+    """
+    data, rollout, folder = config.data, config.rollout, config.model.hf_checkpoint
+    has_own_functions = (
+        rollout.rollout_function_path != RolloutGroup().rollout_function_path,
+        rollout.custom_generate_function_path is not None,
+        data.data_source_path != DataGroup().data_source_path,
+    )
+    is_silent = config.run.mode == "sft" or data.apply_chat_template or config.run.load_debug_rollout_data is not None
+    if is_silent or any(has_own_functions) or folder is None or not Path(folder).is_dir():
+        return []
+    if not has_chat_template(folder):
+        return []
+    flag, prompt = _first_prompt(config)
+    if not isinstance(prompt, str) or _MARK.search(prompt) or any(t in prompt for t in _special_tokens(Path(folder))):
+        return []
+    return [
+        f"{flag}: its prompts are plain text, the tokenizer of --hf-checkpoint has a chat template, and"
+        " --apply-chat-template is not given: a chat model answers such text badly and may never stop; add the flag"
+        " (a base model may want the text as it is)"
+    ]
+
+
+def _first_prompt(config: Config) -> tuple[str, object]:
+    """(the flag, the prompt of its first row); None where there is none, or none that can be read."""
+    sets = [("--prompt-data", path, config.data.input_key) for path in config.data.prompt_data or []]
+    if config.run.mode == "eval":
+        sets = [(f"evaluation set {one.name}", one.path, one.input_key) for one in eval_sets(config.to_args())]
+    for flag, path, key in sets[:1]:
+        try:
+            for _, row in read_rows(path, flag):
+                return flag, row.get(key)
+        except ValueError:
+            break  # data that cannot be read is an error elsewhere
+    return "", None
+
+
+def _special_tokens(folder: Path) -> list[str]:
+    """The special tokens that the tokenizer's settings name."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    found = [settings.get(name) for name in ("bos_token", "eos_token")]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = settings.get(name) or []
+        found += tokens.values() if isinstance(tokens, dict) else tokens
+    added = settings.get("added_tokens_decoder") or {}
+    found += [token for token in added.values() if token.get("special")]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in found]
+    return [text for text in texts if isinstance(text, str) and len(text) > 1]

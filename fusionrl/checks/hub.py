@@ -1,0 +1,271 @@
+"""Names of the Hugging Face Hub in place of folders: resolved once, before anything starts, so that every process reads
+the same folder.
+
+A name is looked up in the local cache first. What is not there is downloaded, if the Hub answers within seconds; if
+not, the error says how to get it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fusionrl.base.quiet import quiet
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of
+from fusionrl.data.shards import SUFFIXES, choose_split, find_splits
+from fusionrl.models.weight_files import check_weight_files
+
+# Flags that name a Hugging Face folder, by their group.
+CHECKPOINTS: dict[str, tuple[str, ...]] = {
+    "model": ("hf_checkpoint", "ref_load"),
+    "reward": ("rm_model",),
+    "algorithm": ("opd_teacher_load",),
+    "critic": ("critic_load",),
+    "prm": ("prm_load",),
+}
+ANSWER_TIMEOUT_S = 8.0  # for the Hub to say that it has a repository
+_OTHER_FORMATS = (".arrow", ".csv", ".gz", ".tsv", ".txt", ".xz", ".zip", ".zst")
+TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json"}
+_PART = r"[A-Za-z0-9][\w.-]*"
+_MODEL = re.compile(f"{_PART}/{_PART}")
+_DATA = re.compile(rf"(?:([\w-]+)=)?({_PART}/{_PART})((?:/{_PART})*)(?::([\w.-]+))?(@\[-?\d*:-?\d*\])?")
+# Of a model's repository what is read here: nothing in folders, where other formats of the weights lie.
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+
+
+class HubError(ValueError):
+    """A name of the Hub that cannot be had from here."""
+
+
+def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config, list[str]]:
+    """`config` with folders and files in place of the Hub's names, and a message for each that cannot be had.
+
+    with_weights  False: config and tokenizer are enough
+    """
+    errors: list[str] = []
+    update: dict[str, dict[str, Any]] = {}
+
+    def put(group: str, field: str, find: Callable[[], Any]) -> None:
+        try:
+            update.setdefault(group, {})[field] = find()
+        except HubError as error:
+            errors.append(str(error))
+
+    needs_weights = with_weights and not config.model.debug_random_weights
+    for group, fields in CHECKPOINTS.items():
+        for field in fields:
+            name = getattr(getattr(config, group), field)
+            if name is not None and is_model_name(name):
+                put(group, field, partial(find_model, name, flag_of(field), needs_weights))
+    specs, pairs = config.data.prompt_data or [], config.eval.eval_prompt_data
+    if any(map(is_data_name, specs)):
+        put("data", "prompt_data", lambda: [find_data(spec, "--prompt-data") for spec in specs])
+    if any(map(is_data_name, pairs[1::2])):
+        put(
+            "eval",
+            "eval_prompt_data",
+            lambda: [
+                find_data(value, "--eval-prompt-data") if index % 2 else value for index, value in enumerate(pairs)
+            ],
+        )
+    groups = {name: getattr(config, name).model_copy(update=values) for name, values in update.items()}
+    return (config.model_copy(update=groups) if groups else config), errors
+
+
+def is_model_name(value: str) -> bool:
+    """Whether `value` is no path that exists, and may be OWNER/NAME of the Hub."""
+    return _MODEL.fullmatch(value) is not None and not Path(value).exists()
+
+
+def is_data_name(spec: str) -> bool:
+    """Whether a set of prompts is no path that exists, and may be OWNER/NAME[/CONFIGURATION] of the Hub."""
+    match = _DATA.fullmatch(spec)
+    if match is None or Path(spec).exists():
+        return False
+    path = match[2] + match[3]
+    return not Path(path).exists() and Path(path).suffix not in SUFFIXES
+
+
+def find_model(name: str, flag: str, with_weights: bool = True, *, only_config: bool = False) -> str:
+    """The folder of a model of the Hub: that of the local cache, or a download to it.
+
+    with_weights  False: config and tokenizer are enough
+    only_config   config.json is enough
+
+    Raises:
+        HubError: neither has it.
+    """
+
+    def lacks(folder: Path) -> str | None:
+        names = {path.name for path in folder.iterdir()}
+        if "config.json" not in names:
+            return "no config.json"
+        if only_config:
+            return None
+        if flag == "--hf-checkpoint" and not names & TOKENIZERS:
+            return "no tokenizer"
+        if with_weights:
+            try:
+                check_weight_files(folder)
+            except ValueError:
+                return "not all of its weights"
+        return None
+
+    patterns = _FILES if with_weights else [pattern for pattern in _FILES if pattern != "*.safetensors"]
+    patterns = ["config.json"] if only_config else patterns
+    return str(_snapshot(name, "model", flag, lacks, allow_patterns=patterns, ignore_patterns=["*/*"]))
+
+
+def find_data(spec: str, flag: str) -> str:
+    """`[NAME=]OWNER/NAME[/CONFIGURATION]:SPLIT[@[START:STOP]]` of the Hub as a set that is read from files.
+
+    A spec that is a path stays as it is.
+
+    Raises:
+        HubError: it cannot be had, or the spec names no split of it.
+    """
+    match = _DATA.fullmatch(spec)
+    if match is None or not is_data_name(spec):
+        return spec
+    given, repo, rest, split, rows = match.groups()
+    if split is None:
+        raise HubError(f"{flag} {spec}: there is no such file; of a data set of the Hub name the split, {repo}:train")
+
+    def lacks(folder: Path) -> str | None:
+        own = folder / rest.strip("/")
+        has_split = any(name == split for _, name in find_splits(own))
+        return None if has_split or _has_other_format(own) else f"not all of {repo}{rest}:{split}"
+
+    folder = _snapshot(repo, "dataset", flag, lacks, then=f"{rest}:{split}") / rest.strip("/")
+    if not find_splits(folder) and _has_other_format(folder):
+        path = str(_by_datasets(folder, repo, split, f"{flag} {spec}"))
+    else:
+        try:
+            files = choose_split(folder, split, repo + rest)
+        except ValueError as error:
+            raise HubError(f"{flag} {error}") from error
+        path = str(files[0]) if len(files) == 1 else f"{_folder_of(files)}:{split}"
+    if flag != "--prompt-data":
+        return f"{path}{rows or ''}"
+    name = given or re.sub(r"[^A-Za-z0-9_-]+", "-", f"{repo.split('/')[1]}{rest}-{split}")
+    return f"{name}={path}{rows or ''}"
+
+
+def _folder_of(files: list[Path]) -> Path:
+    return files[0].parent.parent if files[0].stem.isdecimal() else files[0].parent
+
+
+def _has_other_format(folder: Path) -> bool:
+    """Whether there are rows in a format that the package `datasets` reads and fusionrl does not."""
+    return folder.is_dir() and any(path.suffix in _OTHER_FORMATS for path in folder.rglob("*"))
+
+
+def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
+    """A folder of `datasets.save_to_disk` in the cache with the rows of one split, made by the package `datasets`."""
+    if importlib.util.find_spec("datasets") is None:
+        raise HubError(f"{where}: its files are no {', '.join(SUFFIXES)}; to read them, pip install datasets")
+    from huggingface_hub.constants import HF_HOME
+
+    made = Path(HF_HOME) / "fusionrl" / re.sub(r"[^\w.-]+", "--", f"{repo}/{folder}/{split}")
+    if made.is_dir():
+        return made
+    with quiet():
+        import datasets
+
+        datasets.disable_progress_bars()
+        try:
+            rows = datasets.load_dataset(str(folder), split=split)
+        except Exception as error:  # it runs readers of many formats, which raise anything
+            raise HubError(f"{where}: the package datasets cannot read it ({_one_line(error)})") from error
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as parts:
+            rows.save_to_disk(f"{parts}/rows")
+            Path(parts, "rows").rename(made)
+    return made
+
+
+def _snapshot(
+    name: str, kind: str, flag: str, lacks: Callable[[Path], str | None], then: str = "", **patterns: Any
+) -> Path:
+    """The folder of a repository's newest state that `lacks` nothing.
+
+    kind  "model" or "dataset"
+    then  what follows the folder on the command line, once a user has downloaded it
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder: Path | None = Path(snapshot_download(name, repo_type=kind, local_files_only=True, **patterns))
+    except LocalEntryNotFoundError:
+        folder = _partial_snapshot(name, kind)
+    cached = "it is not in the local cache of the Hugging Face Hub"
+    if folder is not None:
+        missing = lacks(folder)
+        if missing is None:
+            return folder
+        cached = f"the local cache has {missing}"
+    why = _why_not_reached(name, kind)
+    if why is None:
+        print(f"downloading {name} from the Hugging Face Hub", file=sys.stderr)
+        try:
+            return Path(snapshot_download(name, repo_type=kind, **patterns))
+        except Exception as error:  # of the network, the disk or the Hub: all of it ends in the message below
+            why = f"the download failed ({_one_line(error)})"
+    option = " --repo-type dataset" if kind == "dataset" else ""
+    here = name.partition("/")[2]
+    raise HubError(
+        f"{flag} {name}: there is no such folder here, {cached}, and {why}; where there is a network:"
+        f" `hf download {name}{option} --local-dir {here}`, then {flag} {here}{then}"
+    )
+
+
+def _partial_snapshot(name: str, kind: str) -> Path | None:
+    """The cached folder of which huggingface_hub says that files are missing: those that are read may all be there."""
+    from huggingface_hub import constants
+
+    repo = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+    try:
+        folder = repo / "snapshots" / (repo / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return folder if folder.is_dir() else None
+
+
+def _why_not_reached(name: str, kind: str) -> str | None:
+    """Why the Hub gives nothing of a repository; None: it answers, and has it."""
+    answer: list[str | None] = []
+
+    def ask() -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+        try:
+            HfApi().repo_info(name, repo_type=kind, timeout=ANSWER_TIMEOUT_S / 2)
+            answer.append(None)
+        except GatedRepoError:
+            answer.append("the Hub asks for its terms to be accepted (hf auth login)")
+        except RepositoryNotFoundError:
+            answer.append(f"the Hub has no such {kind}, or does not show it without a login (hf auth login)")
+        except Exception as error:  # offline mode, no route, a proxy's page: whatever it is, nothing can be had
+            answer.append(f"the Hub cannot be reached ({_one_line(error)})")
+
+    # A thread that may be left behind: the look-up of a host's name knows no time limit.
+    asking = threading.Thread(target=ask, daemon=True)
+    with quiet():
+        asking.start()
+        asking.join(ANSWER_TIMEOUT_S)
+    return answer[0] if answer else f"the Hub does not answer within {ANSWER_TIMEOUT_S:g} s"
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "…"

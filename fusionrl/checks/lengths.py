@@ -1,0 +1,302 @@
+"""Checks that prompts with their responses, and conversations, fit into the models' positions and a micro-batch.
+
+Which rows are the longest is found by their bytes; only those that may be too long are tokenized. So it takes no time
+where all is short, and seconds where texts are long: then the longest by bytes are counted, not every row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fusionrl.base.quiet import quiet
+from fusionrl.checks.long_rows import LongRow, context_length, first_over, most_bytes
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import EvalSet, eval_sets
+from fusionrl.config.groups import DataGroup, RolloutGroup
+from fusionrl.config.parts import evaluates, generates, uses_trainers, validates
+from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
+from fusionrl.data.rows import Row, read_rows
+from fusionrl.models.scorers import read_scorer, same_tokens
+from fusionrl.models.shape import ModelShape
+
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context beyond the positions
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Tokens of a whole sample, at most: how the limit reads, and how to raise it (nothing: it cannot be)."""
+
+    num_tokens: int
+    what: str
+    cure: str = ""
+
+
+def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool = True) -> list[str]:
+    """Every set with a text that is too long, with the row, the arithmetic and the cure; and limits that are wrong.
+
+    reads_data  False: the prompt data has mistakes of its own, which come first
+    """
+    if shape is None or config.model.hf_checkpoint is None:
+        return []
+    positions = _positions(config, shape)
+    errors = _context_errors(config, positions)
+    if not reads_data:
+        return errors
+    if config.run.mode == "sft":
+        return errors + _conversation_errors(config, positions)
+    if config.rollout.rollout_function_path == RolloutGroup().rollout_function_path:
+        errors += _sample_errors(config, positions)
+    return errors
+
+
+def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """Check lengths by the flags alone: for a cluster elsewhere, whose prompt data is not read."""
+    if shape is None:
+        return []
+    positions, rollout = _positions(config, shape), config.rollout
+    errors, length = _context_errors(config, positions), rollout.rollout_max_response_len
+    is_free = config.run.mode != "sft" and rollout.rollout_max_context_len is None
+    if not is_free or length is None or rollout.rollout_function_path != RolloutGroup().rollout_function_path:
+        return errors
+    limit = Limit(positions, f"the {positions} positions of --hf-checkpoint")
+    if length >= positions:
+        return [*errors, f"--rollout-max-response-len {length} leaves no room for a prompt in {limit.what}; lower it"]
+    return errors + _by_flags(config, (length, "--rollout-max-response-len"), [limit])
+
+
+def _positions(config: Config, shape: ModelShape) -> int:
+    """Tokens that the model takes: its own positions, or more where SGLang is told to go beyond them."""
+    positions = context_length(shape.max_position_embeddings, shape.rope_scaling)
+    return max(positions, config.passthrough.sglang.get("context_length") or 0) if _may_be_longer() else positions
+
+
+def _may_be_longer() -> bool:
+    return os.environ.get(_LONGER, "").lower() in ("1", "true")
+
+
+def _context_errors(config: Config, positions: int) -> list[str]:
+    errors, longest = [], config.rollout.rollout_max_context_len
+    if longest is not None and config.run.mode != "sft" and longest > positions:
+        errors.append(f"--rollout-max-context-len {longest} is over the model's {positions} positions")
+    served = config.passthrough.sglang.get("context_length")
+    if served is not None and served > positions:
+        errors.append(
+            f"--sglang-context-length {served} is over the model's {positions} positions, and SGLang refuses it; lower"
+            f" it, or set {_LONGER}=1"
+        )
+    return errors
+
+
+# ------------------------------------------------------------------------------------------------ rl, eval, …
+def _sample_errors(config: Config, positions: int) -> list[str]:
+    """Prompts of the default rollout that leave too little room for their responses."""
+    errors, data, rollout = [], config.data, config.rollout
+    if rollout.rollout_max_context_len is not None:
+        return []  # no sample is longer than that, whatever its prompt
+    limits = _limits(config, positions)
+    if generates(config) and rollout.rollout_max_response_len is not None:
+        response = (rollout.rollout_max_response_len, "--rollout-max-response-len")
+        columns = _columns(config, data.input_key, data.tool_key)
+        if data.data_source_path != DataGroup().data_source_path:
+            errors += _by_flags(config, response, limits)
+        else:
+            for spec in data.prompt_data or []:
+                errors += _set_errors(config, spec, "--prompt-data", columns, response, limits)
+    if evaluates(config):
+        for one in _sets(config):
+            errors += _eval_errors(config, one, _reading_limits(config, positions))
+    return errors
+
+
+def _eval_errors(config: Config, one: EvalSet, limits: list[Limit]) -> list[str]:
+    if one.max_response_len is None:
+        return []
+    is_own = one.max_response_len != config.rollout.rollout_max_response_len
+    name = "--eval-max-response-len" if is_own else "--rollout-max-response-len"
+    flag = "--eval-prompt-data"
+    if config.eval.eval_config is not None:
+        flag, name = f"--eval-config {config.eval.eval_config}: set {one.name}:", "max_response_len"
+    columns = _columns(config, one.input_key, one.tool_key)
+    return _set_errors(config, one.path, flag, columns, (one.max_response_len, name), limits)
+
+
+def _reading_limits(config: Config, positions: int) -> list[Limit]:
+    """List what any sample has to fit into: the engines' positions, and those of a reward model."""
+    sglang = config.passthrough.sglang
+    served = min(positions, sglang.get("context_length") or positions)
+    what = f"the {served} positions of --hf-checkpoint"
+    if served < positions:
+        what = f"--sglang-context-length {served}"
+    limits = [] if sglang.get("allow_auto_truncate") else [Limit(served, what)]
+    return limits + _reward_model_limit(config)
+
+
+def _limits(config: Config, positions: int) -> list[Limit]:
+    """List what a sample of a rollout has to fit into."""
+    limits, algorithm = _reading_limits(config, positions), config.algorithm
+    if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
+        limits += _scorer_limit(algorithm.opd_teacher_load, "--opd-teacher-load")
+    if algorithm.advantage_estimator == "prime" and config.prm.prm_load is not None:
+        limits += _scorer_limit(config.prm.prm_load, "--prm-load")
+    # Where --rollout-max-prompt-len is given, the flags alone are held against a micro-batch (`validate`).
+    if config.run.mode == "rl" and uses_trainers(config) and config.data.rollout_max_prompt_len is None:
+        limits.append(_micro_batch(config))
+    return limits
+
+
+def _reward_model_limit(config: Config) -> list[Limit]:
+    """The positions of a reward model that reads the sample's own tokens."""
+    folder, policy = config.reward.rm_model, config.model.hf_checkpoint
+    if folder is None or policy is None or config.reward.rm_input == "chat":
+        return []
+    try:
+        reads_tokens = config.reward.rm_input == "tokens" or same_tokens(policy, folder)
+    except (OSError, ValueError):
+        return []
+    return _scorer_limit(folder, "--rm-model") if reads_tokens else []
+
+
+def _scorer_limit(folder: str, flag: str) -> list[Limit]:
+    try:
+        found = read_scorer(folder, flag).max_positions
+    except ValueError:  # told by the checks of these folders
+        return []
+    return [] if found is None else [Limit(found, f"the {found} positions of {flag}")]
+
+
+def _micro_batch(config: Config) -> Limit:
+    model = config.model
+    size, tp = model.context_parallel_size, model.tensor_model_parallel_size
+    multiple, cap = tp * (2 * size if size > 1 else 1), config.train.max_tokens_per_gpu * size
+    what = f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size {size} = {cap} tokens"
+    return Limit(cap // multiple * multiple, what, "raise --max-tokens-per-gpu, or ")
+
+
+def _by_flags(config: Config, response: tuple[int, str], limits: list[Limit]) -> list[str]:
+    """Where the prompts are not known before the run: what the flags allow."""
+    prompt, (length, flag) = config.data.rollout_max_prompt_len, response
+    limit = min(limits, key=lambda one: one.num_tokens, default=None)
+    if prompt is None or limit is None or prompt + length <= limit.num_tokens:
+        return []
+    return [
+        f"--rollout-max-prompt-len {prompt} + {flag} {length} = {prompt + length} tokens of a sample, over"
+        f" {limit.what}; {limit.cure}lower one of them, or bound both with --rollout-max-context-len {limit.num_tokens}"
+    ]
+
+
+def _set_errors(
+    config: Config, spec: str, flag: str, columns: PromptColumns, response: tuple[int, str], limits: list[Limit]
+) -> list[str]:
+    """The message of a set of prompts of which one is too long for the smallest of `limits`."""
+    length, name = response
+    limit = min(limits, key=lambda one: one.num_tokens, default=None)
+    if limit is None:
+        return []
+    room = limit.num_tokens - length
+    if room < 1:
+        return [] if limit.cure else [f"{name} {length} leaves no room for a prompt in {limit.what}; lower it"]
+    if columns.max_prompt_len is not None and columns.max_prompt_len <= room:
+        return []
+
+    def count(tokenizer: Any, row: Row) -> int | None:
+        tools = metadata_and_tools(row, columns)[1]
+        text = render_prompt(row[columns.input_key], tokenizer, columns, tools)
+        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        return None if columns.max_prompt_len is not None and num_tokens > columns.max_prompt_len else num_tokens
+
+    found = _find(config, spec, flag, (columns.input_key, columns.tool_key), room, count)
+    if found is None:
+        return []
+    return [
+        f"{flag} {spec}: {found.place}: a prompt of {found.num_tokens} tokens + {name} {length} ="
+        f" {found.num_tokens + length}, over {limit.what}; {limit.cure}leave long prompts out with"
+        f" --rollout-max-prompt-len {room}, lower {name}, or bound both with --rollout-max-context-len"
+        f" {limit.num_tokens}"
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ sft
+def _conversation_errors(config: Config, positions: int) -> list[str]:
+    """Conversations that are longer than the model's positions, or than a micro-batch."""
+    if config.rollout.rollout_function_path != RolloutGroup().rollout_function_path or not uses_trainers(config):
+        return []
+    data = config.data
+    specs = [(spec, "--prompt-data", data.input_key, data.label_key, data.tool_key) for spec in data.prompt_data or []]
+    if data.data_source_path != DataGroup().data_source_path or config.run.load_debug_rollout_data:
+        specs = []
+    if validates(config):
+        specs += [(one.path, "--eval-prompt-data", one.input_key, one.label_key, one.tool_key) for one in _sets(config)]
+    limits = [
+        Limit(positions, f"the {positions} positions of --hf-checkpoint", "leave it out, or shorten it"),
+        _micro_batch(config),
+    ]
+    limit = min(limits, key=lambda one: one.num_tokens)
+    errors = []
+    for spec, flag, input_key, label_key, tool_key in specs:
+        columns = PromptColumns(input_key, label_key, data.metadata_key, tool_key)
+        count = _conversation_counter(config, columns)
+        found = _find(config, spec, flag, (input_key, label_key, tool_key), limit.num_tokens, count)
+        if found is not None:
+            cure = limit.cure.removesuffix(", or ") + (", or leave it out" if "raise" in limit.cure else "")
+            errors.append(f"{flag} {spec}: {found.place}: it has {found.num_tokens} tokens, over {limit.what}; {cure}")
+    return errors
+
+
+def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[Any, Row], int]:
+    from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
+
+    def count(tokenizer: Any, row: Row) -> int:
+        prompt = row[columns.input_key]
+        if isinstance(prompt, str):
+            label = row[str(columns.label_key)]
+            return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, label)) + 1
+        kwargs = config.data.apply_chat_template_kwargs
+        masks = MultiTurnLossMaskGenerator(tokenizer, config.data.loss_mask_type, kwargs)
+        return len(conversation_to_sample(prompt, masks, metadata_and_tools(row, columns)[1]).tokens)
+
+    return count
+
+
+# ------------------------------------------------------------------------------------------------ shared
+def _columns(config: Config, input_key: str, tool_key: str | None) -> PromptColumns:
+    data = config.data
+    return PromptColumns(
+        input_key,
+        metadata_key=data.metadata_key,
+        tool_key=tool_key,
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
+        max_prompt_len=data.rollout_max_prompt_len,
+    )
+
+
+def _sets(config: Config) -> list[EvalSet]:
+    try:
+        return eval_sets(config.to_args()) if len(config.eval.eval_prompt_data) % 2 == 0 else []
+    except ValueError:  # told by the checks of evaluation sets
+        return []
+
+
+def _find(
+    config: Config,
+    spec: str,
+    flag: str,
+    keys: tuple[str | None, ...],
+    limit: int,
+    count: Callable[[Any, Row], int | None],
+) -> LongRow | None:
+    """A row of the set with more than `limit` tokens; None also for a set that other checks find wrong."""
+    try:
+        candidates = most_bytes(read_rows(spec, flag), keys)
+        if not candidates or candidates[0][0] <= limit:
+            return None
+        from fusionrl.data.tokenizer import load_tokenizer
+
+        with quiet():
+            tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
+            return first_over(candidates, limit, lambda row: count(tokenizer, row))
+    except (ValueError, OSError, KeyError, TypeError):  # a row, a template or a tokenizer that has its own message
+        return None

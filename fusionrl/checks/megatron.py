@@ -1,0 +1,85 @@
+"""Megatron's own checks of the values that it will get, made before anything starts.
+
+Megatron checks its configurations when they are built, which is in the trainers, after Ray and beside the engines'
+start. Here they are built once for the plan. Importing Megatron takes seconds, so this is asked for where a flag of
+Megatron's is passed through; the command line has imported Megatron then, to know the flag's type. What fusionrl's own
+flags may say is checked by the plan, and `tests/checks/test_megatron.py` holds that Megatron agrees.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer import settings
+from fusionrl.upstream import cpu_megatron
+
+
+def megatron_errors(config: Config, shape: ModelShape, layout: TrainerLayout, device: str) -> list[str]:
+    """What Megatron refuses, one line each with the flag that is to blame, where a single one is.
+
+    Args:
+        config: with the plan's answers in place of `auto`.
+        shape: of the model.
+        layout: of its trainers.
+        device: "cpu" or "cuda".
+    """
+    cpu_megatron.install()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    place = torch.device(device)
+    builders: dict[str, Callable[[Config], Any]] = {
+        "transformer": lambda own: (MLATransformerConfig if shape.mla else TransformerConfig)(
+            **settings.transformer_fields(own, shape, layout, place)
+        ),
+        "optimizer": lambda own: OptimizerConfig(**settings.optimizer_fields(own, place)),
+        "ddp": lambda own: DistributedDataParallelConfig(**settings.ddp_fields(own)),
+    }
+    errors = []
+    for kind, build in builders.items():
+        reason = _refusal(build, config)
+        if reason is None:
+            continue
+        passed = getattr(config.passthrough, kind)
+        blamed = [name for name in passed if _refusal(build, _without(config, kind, name)) is None]
+        flags = ", ".join(_flag(name, passed[name]) for name in blamed or passed)
+        if reason.startswith("--"):  # fusionrl's own, which names the flag
+            errors.append(reason)
+        else:
+            errors.append(f"{flags or 'the flags'}: Megatron-core refuses it: {reason}")
+    return errors
+
+
+def _refusal(build: Callable[[Config], Any], config: Config) -> str | None:
+    """Why Megatron refuses, in one line; None where it does not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            build(config)
+    except Exception as error:  # Megatron compares what it is given with anything: a wrong type fails in any way
+        text = " ".join(str(error).split())
+        if not text:  # an assert without words: its line says what was wanted
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = frame.line or type(error).__name__
+        return text[:400]
+    return None
+
+
+def _without(config: Config, kind: str, name: str) -> Config:
+    fields = {key: value for key, value in getattr(config.passthrough, kind).items() if key != name}
+    values = {group: getattr(config.passthrough, group) for group in PassThrough.model_fields} | {kind: fields}
+    return config.model_copy(update={"passthrough": PassThrough(**values)})
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = "--" + name.replace("_", "-")
+    return flag if value is True else "--no-" + flag[2:] if value is False else f"{flag} {value}"

@@ -1,0 +1,180 @@
+"""Checks of the flags of reward models (--rm-*, --prm-*) and of a teacher (--opd-*), and of the folders they name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
+from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
+from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
+from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.models.weight_files import check_weight_files
+from fusionrl.upstream import flags as upstream
+
+_RM_FLAGS = ("rm_input", "rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args")
+_OPD_FLAGS = (
+    *("opd_type", "opd_kl_coef", "opd_teacher_load"),
+    *("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine", "opd_teacher_server_args"),
+)
+
+
+def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """Every mistake, as messages that name flag, value and cure. `shape`: the policy's, where it could be read."""
+    errors: list[str] = []
+    if config.reward.rm_model is not None:
+        errors += _reward_model_errors(config, config.reward.rm_model)
+    else:
+        errors += _without_effect(config.reward, RewardGroup(), _RM_FLAGS, "--rm-model")
+    if config.algorithm.use_opd:
+        errors += _teacher_errors(config, shape)
+    else:
+        errors += _without_effect(config.algorithm, AlgorithmGroup(), _OPD_FLAGS, "--use-opd")
+    if config.algorithm.advantage_estimator != "prime":
+        errors += _without_effect(config.prm, PrmGroup(), tuple(PrmGroup.model_fields), "--advantage-estimator prime")
+    elif config.prm.prm_load is not None:
+        errors += _process_model_errors(config, config.prm.prm_load, shape)
+    return errors
+
+
+def _without_effect(group: Any, default: Any, names: tuple[str, ...], needed: str) -> list[str]:
+    given = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(default, name)}
+    return [f"--{name.replace('_', '-')} {value} has no effect without {needed}" for name, value in given.items()]
+
+
+def _reward_model_errors(config: Config, folder: str) -> list[str]:
+    where, reward = f"--rm-model {folder}", config.reward
+    try:
+        model = read_scorer(folder, "--rm-model")
+        check_weight_files(folder, "--rm-model")
+    except ValueError as error:
+        return [str(error)]
+    errors = _engine_errors("--rm", reward.rm_num_gpus_per_engine, reward.rm_server_args, model, config)
+    if model.architecture not in REWARD_MODELS:
+        errors.append(f"{where}: it is a {model.architecture}; a reward model is one of {', '.join(REWARD_MODELS)}")
+    elif model.num_labels != 1:
+        errors.append(f"{where}: it has {model.num_labels} labels; a reward model has one (num_labels, id2label)")
+    if config.model.hf_checkpoint is None:
+        return errors
+    same = same_tokens(config.model.hf_checkpoint, folder)
+    if reward.rm_input == "tokens" and not same:
+        errors.append(
+            f"--rm-input tokens: the tokenizers of --hf-checkpoint {config.model.hf_checkpoint} and {where} differ;"
+            " use chat or auto"
+        )
+    if reward.rm_input == "chat" or (reward.rm_input == "auto" and not same):
+        if has_chat_template(folder) is False:
+            errors.append(f"{where}: its tokenizer has no chat template to write the conversation by")
+    else:
+        errors += _length_errors(config, model, where)
+    return errors
+
+
+def _process_model_errors(config: Config, folder: str, shape: ModelShape | None) -> list[str]:
+    """What is wrong with PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
+    where, policy = f"--prm-load {folder}", config.model.hf_checkpoint
+    try:
+        found = read_model_shape(folder, "--prm-load")
+        check_weight_files(folder, "--prm-load")
+        errors = _length_errors(config, read_scorer(folder, "--prm-load"), where)
+    except ValueError as error:
+        return [str(error)]
+    if shape is not None and found.vocab_size != shape.vocab_size:
+        errors.append(
+            f"{where}: its vocabulary has {found.vocab_size} tokens, that of --hf-checkpoint {policy} has"
+            f" {shape.vocab_size}; it rewards the policy's own tokens, so they must agree"
+        )
+    elif policy is not None and not same_tokens(policy, folder):
+        errors.append(
+            f"{where}: its tokenizer has other tokens than that of --hf-checkpoint {policy}; it rewards the policy's"
+            " own tokens, so they must agree"
+        )
+    return errors
+
+
+def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    options, run = config.algorithm, config.run
+    errors = [f"--use-opd belongs to --mode rl, not to {run.mode}"] if run.mode != "rl" else []
+    if options.opd_teacher_load is None:
+        return [*errors, "--use-opd needs --opd-teacher-load: the Hugging Face folder of the teacher"]
+    where = f"--opd-teacher-load {options.opd_teacher_load}"
+    of_engine = options.opd_type == "sglang"
+    if config.rollout.rollout_temperature != 1 and of_engine:
+        errors.append(
+            f"--use-opd with --rollout-temperature {config.rollout.rollout_temperature}: engines say the log-probs of"
+            " tokens that they read at temperature 1; leave it at 1, or use --opd-type megatron"
+        )
+    if config.eval.eval_prompt_data and not (config.reward.rm_type or config.reward.custom_rm_path):
+        errors.append(
+            "--eval-prompt-data: an evaluation needs a reward, --rm-type or --custom-rm-path; with --eval-config the"
+            " sets have rewards of their own, and --use-opd may train without one"
+        )
+    try:
+        model = read_scorer(options.opd_teacher_load, "--opd-teacher-load")
+        check_weight_files(options.opd_teacher_load, "--opd-teacher-load")
+    except ValueError as error:
+        return [*errors, str(error)]
+    if of_engine:
+        errors += _engine_errors(
+            "--opd-teacher", options.opd_teacher_num_gpus_per_engine, options.opd_teacher_server_args, model, config
+        )
+        errors += _length_errors(config, model, where)
+    elif shape is not None:
+        errors += _megatron_teacher_errors(options.opd_teacher_load, shape, config)
+    student = config.model.hf_checkpoint
+    if shape is not None and model.vocab_size != shape.vocab_size:
+        errors.append(
+            f"{where}: its vocabulary has {model.vocab_size} tokens, that of --hf-checkpoint {student} has"
+            f" {shape.vocab_size}; a teacher scores the student's own tokens, so they must agree"
+        )
+    elif student is not None and not same_tokens(student, options.opd_teacher_load):
+        errors.append(
+            f"{where}: its tokenizer has other tokens than that of --hf-checkpoint {student}; a teacher scores the"
+            " student's own tokens, so they must agree"
+        )
+    return errors
+
+
+def _megatron_teacher_errors(folder: str, shape: ModelShape, config: Config) -> list[str]:
+    """What is wrong with a teacher that the trainers compute: in place of their own weights, so of the same shape."""
+    try:
+        found = read_model_shape(folder, "--opd-teacher-load")
+    except ValueError as error:
+        return [str(error)]
+    if found == shape:
+        return []
+    return [
+        f"--opd-teacher-load {folder}: its config.json describes another shape than that of --hf-checkpoint"
+        f" {config.model.hf_checkpoint}, with which --opd-type megatron computes; use --opd-type sglang"
+    ]
+
+
+def _engine_errors(
+    prefix: str, size: int, server_args: dict[str, Any], model: ScorerModel, config: Config
+) -> list[str]:
+    errors = []
+    heads = model.num_attention_heads
+    if heads % size:
+        errors.append(
+            f"{prefix}-num-gpus-per-engine {size} does not divide the model's {heads} attention heads;"
+            f" {dividing(heads, size)}"
+        )
+    if size > config.cluster.num_gpus_per_node:
+        errors.append(f"{prefix}-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
+    for name, value in server_args.items():
+        option = "--" + name.replace("_", "-")
+        values = (
+            [] if isinstance(value, bool) else [str(item) for item in (value if isinstance(value, list) else [value])]
+        )
+        try:
+            upstream.parse_with(upstream.sglang_parser(), option, values, upstream.SGLANG_OWNED)
+        except upstream.UpstreamError as error:
+            errors.append(f"{prefix}-server-args {name}: {error}")
+    return errors
+
+
+def _length_errors(config: Config, model: ScorerModel, where: str) -> list[str]:
+    longest = config.rollout.rollout_max_context_len
+    if longest is None or model.max_positions is None or longest <= model.max_positions:
+        return []
+    return [f"--rollout-max-context-len {longest} is over the {model.max_positions} positions of {where}"]

@@ -1,0 +1,13 @@
+"""What is allowed and hardly meant: said with the plan, and when a run starts."""
+
+from __future__ import annotations
+
+from fusionrl.checks.algorithm import algorithm_warnings
+from fusionrl.checks.chat import chat_warnings
+from fusionrl.checks.effects import effect_warnings
+from fusionrl.config.config import Config
+
+
+def flag_warnings(config: Config) -> list[str]:
+    """One text a finding, with flag and cure."""
+    return [*algorithm_warnings(config), *effect_warnings(config), *chat_warnings(config)]

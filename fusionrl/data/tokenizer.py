@@ -1,0 +1,31 @@
+"""The tokenizer of a Hugging Face folder, and its chat template."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class TemplateError(ValueError):
+    """A chat template refuses a conversation."""
+
+
+@functools.cache
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a Hugging Face folder, once a process."""
+    from transformers import AutoTokenizer  # seconds to import: only where a tokenizer is needed
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def call_template(render: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return the text that `render(*args, **kwargs)` makes by a chat template.
+
+    Raises:
+        TemplateError: with the template's own words.
+    """
+    try:
+        return str(render(*args, **kwargs))
+    except Exception as error:  # a template is code of the model's folder, and may raise anything
+        raise TemplateError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""Room `driver`: the loop of a run, one function for each pipeline."""

@@ -1,0 +1,161 @@
+"""The engines' half of a push by files: a version is verified, and brought into this host's own copy of the weights.
+
+    <local folder>/
+        state           name of the weights in the copy; not there while they change, and if they are no whole version
+        weights/        the Hugging Face folder that engines load
+        lock            held while one process works on the copy; other engines of the host then find it done
+
+Without a local folder engines load a full version from where the trainers wrote it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from safetensors import safe_open
+
+from fusionrl.engines import delta
+from fusionrl.engines.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 16 * 1024**2
+
+
+class DamagedVersion(RuntimeError):
+    """A file of a version is not what the trainers wrote."""
+
+
+def pull_version(folder: str, local_folder: str | None) -> str | None:
+    """Verify the version in `folder` and bring this host's copy to it. Returns what engines load.
+
+    None: the copy is not the version that a delta is against, or the delta is damaged; a full version is needed.
+
+    Raises:
+        RuntimeError: there is no complete version, a file of a full one is damaged (`DamagedVersion`), or the copy
+            cannot be written; names file and folder. The copy is then as it was before, or counts as none.
+    """
+    manifest = Manifest.read(folder)
+    if local_folder is None:
+        assert manifest.base is None, "validated: deltas have a local folder"
+        for name, checksum in manifest.files.items():
+            _check_file(Path(folder, name), checksum, manifest.checksum)
+        return folder
+    local = Path(local_folder)
+    try:
+        with _locked(local):
+            if _state(local) != manifest.state and not _update(Path(folder), manifest, local):
+                return None
+    except OSError as error:
+        raise RuntimeError(
+            f"this host's copy of the weights in {local_folder} (--update-weight-local-checkpoint-dir) could not be"
+            f" brought to version {manifest.version}: {error}"
+        ) from error
+    return str(local / "weights")
+
+
+def _update(folder: Path, manifest: Manifest, local: Path) -> bool:
+    """Bring the copy to the version; False: a full one is needed."""
+    if manifest.base is None:
+        (local / "state").unlink(missing_ok=True)
+        _copy(folder, manifest, local / "weights")
+    elif _state(local) != manifest.base:
+        logger.warning("%s is not the version that %s is against: a full one is needed", local, folder)
+        return False
+    else:
+        try:
+            for name, checksum in manifest.files.items():
+                _check_file(folder / name, checksum, manifest.checksum)
+            (local / "state").unlink()
+            _apply(folder, manifest, local / "weights")
+        except (DamagedVersion, ValueError, KeyError) as error:  # the last two also of a copy that was tampered with
+            logger.warning("a full version is needed; %s cannot be applied to %s: %r", folder, local, error)
+            return False
+    (local / "state").write_text(manifest.state)
+    return True
+
+
+def _state(local: Path) -> str | None:
+    path = local / "state"
+    return path.read_text() if path.is_file() and (local / "weights").is_dir() else None
+
+
+@contextmanager
+def _locked(local: Path) -> Iterator[None]:
+    local.mkdir(parents=True, exist_ok=True)
+    with (local / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ files
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK):
+        yield chunk
+
+
+def _check_file(path: Path, checksum: str, kind: str) -> None:
+    found = delta.new_checksum(kind)
+    try:
+        with path.open("rb") as file:
+            for chunk in _chunks(file):
+                found.update(chunk)
+    except OSError as error:
+        raise DamagedVersion(f"{path} cannot be read ({error})") from error
+    if found.hexdigest() != checksum:
+        raise DamagedVersion(f"{path} is damaged: its {kind} is {found.hexdigest()}, not {checksum}")
+
+
+def _copy(folder: Path, manifest: Manifest, target: Path) -> None:
+    """All files of a full version, verified as they are read."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for name, checksum in manifest.files.items():
+        found = delta.new_checksum(manifest.checksum)
+        with (folder / name).open("rb") as source, (target / name).open("wb") as copy:
+            for chunk in _chunks(source):
+                found.update(chunk)
+                copy.write(chunk)
+        if found.hexdigest() != checksum:
+            raise DamagedVersion(f"{folder / name} is damaged: its {manifest.checksum} is not {checksum}")
+
+
+def _apply(folder: Path, manifest: Manifest, target: Path) -> None:
+    """Change the tensors of the copy where they are.
+
+    Raises:
+        DamagedDelta: a tensor that has come out has another checksum, or cannot come out of these bytes.
+    """
+    places = _places(target)
+    for file in manifest.files:
+        with safe_open(folder / file, framework="numpy") as payloads:
+            for name in payloads.keys():  # noqa: SIM118 (not iterable itself)
+                change, words = manifest.changes[name], places[name]
+                delta.apply(words, payloads.get_tensor(name).tobytes(), manifest.encoding, change.num_changed)
+                found = delta.checksum_of(words, manifest.checksum)
+                if found != change.checksum:
+                    raise delta.DamagedDelta(f"{name}: its {manifest.checksum} is {found}, not {change.checksum}")
+
+
+def _places(folder: Path) -> dict[str, np.ndarray]:
+    """Tensor name -> its elements' bit patterns, [n], as they lie in the file."""
+    places: dict[str, np.ndarray] = {}
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:  # layout: https://github.com/huggingface/safetensors#format
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        data = np.memmap(path, np.uint8, "r+", offset=8 + length)
+        for name, facts in header.items():
+            if name != "__metadata__":
+                begin, end = facts["data_offsets"]
+                count = int(np.prod(facts["shape"], dtype=np.int64))
+                places[name] = data[begin:end].view(f"u{(end - begin) // max(count, 1) or 1}")
+    return places

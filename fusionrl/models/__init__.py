@@ -1,0 +1,1 @@
+"""Room `models`: models as files: shape, families, tensor names of Hugging Face and Megatron."""

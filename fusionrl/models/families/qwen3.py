@@ -1,0 +1,17 @@
+"""Qwen3: Llama's layer with norms of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusionrl.models.families import parts
+from fusionrl.models.families.llama import layer
+from fusionrl.models.families.rules import Family
+
+
+def read(raw: dict[str, Any]) -> dict[str, Any]:
+    parts.refuse(raw, "attention_bias")
+    return parts.common(raw) | {"qk_layernorm": True, "head_dim": raw.get("head_dim") or 128}
+
+
+FAMILY = Family("qwen3", read, layer)

@@ -1,0 +1,100 @@
+"""The rules that a family's table is made of, one for each Megatron tensor. Pure, without torch.
+
+A rule names a Megatron tensor, the Hugging Face tensors it is made of, how they are joined, and how the result is
+split over tensor-parallel ranks. Loading joins and splits; exporting gathers and takes apart (`models/convert.py`).
+
+Megatron's names are those of the local layer spec with the numbers that layers and experts have in the whole model;
+Transformer Engine's fused names are mapped onto them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from fusionrl.models.shape import ModelShape
+
+Join = Literal["copy", "qkv", "concat"]
+Split = Literal["replicated", "rows", "columns", "paired_rows"]
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron tensor.
+
+    megatron  its name
+    hf        Hugging Face name → shape, in the order of joining
+    join      copy    one tensor, as it is
+              qkv     query, key and value rows, interleaved by query group: (q of group 0, k 0, v 0, q of group 1, …)
+              concat  one over the other: gate over up
+    split     over tensor-parallel ranks: replicated; rows (dimension 0); columns (dimension 1); paired_rows (rows of
+              each half of dimension 0)
+    expert    number of the expert it belongs to: it stands on one expert-parallel rank, and is split over the
+              expert-tensor-parallel ranks instead
+    buffer    a buffer, not a parameter: nothing trains it by gradients
+    optional  a folder need not have it; then it is zeros
+    """
+
+    megatron: str
+    hf: Mapping[str, Sizes]
+    join: Join = "copy"
+    split: Split = "replicated"
+    expert: int | None = None
+    buffer: bool = False
+    optional: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of its values."""
+        return sum(prod(sizes) for sizes in self.hf.values())
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json.
+
+    model_type  as config.json has it
+    read        the fields of `ModelShape` that config.json gives this family; raises `ValueError` for what no trainer
+                here computes, and `KeyError` for a size that is missing
+    layer       rules of one decoder layer
+    ignored     pattern of names that its checkpoints carry and no model here needs, beside `IGNORED`; {num_layers}
+                stands for their number
+    """
+
+    model_type: str
+    read: Callable[[dict[str, Any]], dict[str, Any]]
+    layer: Callable[[ModelShape, int], Iterator[Rule]]
+    ignored: str | None = None
+
+
+# Tensors that some checkpoints carry and no model needs: a tied output layer, and buffers of older versions.
+IGNORED = r"lm_head\.weight|.*rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias"
+
+_TE_NAMES = (
+    (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"self_attention\.linear_q_up_proj\.layer_norm_weight$", "self_attention.q_layernorm.weight"),
+    (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
+    (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
+    (r"mlp\.experts\.linear_(fc[12])\.weight(\d+)$", r"mlp.experts.local_experts.\2.linear_\1.weight"),
+)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+def canonical_name(name: str, first_layer: int = 0, first_expert: int = 0) -> str:
+    """The local spec's name of a Megatron tensor, whichever spec `name` is of, as the whole model numbers it.
+
+    Args:
+        name: as the module of one rank has it.
+        first_layer: number, in the whole model, of the rank's first layer.
+        first_expert: number, in its layer, of the rank's first expert.
+    """
+    for pattern, plain in _TE_NAMES:
+        name = re.sub(pattern, plain, name)
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
+    return _EXPERT.sub(lambda match: f".local_experts.{int(match[1]) + first_expert}.", name)

@@ -1,0 +1,368 @@
+"""Weights between Hugging Face folders and Megatron models: reading, the collective export, writing.
+
+Reading opens only the files, and reads only the tensors, that this rank's pipeline stage needs. Export is a
+collective over tensor and pipeline ranks that gives whole tensors one at a time, in one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fusionrl.base.file_hashes import plain_name
+from fusionrl.models import convert, families
+from fusionrl.models.fp8 import dequantize
+from fusionrl.models.quantization import SCALE, read_quantization
+from fusionrl.models.shape import ModelShape
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Weights in any of their forms; everything else of a model folder is copied beside exported weights.
+_WEIGHT_FILES = (
+    "*.safetensors",
+    "*.index.json",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+)
+
+
+class HFReader:
+    """Tensors of a Hugging Face folder by name, each read when it is asked for; those in block-wise fp8 as fp32.
+
+    Raises (on construction and by `get`):
+        ValueError: names the flag, the file and the tensor that is missing, of a wrong shape or cannot be
+            read.
+    """
+
+    def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
+        self.folder, self.flag = Path(folder), flag
+        self._open: dict[str, Any] = {}
+        self._files = self._read_index()
+        has_config = (self.folder / "config.json").is_file()
+        self.quantization = read_quantization(folder, flag) if has_config else None
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                return {name: plain_name(file, "weight_map") for name, file in files.items()}
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ValueError(f"{self.flag} {index}: no valid index of weights ({error!r})") from error
+        if not (self.folder / SINGLE).is_file():
+            raise ValueError(
+                f"{self.flag} {self.folder}: it has neither {SINGLE} nor {INDEX}; "
+                "convert other formats with transformers' save_pretrained"
+            )
+        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(
+                    f"{self.flag} {self.folder / file}: not a complete safetensors file ({error}); fetch it again"
+                ) from error
+        return self._open[file]
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._files)
+
+    def get(self, name: str, shape: Sequence[int], dim: int = 0, part: slice | None = None) -> Tensor:
+        """The tensor `name`, which must have `shape`; of dimension `dim` only `part` is read, if that is given."""
+        if name not in self._files:
+            raise ValueError(f"{self.flag} {self.folder}: tensor {name} is in none of its files")
+        file = self._files[name]
+        try:
+            stored = self._handle(file).get_slice(name)
+            found = tuple(stored.get_shape())
+            if found != tuple(shape):
+                raise ValueError(
+                    f"{self.flag} {self.folder / file}: tensor {name} has shape {found}; "
+                    f"by config.json it is {tuple(shape)}"
+                )
+            whole = part is None or part == slice(0, shape[dim])
+            tensor = self._handle(file).get_tensor(name) if whole else stored[part] if dim == 0 else stored[:, part]
+            if self.quantization is None or name not in self.quantization.names:
+                return tensor
+            scales = self.get(name + SCALE, self.quantization.scale_shape(found))
+            start = 0 if part is None else part.start
+            return dequantize(tensor, scales, self.quantization.block, (start, 0) if dim == 0 else (0, start))
+        except SafetensorError as error:
+            raise ValueError(f"{self.flag} {self.folder / file}: tensor {name} cannot be read ({error})") from error
+
+
+def read_part(reader: HFReader, rule: families.Rule, shape: ModelShape, rank: int, size: int) -> Tensor:
+    """Read the part of a rule's tensor that tensor-parallel `rank` of `size` holds, and no more than that.
+
+    Equal to `convert.split(rule, convert.join(rule, whole tensors), rank, size)`: joining keeps the order of rows
+    within each rank's share of them, because ranks hold whole query groups and the same rows of gate and up.
+    """
+    tensors = []
+    for name, sizes in rule.hf.items():
+        if rule.optional and name not in reader.names:
+            assert rule.split == "replicated"
+            tensors.append(torch.zeros(sizes))
+        elif rule.split == "replicated":
+            tensors.append(reader.get(name, sizes))
+        elif rule.split == "paired_rows" and rule.join == "copy":
+            half = sizes[0] // 2
+            own = _share(half, rank, size)
+            halves = (own, slice(half + own.start, half + own.stop))
+            tensors.append(torch.cat([reader.get(name, sizes, 0, rows) for rows in halves]))
+        else:
+            dim = 1 if rule.split == "columns" else 0
+            own = _share(sizes[dim], rank, size)
+            tensor = reader.get(name, sizes, dim, own)
+            missing = -(-sizes[dim] // size) - tensor.size(dim)
+            if missing:  # of the vocabulary's rows
+                tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+            tensors.append(tensor)
+    return convert.join(rule, tensors, shape, size)
+
+
+def _share(total: int, rank: int, size: int) -> slice:
+    width = -(-total // size)
+    return slice(min(rank * width, total), min((rank + 1) * width, total))
+
+
+def local_tensors(
+    chunks: Iterable[torch.nn.Module], shape: ModelShape
+) -> Iterator[tuple[str, families.Rule, torch.Tensor]]:
+    """(Megatron name as the whole model numbers it, rule, tensor) of this rank's part.
+
+    Parameters, and the buffers that the family's table has (a balancing bias of the router).
+    """
+    from megatron.core import parallel_state
+
+    first_expert = 0
+    if shape.moe is not None:
+        ep_size = parallel_state.get_expert_model_parallel_world_size()
+        first_expert = parallel_state.get_expert_model_parallel_rank() * (shape.moe.num_experts // ep_size)
+    rules = families.model_rules(shape)
+    for chunk in chunks:
+        module = chunk
+        while not hasattr(module, "decoder"):
+            module = module.module
+        layers = module.decoder.layers
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
+        for name, param in module.named_parameters():
+            name = families.canonical_name(name, first_layer, first_expert)
+            yield name, families.rule_of(name, shape), param
+        for name, buffer in module.named_buffers():
+            name = families.canonical_name(name, first_layer, first_expert)
+            if name in rules:
+                yield name, rules[name], buffer
+
+
+def read_local_weights(
+    folder: str | Path, chunks: Iterable[torch.nn.Module], shape: ModelShape, flag: str = "--hf-checkpoint"
+) -> Iterator[tuple[torch.Tensor, Tensor]]:
+    """(tensor, what `folder` has for it, cut to this rank's part of it) of this rank's part of the model.
+
+    Raises:
+        ValueError: see `HFReader`; also a tensor in the folder that the family does not have.
+    """
+    reader, shapes = HFReader(folder, flag), families.hf_shapes(shape)
+    ignored = families.ignored(shape)
+    scales = {name + SCALE for name in reader.quantization.names} if reader.quantization else set()
+    extra = sorted(name for name in reader.names - set(shapes) - scales if not ignored.fullmatch(name))
+    if extra:
+        raise ValueError(
+            f"{flag} {folder}: tensor {extra[0]}"
+            + (f" and {len(extra) - 1} more are" if len(extra) > 1 else " is")
+            + f" no part of a {shape.model_type} model as config.json describes it"
+        )
+    for name, rule, tensor in local_tensors(chunks, shape):
+        group = _split_group(rule)
+        part = read_part(reader, rule, shape, group.rank(), group.size())
+        assert part.shape == tensor.shape, f"{name}: {tuple(part.shape)} for a tensor of {tuple(tensor.shape)}"
+        yield tensor, part
+
+
+def _split_group(rule: families.Rule) -> Any:
+    """The ranks over which the rule's tensor is split."""
+    from megatron.core import parallel_state
+
+    if rule.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+@torch.no_grad()
+def load_hf(
+    folder: str | Path, chunks: Iterable[torch.nn.Module], shape: ModelShape, flag: str = "--hf-checkpoint"
+) -> None:
+    """Copy the weights of `folder` into this rank's part of the model; raises as `read_local_weights`."""
+    for tensor, value in read_local_weights(folder, chunks, shape, flag):
+        tensor.copy_(value)
+
+
+@torch.no_grad()
+def iter_hf_tensors(
+    model_chunks: Sequence[torch.nn.Module],
+    transformer_config: Any,
+    shape: ModelShape,
+    value_of: Callable[[Tensor], Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of the model, in one order that is the same on every rank.
+
+    Collective over tensor-, expert- and pipeline-parallel ranks: every rank must exhaust it. Few tensors stand whole
+    at a time: one, or one expert of each expert-parallel rank. The order is that of `families.hf_shapes`, but that the
+    experts with the same place on their ranks come together.
+
+    Args:
+        model_chunks: this rank's part of the model, wrapped or not.
+        transformer_config: Megatron's TransformerConfig of the model (precision of the tensors).
+        shape: the model's shape.
+        value_of: what to export of a parameter, of its shape; itself if not given. Buffers are exported as they are.
+    """
+    from megatron.core import parallel_state
+
+    for chunk in model_chunks:
+        # With overlapped gathering the parameters are one step old until they are first used.
+        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            chunk.start_param_sync(force_sync=True)
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    ep_group = parallel_state.get_expert_model_parallel_group()
+    experts_per_rank = shape.moe.num_experts // ep_group.size() if shape.moe else 1
+    own = {name: tensor for name, _, tensor in local_tensors(model_chunks, shape)}
+    stages: list[set[str]] = [set(own)]
+    if pp_group.size() > 1:
+        stages = [set()] * pp_group.size()
+        dist.all_gather_object(stages, set(own), group=pp_group)
+    device = next(iter(own.values())).device if own else torch.device("cpu")
+    rules = families.model_rules(shape)
+    for rule in rules.values():
+        if rule.expert is not None and rule.expert >= experts_per_rank:
+            continue  # comes with the one of the same place on the first rank
+        same_place = [rule]
+        if rule.expert is not None:
+            same_place = [rules[_of_expert(rule, rank * experts_per_rank)] for rank in range(ep_group.size())]
+        mine = same_place[ep_group.rank()] if rule.expert is not None else rule
+        owner = next(index for index, names in enumerate(stages) if mine.megatron in names)
+        tensors: list[Tensor] | None = None
+        if owner == pp_group.rank():
+            tensor = own[mine.megatron]
+            full = _whole(rule, (tensor if value_of is None or rule.buffer else value_of(tensor)).detach())
+            wholes = [full]
+            if len(same_place) > 1:
+                wholes = [torch.empty_like(full) for _ in same_place]
+                dist.all_gather(wholes, full.contiguous(), group=ep_group)
+            tensors = [
+                part
+                for one, whole in zip(same_place, wholes, strict=True)
+                for part in convert.take_apart(one, whole, shape)
+            ]
+        names = [(hf, sizes) for one in same_place for hf, sizes in one.hf.items()]
+        if pp_group.size() > 1:
+            if tensors is None:
+                dtype = torch.float32 if rule.buffer or value_of is not None else transformer_config.params_dtype
+                tensors = [torch.empty(sizes, dtype=dtype, device=device) for _, sizes in names]
+            tensors = [tensor.contiguous() for tensor in tensors]
+            for tensor in tensors:
+                dist.broadcast(tensor, src=dist.get_global_rank(pp_group, owner), group=pp_group)
+        assert tensors is not None
+        yield from zip((hf for hf, _ in names), tensors, strict=True)
+
+
+def _of_expert(rule: families.Rule, further: int) -> str:
+    """Name of the same tensor of the expert `further` places on."""
+    assert rule.expert is not None
+    return rule.megatron.replace(f".local_experts.{rule.expert}.", f".local_experts.{rule.expert + further}.")
+
+
+def _whole(rule: families.Rule, part: Tensor) -> Tensor:
+    group = _split_group(rule)
+    parts = [part]
+    if group.size() > 1 and rule.split != "replicated":
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+    return convert.gather(rule, parts)
+
+
+def save_hf(
+    path: str | Path,
+    source: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    write: bool,
+    max_file_bytes: int = 5 * 1024**3,
+) -> None:
+    """Write `tensors` as a Hugging Face folder, with the config and tokenizer files of the folder `source`.
+
+    Every rank iterates `tensors`; the one with `write` writes, into a temporary folder that is renamed at
+    the end, so that a folder of that name is always complete. Files are split, and an index written, beyond
+    `max_file_bytes`. config.json gets the dtype of the tensors.
+
+    Raises:
+        ValueError: `path` is there already.
+    """
+    path = Path(path)
+    if not write:
+        for _ in tensors:
+            pass
+        return
+    if path.exists():
+        raise ValueError(f"--save-hf {path}: it exists already; give another folder, or {{rollout_id}} in its name")
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    pending_bytes = total_bytes = 0
+    dtype = torch.float32
+
+    def flush() -> None:
+        save_file(pending, partial / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending and pending_bytes + num_bytes > max_file_bytes:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending_bytes, total_bytes, dtype = pending_bytes + num_bytes, total_bytes + num_bytes, tensor.dtype
+    flush()
+    if len(files) == 1:
+        (partial / "part-0.safetensors").rename(partial / SINGLE)
+    else:
+        weight_map = {}
+        for index, names in enumerate(files):
+            final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+            (partial / f"part-{index}.safetensors").rename(partial / final)
+            weight_map.update(dict.fromkeys(names, final))
+        text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
+        (partial / INDEX).write_text(text + "\n", encoding="utf-8")
+    copy_companions(Path(source), partial, str(dtype).removeprefix("torch."))
+    partial.rename(path)
+
+
+def copy_companions(source: Path, target: Path, dtype: str) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # the tensors are whole again
+    # transformers 5 writes "dtype", transformers 4 "torch_dtype".
+    config["dtype" if "torch_dtype" not in config else "torch_dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

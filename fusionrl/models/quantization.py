@@ -1,0 +1,77 @@
+"""The quantisation of a checkpoint: weights that engines hold in fp8, block by block. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionrl.models.shape import read_hf_config
+from fusionrl.models.weight_files import tensor_names
+
+SCALE = "_scale_inv"
+"""Ending of the name of a weight's scales, as DeepSeek-V3's checkpoints began it."""
+_CURE = "give the bf16 checkpoint, or one in block-wise fp8 (quant_method fp8 with weight_block_size)"
+
+
+@dataclass(frozen=True)
+class BlockFp8:
+    """Block-wise fp8 (DeepSeek-V3, arXiv:2412.19437, 3.3): a float8_e4m3fn value times its block's scale.
+
+    block  rows and columns that share one scale
+    ue8m0  whether scales are powers of two
+    names  the weights that are kept so; for each the checkpoint has scales under the same name with `SCALE`
+    """
+
+    block: tuple[int, int]
+    ue8m0: bool
+    names: frozenset[str]
+
+    def scale_shape(self, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Blocks of a weight of `sizes` [rows, columns]; those at its end may be smaller."""
+        rows, columns = sizes
+        return -(-rows // self.block[0]), -(-columns // self.block[1])
+
+
+def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> BlockFp8 | None:
+    """The quantisation of the model in `folder`; None: it has none.
+
+    Which weights are quantised is what its files have scales of: `modules_to_not_convert` (`ignored_layers`) says the
+    same, and is only checked.
+
+    Raises:
+        ValueError: another quantisation than block-wise fp8, or files that contradict config.json; names `flag`.
+    """
+    quantization = read_hf_config(folder, flag).get("quantization_config")
+    if not quantization:
+        return None
+    where = f"{flag} {folder}: its config.json has a quantization_config with"
+    block = _checked_block(quantization, where)
+    names = tensor_names(folder)
+    quantized = frozenset(name for name in names if name + SCALE in names)
+    if not quantized:
+        raise ValueError(f"{where} quant_method fp8, but none of its tensors has scales (…{SCALE}); {_CURE}")
+    ignored = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
+    for name in sorted(quantized):
+        module = f".{name.removesuffix('.weight')}."
+        entry = next((entry for entry in ignored if f".{entry}." in module), None)
+        if entry is not None:
+            raise ValueError(f"{where} {entry} left unquantised, but its files have {name + SCALE}; fetch it again")
+    return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", quantized)
+
+
+def _checked_block(quantization: dict[str, Any], where: str) -> tuple[int, int]:
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8":
+        raise ValueError(f"{where} quant_method {method!r}, which weights cannot be pushed in; {_CURE}")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise ValueError(f"{where} quant_method fp8 and weight_block_size {block!r}: not block-wise; {_CURE}")
+    for key, allowed in (
+        ("activation_scheme", ("dynamic",)),
+        ("fmt", ("e4m3", "float8_e4m3fn")),
+        ("scale_fmt", ("ue8m0", "float")),
+    ):
+        value = quantization.get(key)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{where} {key} {value!r}; supported is {' or '.join(allowed)}; {_CURE}")
+    return block[0], block[1]

@@ -1,0 +1,176 @@
+"""The model's shape, read from the config.json of a Hugging Face folder: no launch script repeats it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fusionrl.models import families
+
+
+class MoEShape(BaseModel):
+    """A mixture of experts.
+
+    layers                  the layers that have one; the others have a dense MLP
+    norm_topk_prob          the chosen experts' weights sum to `scaling_factor`
+    expert_bias             a bias of the choice alone (DeepSeek-V3); no gradient reaches it
+    num_groups, group_topk  experts are chosen from the best `group_topk` of `num_groups` groups
+    shared_ffn_hidden_size  width of the expert that every token passes; 0: there is none
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    num_experts: int = Field(gt=0)
+    topk: int = Field(gt=0)
+    ffn_hidden_size: int = Field(gt=0)
+    layers: tuple[int, ...]
+    norm_topk_prob: bool
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    expert_bias: bool = False
+    scaling_factor: float = 1.0
+    num_groups: int = Field(default=1, gt=0)
+    group_topk: int = Field(default=1, gt=0)
+    shared_ffn_hidden_size: int = Field(default=0, ge=0)
+    shared_gate: bool = False
+
+
+class MLAShape(BaseModel):
+    """Multi-head latent attention: ranks of the compressed queries (None: not compressed) and keys and values."""
+
+    model_config = ConfigDict(frozen=True)
+
+    q_lora_rank: int | None = Field(default=None, gt=0)
+    kv_lora_rank: int = Field(gt=0)
+    qk_head_dim: int = Field(gt=0)
+    qk_pos_emb_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(gt=0)
+
+
+class ModelShape(BaseModel):
+    """Sizes of a decoder, under Hugging Face's names where it has one.
+
+    head_dim            of queries and keys
+    rope_scaling        as config.json has it
+    rotary_percent      share of a head's dimensions that is rotated
+    rotary_interleaved  pairs of neighbours are rotated, not halves
+    output_norms        norms also after attention and after the MLP (GLM-4)
+    value_head          a value for each position in place of logits: a critic
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    model_type: str
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    ffn_hidden_size: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_query_groups: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0)
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None = None
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    qk_layernorm: bool = False
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    output_norms: bool = False
+    value_head: bool = False
+    moe: MoEShape | None = None
+    mla: MLAShape | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    def with_value_head(self) -> ModelShape:
+        """The same decoder as a critic; its embedding has no output layer to be tied to."""
+        return self.model_copy(update={"value_head": True, "tie_word_embeddings": False})
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, embeddings counted once when they are tied."""
+        return sum(rule.numel for rule in families.model_rules(self).values() if not rule.buffer)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token passes: of the experts, those that a token is routed to."""
+        rules = [rule for rule in families.model_rules(self).values() if not rule.buffer]
+        routed = sum(rule.numel for rule in rules if rule.expert is not None)
+        share = self.moe.topk / self.moe.num_experts if self.moe else 0.0
+        return sum(rule.numel for rule in rules) - routed + round(routed * share)
+
+
+def read_model_shape(folder: str | Path, flag: str = "--hf-checkpoint") -> ModelShape:
+    """Read the shape from `folder`/config.json.
+
+    Raises:
+        ValueError: no folder, no or malformed config.json, or a family that is not supported; names `flag`.
+    """
+    return shape_from_hf_config(read_hf_config(folder, flag), f"{flag} {folder}")
+
+
+def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
+    """`folder`/config.json.
+
+    Raises:
+        ValueError: no folder, no config.json, or one that is no JSON object; names `flag`.
+    """
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise ValueError(f"{flag} {folder}: there is no such folder; give a Hugging Face model folder")
+    if not path.is_file():
+        raise ValueError(f"{flag} {folder}: it has no config.json; give a Hugging Face model folder")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {folder}: config.json is not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{flag} {folder}: config.json is no JSON object")
+    return raw
+
+
+def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:
+    """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE).
+
+    Raises:
+        ValueError: family not supported, a size missing, or a feature that no trainer here computes.
+    """
+    try:
+        family = families.get_family(raw.get("model_type", ""))
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is silu")
+        if raw.get("use_sliding_window"):
+            raise ValueError("sliding-window attention is not supported")
+        fields = family.read(raw)
+        if "moe" in fields and not fields["moe"]["layers"]:
+            del fields["moe"]  # every layer is one of the dense ones
+        _check_rope(fields)
+    except KeyError as error:
+        raise ValueError(f"{where}: config.json lacks {error.args[0]!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
+    try:
+        return ModelShape(model_type=family.model_type, **fields)
+    except ValidationError as error:
+        raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
+
+
+def _check_rope(fields: dict[str, Any]) -> None:
+    scaling = fields["rope_scaling"]
+    kind = scaling.get("rope_type", scaling.get("type")) if scaling else "default"
+    known = ("default", "yarn") if "mla" in fields else ("default", "llama3")
+    if kind not in known:
+        raise ValueError(f"rope_scaling {scaling} is not supported; supported are {' and '.join(known)}")
+
+
+def _sizes(raw: dict) -> str:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    shown = ", ".join(f"{name} {raw.get(name)!r}" for name in names)
+    return f"a size that is no positive number ({shown})"

@@ -1,0 +1,425 @@
+"""The plan of a weight push: whose source each tensor is, what travels together, in which order, and to whom.
+
+Pure: a function of the tensors, the trainers' places and the engines' places; no tensor is touched.
+
+A *source* is the first rank of a group that holds some tensors in parts: the tensor-parallel ranks of a pipeline stage,
+or for experts the expert-tensor-parallel ranks of one expert-parallel rank. The others of the group send it their
+parts, bucket by bucket, so nothing is gathered over pipeline stages, over experts, or onto ranks that do not send.
+
+Buckets are numbered over all sources, and every rank gathers in this order. Broadcasts also take turns in it: an engine
+receives one bucket at a time, and two engines that received from two sources in different orders would wait for each
+other. While one source sends, the others gather, and so does the same one for its next bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from fusionrl.models.families.rules import Rule, Sizes, Split
+from fusionrl.models.quantization import SCALE, BlockFp8
+from fusionrl.plan.layout import TrainerLayout
+
+if TYPE_CHECKING:
+    from fusionrl.models.shape import ModelShape
+
+BUFFERS = 2  # of a source: one bucket is sent while the next one is gathered
+_WIDTHS = {"float32": 4, "bfloat16": 2}
+_SCALE_WIDTH = 4  # fp32
+
+
+@dataclass(frozen=True)
+class EngineTarget:
+    """An engine as the push sees it. `handle` is its actor; the plan itself never looks at it."""
+
+    index: int
+    handle: Any
+    node_id: str
+    bundles: tuple[int, ...]  # devices of its tensor parallel ranks
+    num_restarts: int = 0  # by which the sender knows that this is another process
+    ep_size: int = 1  # parts into which its ranks divide the experts (SGLang's --ep-size)
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.bundles)
+
+
+@dataclass(frozen=True)
+class PushTensor:
+    """One Hugging Face tensor on its way to the engines."""
+
+    name: str
+    shape: Sizes
+    dtype: str  # torch's name of the precision that it is gathered in
+    rule: Rule  # of the Megatron tensor that it is a part of
+    part: int  # its place among the tensors of `rule`
+    stage: int  # pipeline rank that holds it
+    scales: Sizes | None = None  # of the fp32 scales that go with its values in fp8; None: it is sent as it is gathered
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of it as it is gathered."""
+        return prod(self.shape) * _WIDTHS[self.dtype]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of it as engines get it, scales included."""
+        return self.nbytes if self.scales is None else prod(self.shape) + _SCALE_WIDTH * prod(self.scales)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of it in a buffer that has first the one and then the other."""
+        return max(self.nbytes, self.sent_bytes)
+
+    @property
+    def expert(self) -> int | None:
+        return self.rule.expert
+
+    def part_shape(self, rank: int, size: int) -> Sizes:
+        """Return the part that tensor-parallel `rank` of `size` has (the vocabulary's padding is not sent)."""
+        split: Split = self.rule.split
+        if split == "replicated" or size == 1:
+            return self.shape
+        if split == "columns":
+            return (self.shape[0], self.shape[1] // size, *self.shape[2:])
+        rows = -(-self.shape[0] // size)
+        return (max(0, min(rows, self.shape[0] - rank * rows)), *self.shape[1:])
+
+    def part_bytes(self, rank: int, size: int) -> int:
+        """Bytes that tensor-parallel `rank` sends to rank 0, which is the source and has its own."""
+        if rank == 0 or self.rule.split == "replicated":
+            return 0
+        return prod(self.part_shape(rank, size)) * _WIDTHS[self.dtype]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are gathered in one dtype, and sent together."""
+
+    number: int  # in the order of all buckets
+    members: tuple[int, ...]  # trainer ranks that hold it in parts; the first one is the source
+    engines: tuple[int, ...]
+    tensors: tuple[PushTensor, ...]
+
+    @property
+    def source(self) -> int:
+        return self.members[0]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of it as it is gathered."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of it as engines get it."""
+        return sum(tensor.sent_bytes for tensor in self.tensors)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Return whether some of it is sent in fp8."""
+        return any(tensor.scales is not None for tensor in self.tensors)
+
+    def part_bytes(self, rank: int) -> int:
+        """Return the pieces that the trainer rank `rank` sends to the source."""
+        place = self.members.index(rank)
+        return sum(tensor.part_bytes(place, len(self.members)) for tensor in self.tensors)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the pieces that the source receives from the other members."""
+        return sum(self.part_bytes(rank) for rank in self.members[1:])
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """All buckets of a push, in order."""
+
+    buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks that send, ascending."""
+        return tuple(sorted({bucket.source for bucket in self.buckets}))
+
+    @cached_property
+    def num_calls(self) -> int:
+        """Requests to engines that carry weights."""
+        return sum(len(bucket.engines) for bucket in self.buckets)
+
+    def of_source(self, rank: int) -> tuple[Bucket, ...]:
+        """Return the pieces that `rank` sends, in order."""
+        return tuple(bucket for bucket in self.buckets if bucket.source == rank)
+
+    def engines_of(self, rank: int) -> tuple[int, ...]:
+        """The engines that `rank` sends to."""
+        return tuple(sorted({engine for bucket in self.of_source(rank) for engine in bucket.engines}))
+
+    def gathers(self, rank: int) -> tuple[list[Bucket], list[Bucket]]:
+        """The buckets that `rank` takes part in gathering, in the order in which it does: those that fit in the buffers
+        before anything is sent, and the rest."""
+        early = {bucket.number for source in self.sources for bucket in self.of_source(source)[:BUFFERS]}
+        mine = [bucket for bucket in self.buckets if rank in bucket.members]
+        return [b for b in mine if b.number in early], [b for b in mine if b.number not in early]
+
+    def sent_bytes(self, rank: int) -> int:
+        """Bytes that `rank` sends, as its source, of all its buckets."""
+        return sum(bucket.sent_bytes for bucket in self.of_source(rank))
+
+    def buffer_bytes(self, rank: int) -> tuple[int, int]:
+        """(bytes of each of the source's buffers, bytes of its room for the other members' parts or for its own)."""
+        own = self.of_source(rank)
+        held = [b.part_bytes(rank) for b in self.buckets if rank in b.members[1:]]
+        room = max([bucket.gathered_bytes for bucket in own] + held, default=0)
+        return max((max(bucket.nbytes, bucket.sent_bytes) for bucket in own), default=0), room
+
+    def peak_bytes(self, rank: int) -> int:
+        """Memory that a push takes on `rank` beside the weights, at most; without the fp32 values that `fp8.quantize`
+        has at a time."""
+        flat, room = self.buffer_bytes(rank)
+        own = self.of_source(rank)
+        # What is quantised stands beside its bucket, and the values of one tensor twice, before it takes their place.
+        made = [b.sent_bytes + max(t.sent_bytes for t in b.tensors) for b in own if b.is_quantised]
+        return min(BUFFERS, len(own)) * flat + room + max(made, default=0)
+
+    def describe(self) -> tuple[str, str]:
+        """Describe the push for `plan.txt`: its size, and who sends."""
+        worst = max(self.sources, key=self.peak_bytes)
+        sends = ", ".join(f"rank {rank} {self.sent_bytes(rank) / 1e6:.1f} MB" for rank in self.sources[:8])
+        more = f" and {len(self.sources) - 8} more" if len(self.sources) > 8 else ""
+        largest, extra = max(bucket.sent_bytes for bucket in self.buckets), self.peak_bytes(worst)
+        return (
+            f"{_count(len(self.buckets), 'bucket')} of at most {largest / 1e6:.1f} MB,"
+            f" {_count(self.num_calls, 'call')}; extra memory at most {extra / 1e6:.1f} MB (rank {worst})",
+            f"sent by {sends}{more}",
+        )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def push_tensors(
+    shape: ModelShape, stage_of: Callable[[str], int], dtype: str, quantization: BlockFp8 | None = None
+) -> list[PushTensor]:
+    """Every Hugging Face tensor of the model, once, in the order of export.
+
+    Args:
+        shape: the model's.
+        stage_of: Megatron name, as the whole model numbers it → pipeline rank.
+        dtype: the engines' precision. Buffers stay in fp32 (a router's balancing bias decides between experts whose
+            scores are close).
+        quantization: which of them engines hold in fp8.
+    """
+    from fusionrl.models.families import model_rules
+
+    def scales(name: str, sizes: Sizes) -> Sizes | None:
+        return quantization.scale_shape(sizes) if quantization is not None and name in quantization.names else None
+
+    return [
+        PushTensor(
+            name,
+            sizes,
+            "float32" if rule.buffer else dtype,
+            rule,
+            part,
+            stage_of(rule.megatron),
+            scales(name, sizes),
+        )
+        for rule in model_rules(shape).values()
+        for part, (name, sizes) in enumerate(rule.hf.items())
+    ]
+
+
+def stage_of_name(stages: Sequence[Sequence[int]]) -> Callable[[str], int]:
+    """`stage_of` of `push_tensors` for layers dealt out as `plan.layout.stage_layers` says."""
+    stage_of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+
+    def stage_of(name: str) -> int:
+        if name.startswith("decoder.layers."):
+            return stage_of_layer[int(name.split(".")[2])]
+        return 0 if name.startswith("embedding.") else len(stages) - 1
+
+    return stage_of
+
+
+def plan_push(
+    tensors: Sequence[PushTensor],
+    layout: TrainerLayout,
+    targets: Sequence[EngineTarget],
+    trainer_nodes: Sequence[str],
+    max_bytes: int,
+    num_experts: int = 0,
+    *,
+    by_node: bool,
+) -> PushPlan:
+    """Buckets of at most `max_bytes` (one larger tensor, or two of `TOGETHER`, stand alone), each tensor once to every
+    engine.
+
+    Args:
+        tensors: all of the model's, in the order of export.
+        layout: the trainers'.
+        targets: the engines.
+        trainer_nodes: trainer rank → node.
+        max_bytes: see above.
+        num_experts: of one layer.
+        by_node: the engines of a node have sources of their own there, where replicas of the trainer make it possible,
+            as memory can be shared with them; else one source serves all engines.
+    """
+    places = sorted({target.node_id for target in targets}) if by_node else [None]
+    streams: dict[tuple[tuple[int, ...], tuple[int, ...]], list[PushTensor]] = {}
+    for place in places:
+        engines = tuple(target.index for target in targets if place is None or target.node_id == place)
+        chosen: dict[tuple[int, int | None], tuple[int, ...]] = {}
+        for tensor in tensors:
+            part = None if tensor.expert is None else tensor.expert * layout.ep // num_experts
+            if (tensor.stage, part) not in chosen:
+                chosen[tensor.stage, part] = _near(_holders(layout, tensor.stage, part), trainer_nodes, place)
+            streams.setdefault((chosen[tensor.stage, part], engines), []).append(tensor)
+    # Where places share a replica, one bucket goes to the engines of all of them.
+    joined: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[tuple[int, ...], list[PushTensor]]] = {}
+    for (members, engines), stream in streams.items():
+        key = members, tuple(tensor.name for tensor in stream)
+        joined[key] = (joined[key][0] if key in joined else ()) + engines, stream
+    cut: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], list[PushTensor]]]] = {}
+    for (members, _), (engines, stream) in joined.items():
+        own = cut.setdefault(members[0], [])
+        # A few buffers in another precision would otherwise end a bucket in every layer.
+        stream = sorted(stream, key=lambda tensor: tensor.dtype)
+        own += [(members, engines, bucket) for bucket in _cut(stream, max_bytes)]
+    # Evenly mixed, so that all sources are at work from the beginning to the end.
+    mixed = sorted(((i + 0.5) / len(own), source, i) for source, own in cut.items() for i in range(len(own)))
+    return PushPlan(
+        tuple(
+            Bucket(number, members, tuple(sorted(engines)), tuple(bucket))
+            for number, (_, source, i) in enumerate(mixed)
+            for members, engines, bucket in [cut[source][i]]
+        )
+    )
+
+
+def _holders(layout: TrainerLayout, stage: int, expert_part: int | None) -> list[tuple[int, ...]]:
+    """The groups of ranks that hold the same tensors in parts: replicas of one another."""
+    per_stage = layout.world_size // layout.pp
+    if expert_part is None:
+        firsts, size = range(0, per_stage, layout.tp), layout.tp
+    else:
+        first = layout.etp * expert_part
+        firsts, size = range(first, per_stage, layout.etp * layout.ep), layout.etp
+    return [tuple(range(stage * per_stage + first, stage * per_stage + first + size)) for first in firsts]
+
+
+def _near(holders: list[tuple[int, ...]], nodes: Sequence[str], place: str | None) -> tuple[int, ...]:
+    return next((members for members in holders if nodes[members[0]] == place), holders[0])
+
+
+def own_experts(tensor: PushTensor, target: EngineTarget, rank: int, num_experts: int) -> bool:
+    """Return whether the engine's rank keeps the tensor: all but other ranks' experts, if its ranks divide them.
+
+    SGLang gives consecutive experts to each of `ep_size` consecutive runs of ranks.
+    """
+    if tensor.expert is None or target.ep_size == 1:
+        return True
+    return tensor.expert * target.ep_size // num_experts == rank * target.ep_size // target.tp_size
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One engine of a push by CUDA IPC: which trainer rank serves each of its ranks, and which one speaks to it."""
+
+    engine: int
+    senders: tuple[int, ...]  # engine tensor parallel rank → trainer rank whose memory it reads
+    leader: int  # trainer rank that collects the payloads and calls the engine
+
+
+def plan_feeds(targets: Sequence[EngineTarget], trainer_bundles: Sequence[int]) -> list[Feed]:
+    """Match senders and engine ranks on GPUs: an engine rank reads the memory of the trainer rank on its own device.
+
+    Raises:
+        ValueError: an engine device that no trainer shares.
+    """
+    feeds = []
+    for target in targets:
+        missing = [b for b in target.bundles if b not in trainer_bundles]
+        if missing:
+            raise ValueError(
+                f"--update-weight-transport ipc: engine {target.index} has devices {missing} without a trainer;"
+                " use broadcast, or --colocate"
+            )
+        senders = tuple(trainer_bundles.index(b) for b in target.bundles)
+        feeds.append(Feed(target.index, senders, senders[0]))
+    return feeds
+
+
+# SGLang joins these two of latent attention, and drops one that comes without the other.
+TOGETHER = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+
+
+def _cut(tensors: Iterable[PushTensor], max_bytes: int) -> Iterator[list[PushTensor]]:
+    """Consecutive tensors of one dtype, of at most `max_bytes` together in a buffer."""
+    bucket: list[PushTensor] = []
+    for unit in _units(tensors):
+        size = sum(tensor.buffer_bytes for tensor in bucket + unit)
+        if bucket and (size > max_bytes or bucket[0].dtype != unit[0].dtype):
+            yield bucket
+            bucket = []
+        bucket = bucket + unit
+    if bucket:
+        yield bucket
+
+
+def _units(tensors: Iterable[PushTensor]) -> Iterator[list[PushTensor]]:
+    """Tensors one by one, but for those of `TOGETHER`."""
+    rest = iter(tensors)
+    for tensor in rest:
+        unit = [tensor]
+        if tensor.name.endswith(TOGETHER[0]) and (following := next(rest, None)) is not None:
+            assert _are_together(tensor.name, following.name), f"{tensor.name} without its pair"
+            unit.append(following)
+        yield unit
+
+
+def buckets(tensors: Iterable[tuple[str, Any]], max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
+    """Consecutive (name, tensor) pairs of at most `max_bytes` together; a larger tensor stands alone.
+
+    Two that an engine joins while it loads them (`TOGETHER`), and a weight and its scales, come in one bucket, whatever
+    its size. A tensor begins at a multiple of its values' size, as if one followed the other in memory: SGLang takes no
+    other. Lazily: at most one bucket of gathered tensors is alive at a time.
+    """
+    bucket: list[tuple[str, Any]] = []
+    size = 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        is_full = size + nbytes > max_bytes and not _are_together(bucket[-1][0] if bucket else "", name)
+        if bucket and (is_full or size % tensor.element_size()):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _are_together(before: str, name: str) -> bool:
+    before, name = before.removesuffix(SCALE), name.removesuffix(SCALE)
+    return before == name or (before.endswith(TOGETHER[0]) and name.endswith(TOGETHER[1]))
+
+
+def plan_for_layout(
+    shape: ModelShape,
+    layout: TrainerLayout,
+    engine_bundles: Sequence[Sequence[int]],
+    max_bytes: int,
+    dtype: str,
+    stages: Sequence[Sequence[int]],
+    quantization: BlockFp8 | None = None,
+) -> PushPlan:
+    """The plan before anything runs, of one node: layers dealt out as `stage_layers` says."""
+    targets = [EngineTarget(i, None, "", tuple(bundles)) for i, bundles in enumerate(engine_bundles)]
+    tensors = push_tensors(shape, stage_of_name(stages), dtype, quantization)
+    num_experts = shape.moe.num_experts if shape.moe else 0
+    nodes = [""] * layout.world_size
+    return plan_push(tensors, layout, targets, nodes, max_bytes, num_experts, by_node=False)

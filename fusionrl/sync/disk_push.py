@@ -1,0 +1,129 @@
+"""The protocol of a weight push by files, run by the driver: write, pull, pause, load, continue.
+
+Engines generate while trainers write and hosts pull; they stand still only while they load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fusionrl.plan.push import EngineTarget
+from fusionrl.sync.calls import wait_all
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT_S = 30.0
+_DROP_TIMEOUT_S = 10.0
+
+
+def push_by_disk(
+    trainers: Sequence[Any],
+    targets: Sequence[EngineTarget],
+    *,
+    version: int,
+    local_folder: str | None,
+    keep_files: bool,
+    pause_mode: str,
+    timeout_s: float,
+) -> dict[str, float]:
+    """Bring every engine to the trainers' weights, stamped with `version`, through files. Returns perf/… and sync/…
+
+    perf/update_weights_density     share of the elements that travelled; 1 where the version is full
+    perf/update_weights_wire_bytes  of the files, each counted once (sync/bytes is the same)
+    sync/prepare_s                  trainers write and hosts pull, while the engines still generate
+    sync/pause_s                    the engines stand still
+    sync/full_hosts                 hosts that a delta did not fit, and that got a full version
+
+    Args:
+        trainers: actors with `write_weights`, `write_full_weights` and `drop_weights`, one a rank.
+        targets: the engines; those with one `node_id` share a host's copy of the weights.
+        version: of the weights.
+        local_folder: of that copy, on each host; None: engines load what the trainers wrote.
+        keep_files: do not remove the folders of older versions.
+        pause_mode: as of SGLang's /pause_generation.
+        timeout_s: limit of the whole, seconds.
+
+    Raises:
+        RuntimeError: a rank could not write, a host could not pull, or an engine not load; names it. The engines were
+            told to go on; one that did not load has the weights it had. The next push is made as any other.
+    """
+    start = time.perf_counter()
+
+    def left() -> float:
+        return max(1.0, timeout_s - (time.perf_counter() - start))
+
+    def ask_trainers(method: str) -> dict[str, Any]:
+        handles = [target.handle for target in targets]
+        calls = [(f"trainer {rank}", getattr(t, method).remote(version, handles)) for rank, t in enumerate(trainers)]
+        return wait_all(calls, left())[0]
+
+    def pull(hosts: dict[str, EngineTarget], folder: str) -> dict[str, str | None]:
+        calls = [
+            (f"the host of engine {target.index}", target.handle.pull_weights.remote(folder, local_folder))
+            for target in hosts.values()
+        ]
+        return dict(zip(hosts, wait_all(calls, left()), strict=True))
+
+    written = [ask_trainers("write_weights")]
+    hosts = {target.node_id: target for target in reversed(targets)}  # one engine of each pulls for all
+    paths = pull(hosts, written[0]["folder"])
+    lacking = {node: target for node, target in hosts.items() if paths[node] is None}
+    if lacking:
+        logger.info("version %d goes in full to %d of %d hosts", version, len(lacking), len(hosts))
+        written.append(ask_trainers("write_full_weights"))
+        paths |= pull(lacking, written[1]["folder"])
+    paused = time.perf_counter()
+    try:
+        wait_all([(f"engine {t.index}: pause", t.handle.pause.remote(pause_mode)) for t in targets], left())
+        loads = [
+            (t.index, t.handle.update_weights_from_disk.remote(paths[t.node_id], version=str(version))) for t in targets
+        ]
+        # All of them, also beside one that fails: an engine goes on when it has the one or the other weights.
+        failed = [failure for index, call in loads if (failure := _failure(f"engine {index}: load", call, left()))]
+    finally:
+        released = [(t.index, t.handle.resume.remote()) for t in targets]
+        held = [
+            failure for i, call in released if (failure := _failure(f"engine {i}: resume", call, _RELEASE_TIMEOUT_S))
+        ]
+    if failed or held:
+        raise RuntimeError("weight push: " + "; ".join(failed + held))
+    end = time.perf_counter()
+    if not keep_files:
+        wait_all([("trainer 0: drop_weights", trainers[0].drop_weights.remote(version))], left())
+    num_bytes = float(sum(one["bytes"] for one in written))
+    return {
+        "perf/time_sync_s": end - start,
+        "perf/update_weights_density": written[0]["density"],
+        "perf/update_weights_wire_bytes": num_bytes,
+        "sync/prepare_s": paused - start,
+        "sync/pause_s": end - paused,
+        "sync/bytes": num_bytes,
+        "sync/buckets": float(sum(one["files"] for one in written)),
+        "sync/gb_per_s": num_bytes / (end - start) / 1e9,
+        "sync/full_hosts": float(len(lacking)),
+        "sync/version": float(version),
+    }
+
+
+def drop_files(trainers: Sequence[Any], targets: Sequence[EngineTarget], local_folder: str | None) -> None:
+    """At the end of a run: remove what versions are left, and the hosts' copies; gives up after ten seconds."""
+    calls = [("trainer 0: drop_weights", trainers[0].drop_weights.remote(None))]
+    if local_folder is not None:
+        hosts = {target.node_id: target for target in targets}
+        calls += [(f"engine {t.index}", t.handle.drop_local_copy.remote(local_folder)) for t in hosts.values()]
+    deadline = time.monotonic() + _DROP_TIMEOUT_S
+    for what, call in calls:
+        _failure(what, call, max(0.0, deadline - time.monotonic()))
+
+
+def _failure(what: str, call: Any, timeout_s: float) -> str | None:
+    """Describe the outcome of one call, and log it; None if all is well."""
+    try:
+        wait_all([(what, call)], timeout_s)
+    except RuntimeError as error:
+        logger.warning("weight push: %s", error)
+        return str(error)
+    return None

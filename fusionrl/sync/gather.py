@@ -1,0 +1,203 @@
+"""Buckets out of the trainers' parts: each source gathers its own, and only from the ranks that share its tensors.
+
+Where the members share a host's memory, each writes its parts into their places in the source's buffer. Elsewhere the
+parts of a bucket travel as one message a rank, in the engines' precision. The collective export of the whole model to
+every rank is `hf_io.iter_hf_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusionrl.models import convert
+from fusionrl.models.families import Rule
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.push import Bucket, PushPlan, PushTensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+Parts = Sequence[tuple[PushTensor, str, Tensor]]
+"""(of which tensor, name that engines know it by, view of a bucket's buffer)."""
+Convert = Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
+
+
+def views_of(bucket: Bucket, flat: Tensor) -> Parts:
+    """(tensor, its name, view) of a bucket's tensors, one after another in the bytes of `flat`  # uint8."""
+    found, offset = [], 0
+    for tensor in bucket.tensors:
+        found.append((tensor, tensor.name, _view(flat, offset, tensor, tensor.shape)))
+        offset += tensor.nbytes
+    return found
+
+
+def convert_in_place(views: Parts, flat: Tensor, convert: Convert) -> Parts:
+    """Convert each of `views` in its place in `flat`, if the result takes no more room (fp8 and scales).
+
+    The widest values stand first, so that each begins at a multiple of its size, which SGLang asks for.
+    """
+    made = [(tensor, name, part) for tensor, whole, view in views for name, part in convert(iter([(whole, view)]))]
+    made = [(tensor, name, part.clone() if _shares(part, flat) else part) for tensor, name, part in made]
+    made.sort(key=lambda item: -item[2].element_size())
+    found, offset = [], 0
+    for tensor, name, part in made:
+        place = flat[offset : offset + part.nbytes].view(part.dtype).view(part.shape)
+        place.copy_(part)
+        found.append((tensor, name, place))
+        offset += part.nbytes
+    return found
+
+
+def _shares(part: Tensor, flat: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def _view(flat: Tensor, offset: int, tensor: PushTensor, sizes: Sequence[int]) -> Tensor:
+    dtype = DTYPES[tensor.dtype]
+    return flat[offset : offset + torch.Size(sizes).numel() * dtype.itemsize].view(dtype).view(sizes)
+
+
+def place_of(tensor: PushTensor, whole: Tensor, rank: int, size: int) -> list[Tensor]:
+    """The views of a whole tensor that the part of tensor-parallel `rank` of `size` fills, in order."""
+    split = tensor.rule.split
+    if split == "replicated" or size == 1:
+        return [whole]
+    if split == "columns":
+        return [whole.chunk(size, dim=1)[rank]]
+    if split == "paired_rows" and tensor.rule.join == "copy":
+        return [half.chunk(size)[rank] for half in whole.chunk(2)]
+    rows = -(-whole.size(0) // size)
+    return [whole[rank * rows : (rank + 1) * rows]]
+
+
+def fill(tensor: PushTensor, whole: Tensor, part: Tensor, rank: int, size: int) -> None:
+    """Put what `rank` has of a tensor, its values in order, into its place in the whole; cast to its precision."""
+    views = place_of(tensor, whole, rank, size)
+    for view, values in zip(views, part.chunk(len(views)), strict=True):
+        _copy(view, values)
+
+
+def _copy(target: Tensor, values: Tensor) -> None:
+    """`values` may have another shape than `target`, which then is contiguous: so none of them moves twice."""
+    (target if target.shape == values.shape else target.view(values.shape)).copy_(values)
+
+
+class PartGatherer:
+    """Makes the buckets of a plan, of which this rank is the source or holds a part.
+
+    All ranks of a bucket call `gather` for it, and all in the order of `PushPlan.gathers`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        plan: PushPlan,
+        own: Mapping[str, tuple[Rule, Tensor]],
+        shape: ModelShape,
+        groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
+        mapped: Mapping[int, Sequence[Tensor]],
+    ) -> None:
+        """`own`: Megatron name → (rule, what this rank holds of it); `groups`: the process groups of this rank over
+        which tensors are divided; `mapped`: source → its buffers, where all members have them in their memory. Memory
+        is allocated, and touched, here."""
+        self.rank, self.plan, self.own, self.shape = rank, plan, own, shape
+        self.groups = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+        self.mapped = mapped
+        # Bucket number → its place among its source's, which takes its buffers by turns.
+        self._turn = {
+            bucket.number: place for source in plan.sources for place, bucket in enumerate(plan.of_source(source))
+        }
+        by_message = any(b.source not in mapped for b in plan.buckets if rank in b.members and len(b.members) > 1)
+        room = plan.buffer_bytes(rank)[1] if by_message else 0
+        self._room = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._token = torch.zeros(1, dtype=torch.uint8)  # what members tell each other; its value means nothing
+
+    @torch.no_grad()
+    def gather(self, bucket: Bucket, flat: Tensor | None) -> None:
+        """Bring the bucket's whole tensors into `flat` of its source; the other members send their parts.
+
+        Args:
+            bucket: one that this rank is a member of.
+            flat: uint8, at least `bucket.nbytes`; None on ranks that are not its source.
+
+        Raises:
+            RuntimeError: a member is gone.
+        """
+        place, size = bucket.members.index(self.rank), len(bucket.members)
+        if size > 1 and bucket.source in self.mapped:
+            self._fill_together(bucket, flat, place, size)
+            return
+        if self.rank != bucket.source:
+            num_bytes = bucket.part_bytes(self.rank)
+            if num_bytes:
+                self._pack(bucket, self._room[:num_bytes], place, size)
+                dist.send(self._room[:num_bytes], bucket.source, group=self.groups[bucket.members])
+            return
+        assert flat is not None
+        received = self._receive(bucket)
+        wholes = [view for _, _, view in views_of(bucket, flat)]
+        for tensor, whole in zip(bucket.tensors, wholes, strict=True):
+            fill(tensor, whole, self._part(tensor, size, whole.size(0)), place, size)
+        for other, (work, parts) in enumerate(received, start=1):
+            work.wait()
+            for (tensor, part), whole in zip(parts, wholes, strict=True):
+                if part is not None:
+                    fill(tensor, whole, part, other, size)
+
+    def _fill_together(self, bucket: Bucket, flat: Tensor | None, place: int, size: int) -> None:
+        """Each member writes into the source's buffer, between the source's word that it is free and its own that it is
+        done."""
+        group = self.groups[bucket.members]
+        if flat is None:
+            dist.recv(self._token, bucket.source, group=group)
+            buffers = self.mapped[bucket.source]
+            flat = buffers[self._turn[bucket.number] % len(buffers)]
+        else:
+            for member in bucket.members[1:]:
+                dist.send(self._token, member, group=group)
+        for tensor, _, whole in views_of(bucket, flat):
+            if place == 0 or tensor.rule.split != "replicated":
+                fill(tensor, whole, self._part(tensor, size, tensor.part_shape(place, size)[0]), place, size)
+        if place > 0:
+            dist.send(self._token, bucket.source, group=group)
+            return
+        for member in bucket.members[1:]:
+            dist.recv(self._token, member, group=group)
+
+    def _receive(self, bucket: Bucket) -> list[tuple[Any, list[tuple[PushTensor, Tensor | None]]]]:
+        """The messages of the other members, under way."""
+        found, offset = [], 0
+        for place, member in enumerate(bucket.members[1:], start=1):
+            num_bytes = bucket.part_bytes(member)
+            if num_bytes:
+                message = self._room[offset : offset + num_bytes]
+                work = dist.irecv(message, member, group=self.groups[bucket.members])
+                found.append((work, list(_parts(bucket, message, place))))
+                offset += num_bytes
+        return found
+
+    def _pack(self, bucket: Bucket, message: Tensor, place: int, size: int) -> None:
+        for tensor, view in _parts(bucket, message, place):
+            if view is not None:
+                _copy(view, self._part(tensor, size, view.size(0)))
+
+    def _part(self, tensor: PushTensor, size: int, rows: int) -> Tensor:
+        """Return this rank's part of a tensor, without the padding of a vocabulary."""
+        rule, value = self.own[tensor.rule.megatron]
+        part = convert.pieces(rule, value.detach(), self.shape, size)[tensor.part]
+        return part[:rows] if rule.split == "rows" and rule.join == "copy" else part
+
+
+def _parts(bucket: Bucket, message: Tensor, place: int) -> Iterator[tuple[PushTensor, Tensor | None]]:
+    """(tensor, what member `place` sends of it in `message`); None where the source has it already."""
+    offset, size = 0, len(bucket.members)
+    for tensor in bucket.tensors:
+        num_bytes = tensor.part_bytes(place, size)
+        yield tensor, _view(message, offset, tensor, tensor.part_shape(place, size)) if num_bytes else None
+        offset += num_bytes

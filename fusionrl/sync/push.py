@@ -1,0 +1,106 @@
+"""The protocol of a weight push, run by the driver: prepare, pause, begin, transfer, end, continue.
+
+The engines stand still from pause to continue. Whatever fails, they are released again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.sync.calls import wait_all
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT_S = 30.0
+
+
+def push_weights(
+    trainers: Sequence[Any],
+    targets: Sequence[EngineTarget],
+    feeds: Sequence[Feed],
+    *,
+    version: int,
+    transport: str,
+    pause_mode: str,
+    timeout_s: float,
+) -> dict[str, float]:
+    """Bring every engine to the trainers' weights, stamped with `version`. Returns perf/… and sync/… metrics:
+
+    sync/prepare_s   plan, groups, buffers and the first gathers, while the engines still generate
+    sync/pause_s     the engines stand still
+    sync/transfer_s  part of it: from the first byte sent to the last answer
+    sync/bytes       of the weights, each counted once
+    sync/calls       requests to engines that carried weights
+    sync/gb_per_s    1e9 bytes that all engines together received a second of the transfer
+
+    Raises:
+        RuntimeError: an engine or a trainer failed, or `timeout_s` seconds passed; names it. The engines were told to
+        go on (with whatever they hold), so that they can be pushed to again or shut down.
+    """
+    start = time.perf_counter()
+
+    def left() -> float:
+        return max(1.0, timeout_s - (time.perf_counter() - start))
+
+    def ask_trainers(method: str, *args: Any) -> list[Any]:
+        calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(trainers)]
+        return wait_all(calls, left())
+
+    def ask_engines(method: str, *args: Any) -> None:
+        calls = [(f"engine {t.index}: {method}", getattr(t.handle, method).remote(*args)) for t in targets]
+        wait_all(calls, left())
+
+    ask_trainers("prepare_push", list(targets), transport)
+    paused = time.perf_counter()
+    not_released: list[str] = []
+    try:
+        ask_engines("pause", pause_mode)
+        try:
+            ask_engines("begin_weight_update")
+            sent = ask_trainers("push_weights", list(targets), list(feeds), version, transport)
+        finally:
+            not_released += _release(targets, "end_weight_update")
+    finally:
+        not_released += _release(targets, "resume")
+    if not_released:
+        raise RuntimeError("weight push: " + "; ".join(not_released))
+    end = time.perf_counter()
+    return {
+        "perf/time_sync_s": end - start,
+        "sync/prepare_s": paused - start,
+        "sync/pause_s": end - paused,
+        "sync/version": float(version),
+        **_totals(sent, len(targets)),
+    }
+
+
+def _totals(sent: Sequence[dict[str, Any]], num_engines: int) -> dict[str, float]:
+    """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends."""
+    num_bytes = float(sum(report["bytes"] for report in sent))
+    ends = [report for report in sent if "last_s" in report]
+    seconds = max(report["last_s"] for report in ends) - min(report["first_s"] for report in ends)
+    return {
+        "sync/transfer_s": seconds,
+        "sync/bytes": num_bytes,
+        "sync/buckets": float(sum(report["buckets"] for report in sent)),
+        "sync/calls": float(sum(report["calls"] for report in sent)),
+        "sync/gb_per_s": num_bytes * num_engines / seconds / 1e9,
+    }
+
+
+def _release(targets: Sequence[EngineTarget], method: str) -> list[str]:
+    """Tell every engine, also one of which nobody knows how far it came; returns what went wrong."""
+    calls = [(f"engine {target.index}: {method}", getattr(target.handle, method).remote()) for target in targets]
+    failed = []
+    for call in calls:
+        try:
+            wait_all([call], _RELEASE_TIMEOUT_S)
+        except RuntimeError as error:
+            # Where an error broke the push it is on its way up; a dead engine cannot be released.
+            logger.warning("weight push: %s", error)
+            failed.append(str(error))
+    return failed

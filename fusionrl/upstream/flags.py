@@ -1,0 +1,228 @@
+"""Field lists of SGLang, its router and Megatron-core, read from the installed packages when they are needed.
+
+The one place of `config` that imports them, and only inside functions: a command line that names none of their
+flags never pays for the import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import types
+import typing
+from typing import Any
+
+from fusionrl.base.quiet import quiet
+
+# Fields of ServerArgs that fusionrl sets itself, with what to use in their place.
+SGLANG_OWNED: dict[str, str] = {
+    "model_path": "--hf-checkpoint",
+    "host": "the node's own address",
+    "port": "a free port",
+    "api_key": "a key made for the run",
+    "admin_api_key": "a key made for the run",
+    "device": "--device",
+    "dtype": "--rollout-dtype",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "base_gpu_id": "the placement",
+    "nnodes": "the placement",
+    "node_rank": "the placement",
+    "dist_init_addr": "the placement",
+    "random_seed": "--rollout-seed",
+}
+ROUTER_OWNED: dict[str, str] = {
+    "worker_urls": "the run's own engines",
+    "host": "the node's own address",
+    "port": "a free port",
+    "api_key": "a key made for the run",
+    "log_dir": "the run's folder",
+}
+# Fields of Megatron's config classes that fusionrl sets itself.
+MEGATRON_OWNED: dict[str, str] = {
+    "bf16": "--precision",
+    "fp16": "--precision",
+    "params_dtype": "--precision",
+    "pipeline_dtype": "--precision",
+    "num_layers": "the Hugging Face config",
+    "hidden_size": "the Hugging Face config",
+    "num_attention_heads": "the Hugging Face config",
+    "num_query_groups": "the Hugging Face config",
+    "ffn_hidden_size": "the Hugging Face config",
+    "kv_channels": "the Hugging Face config",
+    "layernorm_epsilon": "the Hugging Face config",
+    "normalization": "the Hugging Face config",
+    "qk_layernorm": "the Hugging Face config",
+    "add_bias_linear": "the Hugging Face config",
+    "add_qkv_bias": "the Hugging Face config",
+    "gated_linear_unit": "the Hugging Face config",
+    "activation_func": "the Hugging Face config",
+    "rotary_interleaved": "the Hugging Face config",
+    "num_moe_experts": "the Hugging Face config",
+    "moe_ffn_hidden_size": "the Hugging Face config",
+    "moe_layer_freq": "the Hugging Face config",
+    "moe_router_topk": "the Hugging Face config",
+    "moe_router_score_function": "the Hugging Face config",
+    "moe_router_pre_softmax": "the Hugging Face config",
+    "moe_router_topk_scaling_factor": "the Hugging Face config",
+    "moe_router_num_groups": "the Hugging Face config",
+    "moe_router_group_topk": "the Hugging Face config",
+    "moe_router_enable_expert_bias": "the Hugging Face config",
+    "moe_shared_expert_intermediate_size": "the Hugging Face config",
+    "moe_shared_expert_gate": "the Hugging Face config",
+    "multi_latent_attention": "the Hugging Face config",
+    "calculate_per_token_loss": "--calculate-per-token-loss",
+    "finalize_model_grads_func": "the trainer",
+    "variable_seq_lengths": "the trainer",
+    "optimizer": "the trainer (Adam)",
+    "use_distributed_optimizer": "the trainer (always on)",
+    "transformer_impl": "--transformer-impl",
+}
+
+
+class UpstreamError(ValueError):
+    """A pass-through flag that upstream does not take."""
+
+
+def _owned(source: str) -> UpstreamError:
+    return UpstreamError("it is set by fusionrl" + (f"; use {source}" if source[:2] == "--" else f" ({source})"))
+
+
+class _QuietParser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UpstreamError(message)
+
+
+@functools.cache
+def sglang_parser() -> argparse.ArgumentParser:
+    """SGLang's own command line, as its installed version declares it."""
+    from fusionrl.upstream import cpu_sglang
+
+    cpu_sglang.install()
+    parser = _QuietParser(add_help=False, allow_abbrev=False)
+    with quiet():
+        from sglang.srt.server_args import ServerArgs
+
+        ServerArgs.add_cli_args(parser)
+    return parser
+
+
+@functools.cache
+def router_parser() -> argparse.ArgumentParser:
+    """The router's own command line, as its installed version declares it."""
+    parser = _QuietParser(add_help=False, allow_abbrev=False)
+    with quiet():
+        from sglang_router.router_args import RouterArgs
+
+        RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=False)
+    return parser
+
+
+def parse_with(
+    parser: argparse.ArgumentParser, option: str, values: list[str], owned: dict[str, str]
+) -> dict[str, Any]:
+    """The fields that `option values…` sets by upstream's own parser.
+
+    Raises:
+        UpstreamError: unknown to upstream, a value it does not take, or a field that fusionrl owns.
+    """
+    action = parser._option_string_actions.get(option)
+    if action is None:
+        raise UpstreamError(f"{option} is no option of the installed version")
+    if action.dest in owned:
+        raise _owned(owned[action.dest])
+    for required in parser._actions:
+        required.required = False
+    # "=": a value that begins with "-" is a value, not the next flag.
+    parsed, rest = parser.parse_known_args([f"{option}={values[0]}"] if len(values) == 1 else [option, *values])
+    if rest:
+        raise UpstreamError(f"unexpected value {' '.join(rest)}")
+    return {action.dest: getattr(parsed, action.dest)}
+
+
+def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:
+    """The parser's options as fusionrl spells them, for 'did you mean'."""
+    return [f"--{prefix}-{name[2:]}" for name in parser._option_string_actions if name.startswith("--")]
+
+
+@functools.cache
+def megatron_fields() -> dict[str, dict[str, Any]]:
+    """Field name → type, for each of Megatron's classes: transformer, optimizer, ddp."""
+    with quiet():
+        from fusionrl.upstream import cpu_megatron
+
+        cpu_megatron.install()
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
+
+    classes = {
+        "transformer": TransformerConfig,
+        "optimizer": OptimizerConfig,
+        "ddp": DistributedDataParallelConfig,
+    }
+    return {kind: {f.name: _hint(cls, f) for f in dataclasses.fields(cls)} for kind, cls in classes.items()}
+
+
+def _hint(cls: type, field: dataclasses.Field) -> Any:
+    # Some of Megatron's annotations name modules that are not installed; those fields stay as plain strings.
+    if not isinstance(field.type, str):
+        return field.type
+    try:
+        return typing.get_type_hints(cls)[field.name]
+    except (NameError, AttributeError, TypeError):
+        return str
+
+
+def parse_megatron(field: str, values: list[str]) -> dict[str, Any]:
+    """Class kind → value for every Megatron class that has `field` (one that several share is set in all).
+
+    Raises:
+        UpstreamError: no class has it, fusionrl owns it, or the value does not fit its type.
+    """
+    fields = megatron_fields()
+    name, negated = (field[3:], True) if field.startswith("no_") else (field, False)
+    if negated and any(field in of for of in fields.values()):
+        name, negated = field, False
+    kinds = [kind for kind, of in fields.items() if name in of]
+    if not kinds:
+        raise KeyError(field)
+    if name in MEGATRON_OWNED:
+        raise _owned(MEGATRON_OWNED[name])
+    if negated:
+        if values:
+            raise UpstreamError("a --no- flag takes no value")
+        return dict.fromkeys(kinds, False)
+    return {kind: _convert(fields[kind][name], values) for kind in kinds}
+
+
+def _convert(hint: Any, values: list[str]) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = tuple(option for option in options if option is not type(None))
+    if not values:
+        if bool in options:
+            return True
+        raise UpstreamError("it needs a value")
+    text = values[0] if len(values) == 1 else None
+    if text is not None and text.lower() == "none":
+        return None
+    for option in options:
+        origin = typing.get_origin(option) or option
+        try:
+            if origin is bool and text is not None and text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            if origin in (int, float) and text is not None:
+                return origin(text)
+            if origin is typing.Literal and text in typing.get_args(option):
+                return text
+            if origin in (list, tuple):
+                return [json.loads(value) if value[:1] in '-0123456789["{' else value for value in values]
+            if origin is dict and text is not None:
+                return json.loads(text)
+            if origin is str and text is not None:
+                return text
+        except ValueError:
+            continue
+    raise UpstreamError(f"value {' '.join(values)!r} does not fit its type {hint}")

@@ -1,0 +1,143 @@
+"""Which secrets a process inherits: the table, the names, and processes that are really started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fusionrl.base import environment
+from fusionrl.base.environment import (
+    NEEDS,
+    ROUTER_KEY,
+    child_environment,
+    hide_passwords,
+    hook_secrets,
+    is_secret,
+    not_passed_on,
+    secrets_of_hooks,
+    take_secrets,
+    without_secrets,
+)
+
+DOCS = Path(__file__).parents[1] / "docs" / "security.md"
+SECRETS = """
+    HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN VAULT_TOKEN
+    OPENAI_API_KEY GOOGLE_APPLICATION_CREDENTIALS AZURE_STORAGE_CONNECTION_STRING GITHUB_TOKEN MLFLOW_TRACKING_PASSWORD
+    COMET_API_KEY AZURE_CLIENT_SECRET SSH_AUTH_SOCK APIKEY RAY_AUTH_TOKEN FUSIONRL_ROUTER_KEY
+    OPENAI_KEY AZURE_OPENAI_KEY HUGGINGFACE_KEY KAGGLE_KEY PGPASSWORD MYSQL_PWD SSHPASS REDISCLI_AUTH GITHUB_PAT
+    COS_SECRETKEY OPENAI_API_KEYS API_TOKENS SLACK_WEBHOOK_URL DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH SENTRY_DSN
+    npm_config__auth MINIO_ACCESSKEY
+"""
+NONE = """
+    PATH HOME TOKENIZERS_PARALLELISM SGLANG_CLIP_MAX_NEW_TOKENS SGLANG_INIT_NEW_TOKEN_RATIO PYTHONPATH OMP_NUM_THREADS
+    FUSIONRL_RUN_TOKEN NCCL_SOCKET_IFNAME AWS_REGION HF_HOME KEYBOARD
+    PWD OLDPWD KEYBOARD_LAYOUT XKB_KEYBOARD MONKEY RAY_TLS_SERVER_KEY RAY_AUTH_MODE MAX_TOKENS NCCL_BYPASS COMPASS
+    LD_LIBRARY_PATH XAUTHORITY DBUS_SESSION_BUS_ADDRESS RAY_ADDRESS VIRTUAL_ENV GIT_AUTHOR_NAME SGLANG_KEYFRAMES
+"""
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_secrets_by_name(name: str) -> None:
+    assert is_secret(name, "x")
+
+
+@pytest.mark.parametrize("name", NONE.split())
+def test_what_is_no_secret(name: str) -> None:
+    assert not is_secret(name, "x")
+
+
+def test_a_url_with_a_password_is_one() -> None:
+    assert is_secret("HTTPS_PROXY", "http://me:hunter2@proxy:3128")
+    assert not is_secret("HTTPS_PROXY", "http://proxy:3128/a:b@c")
+    assert not is_secret("HTTPS_PROXY", "http://[::1]:3128/a:b@c")
+    assert hide_passwords("x http://me:hunter2@proxy:3128/p?q y") == "x http://me:***@proxy:3128/p?q y"
+    assert hide_passwords("redis://:hun/ter:2@host/0") == "redis://:***@host/0"
+    assert hide_passwords("http://me:a@h/x,http://you:b@h/y") == "http://me:***@h/x,http://you:***@h/y"
+
+
+@pytest.mark.parametrize("piece", ["a", "a:", "a://", "a://b:", "a://b:c/", "://:"])
+def test_a_long_text_costs_one_pass(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    start = time.perf_counter()
+    assert hide_passwords(text) == text
+    assert time.perf_counter() - start < 1
+
+
+def test_the_table_is_that_of_the_documentation() -> None:
+    section = DOCS.read_text().split("## Keys")[1].split("## ")[0]
+    rows = dict(re.findall(r"^\| ([a-z-]+) \| ([a-z, ]+) \|$", section, re.MULTILINE))
+    rows.pop("process")
+    assert rows == {kind: ", ".join(sorted(needs)) or "none" for kind, needs in NEEDS.items()}
+
+
+def test_children_get_what_their_row_says() -> None:
+    shell = {"PATH": "/bin", "HF_TOKEN": "a", "RAY_AUTH_TOKEN": "b", ROUTER_KEY: "c", "FUSIONRL_RUN_TOKEN": "d"}
+    assert child_environment("ray", shell) == {"PATH": "/bin", "RAY_AUTH_TOKEN": "b", "FUSIONRL_RUN_TOKEN": "d"}
+    for kind in ("engine", "router", "reward-worker", "checkpoint-writer", "answer-parser", "guard"):
+        assert child_environment(kind, shell) == {"PATH": "/bin", "FUSIONRL_RUN_TOKEN": "d"}
+
+
+def test_hooks_get_what_is_named_and_an_actor_nothing_else() -> None:
+    shell = {"HF_TOKEN": "a", "JUDGE_API_KEY": "j", "PATH": "/bin"}
+    assert hook_secrets(["JUDGE_API_KEY"], shell) == {"JUDGE_API_KEY": "j"}
+    assert not_passed_on(["JUDGE_API_KEY"], shell) == ["HF_TOKEN"]
+    with pytest.raises(ValueError, match="--hook-env OTHER_KEY"):
+        hook_secrets(["OTHER_KEY"], shell)
+    actor = {"PATH": "/bin", "WANDB_API_KEY": "of the cluster", "RAY_AUTH_TOKEN": "t"}
+    take_secrets({"JUDGE_API_KEY": "j"}, actor)
+    assert "WANDB_API_KEY" not in actor and actor["JUDGE_API_KEY"] == "j" and actor["RAY_AUTH_TOKEN"] == "t"
+    actor[ROUTER_KEY] = "k"
+    assert secrets_of_hooks(actor) == {"JUDGE_API_KEY": "j", ROUTER_KEY: "k"}
+
+
+def test_what_is_hidden_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a")
+    program = [sys.executable, "-c", "import os; print('HF_TOKEN' in os.environ)"]
+    with without_secrets("ray"):
+        assert subprocess.run(program, capture_output=True, text=True).stdout == "False\n"
+    assert os.environ["HF_TOKEN"] == "a"
+
+
+def test_a_reward_worker_has_the_secrets_of_hooks_and_shows_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They come by its standard input: neither its environment nor its command line has them."""
+    import selectors
+
+    from fusionrl.rewards import pool
+
+    monkeypatch.setenv("HF_TOKEN", "of-the-shell")
+    monkeypatch.setenv("JUDGE_API_KEY", "of-the-judge")
+    monkeypatch.setenv(environment.HOOK_NAMES, "JUDGE_API_KEY")
+    monkeypatch.setenv(ROUTER_KEY, "of-the-engines")
+    process = pool._Process("sync", selectors.DefaultSelector())
+    try:
+        process.connection.settimeout(60)
+        assert process.connection.recv(1)  # it says that it is ready, and so has read its input
+        folder = Path(f"/proc/{process._process.pid}")
+        shown = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+        assert b"PATH=" in shown and b"of-the-" not in shown
+    finally:
+        process._process.kill()
+        process._process.wait()
+
+
+def test_no_child_is_started_with_everything() -> None:
+    """Whoever starts a process says its environment; the exceptions are programs that print what a GPU is."""
+    root = Path(__file__).parents[1]
+    allowed = {"fusionrl/cli.py": 1}  # nvidia-smi -L
+    found = {}
+    for path in sorted((root / "fusionrl").rglob("*.py")):
+        text = path.read_text()
+        calls = [text[m.start() : m.start() + 600] for m in re.finditer(r"subprocess\.(Popen|run)\(", text)]
+        bare = [call for call in calls if not re.search(r"\benv=", call)]
+        if bare and path.name != "minder.py":  # it hands on what it was started with
+            found[str(path.relative_to(root))] = len(bare)
+    assert found == allowed, json.dumps(found)

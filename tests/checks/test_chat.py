@@ -1,0 +1,85 @@
+"""Prompts that reach a chat model without its chat template are warned about, before the run and in the plan."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.checks.chat import chat_warnings
+from fusionrl.config.config import Config
+
+
+@pytest.fixture
+def warnings(tiny_model: Path, write_rows: Callable[..., Path]) -> Callable[..., list[str]]:
+    """warnings(prompt, field=value, …) of a run whose first prompt this is."""
+
+    def find(prompt: Any, **changes: Any) -> list[str]:
+        data = str(write_rows([{"input": prompt, "label": "2"}]))
+        values = {"hf_checkpoint": str(tiny_model), "prompt_data": data} | changes
+        return chat_warnings(Config.from_flat({name: value for name, value in values.items() if value is not None}))
+
+    return find
+
+
+def test_plain_text_for_a_tokenizer_with_a_template(warnings: Callable[..., list[str]]) -> None:
+    for mode in ("rl", "reject-sampling"):
+        (text,) = warnings("What is 1+1?", mode=mode)
+        assert text.startswith("--prompt-data: its prompts are plain text") and "--apply-chat-template" in text
+
+
+def test_evaluations(warnings: Callable[..., list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    path.write_text(json.dumps({"input": "What is 1+1?"}))
+    flags = {"mode": "eval", "prompt_data": None, "eval_prompt_data": ["held-out", str(path)]}
+    (text,) = warnings("", **flags)
+    assert text.startswith("evaluation set held-out: its prompts are plain text")
+    assert warnings("", **flags, apply_chat_template=True) == []
+
+
+def test_what_is_meant_that_way(warnings: Callable[..., list[str]], tiny_model: Path, tmp_path: Path) -> None:
+    assert warnings("What is 1+1?", apply_chat_template=True) == []
+    assert warnings("What is 1+1?", mode="sft") == [], "nothing is generated"
+    assert warnings([{"role": "user", "content": "1+1?"}]) == [], "an error of its own"
+    for flag in ("rollout_function_path", "custom_generate_function_path", "data_source_path"):
+        assert warnings("What is 1+1?", **{flag: "mine.py:f"}) == [], "it may render prompts itself"
+    for rendered in (
+        "<|im_start|>user\n1+1?<|im_end|>\n",
+        "<s>[INST] 1+1? [/INST]",
+        "<start_of_turn>user\n1+1?<end_of_turn>\n",
+        "<｜User｜>1+1?<｜Assistant｜>",
+    ):
+        assert warnings(rendered) == [], rendered
+    assert len(warnings("is 1 < 2 or 2 <| 3 |> 1?")) == 1, "no mark of a turn"
+    assert warnings("What is 1+1?", prompt_data=str(tmp_path / "none.jsonl")) == [], "an error of its own"
+    assert warnings("What is 1+1?", hf_checkpoint=str(tiny_model / "config.json")) == [], "no tokenizer there"
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model, base)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    assert warnings("What is 1+1?", hf_checkpoint=str(base)) == []
+
+
+def test_special_tokens_of_the_tokenizer_are_marks(
+    warnings: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(tiny_model, own)
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    decoder = {"9": {"content": "[USER]", "special": True}, "10": {"content": "1+1", "special": False}}
+    for name, tokens in (
+        ("additional_special_tokens", ["[USER]"]),
+        ("extra_special_tokens", {"user_token": "[USER]"}),
+        ("added_tokens_decoder", decoder),
+        ("bos_token", {"content": "[USER]"}),
+    ):
+        (own / "tokenizer_config.json").write_text(json.dumps(settings | {name: tokens}))
+        assert warnings("[USER] 1+1?", hf_checkpoint=str(own)) == [], name
+        assert len(warnings("1+1?", hf_checkpoint=str(own))) == 1, name
+    assert len(warnings("[USER] 1+1?")) == 1

@@ -1,0 +1,187 @@
+"""Flags that were given and do nothing are named with the reason; those that act are not."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from pathlib import Path
+
+import pytest
+
+from fusionrl.checks.effects import EFFECTS, EVERYWHERE, effect_warnings, policy_loss
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.groups import GROUPS, AlgorithmGroup
+from fusionrl.config.hooks import SIGNATURES, flag_of
+from fusionrl.config.parser import inner_type, read_args
+from fusionrl.config.presets import PRESETS
+
+FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
+SFT = "in --mode sft, where"
+
+
+def lines_of(*argv: str) -> list[str]:
+    config, errors = read_args(argv)
+    assert errors == []
+    return effect_warnings(config)
+
+
+def test_every_field_is_in_the_tables_once() -> None:
+    """A new flag must say in which runs it is read."""
+    assert sorted([*EFFECTS, *EVERYWHERE]) == sorted(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "lines"),
+    [
+        (["--use-kl-loss"], []),
+        (["--mode", "sft", "--lr", "1e-3", "--input-key", "messages", "--loss-mask-type", "chatml"], []),
+        (
+            ["--mode", "sft", "--use-kl-loss", "--eps-clip", "0.1"],
+            [f"{SFT} it has no policy loss: --eps-clip, --use-kl-loss"],
+        ),
+        (["--mode", "sft", "--no-use-kl-loss"], [f"no effect {SFT} it has no policy loss: --use-kl-loss"]),
+        (
+            ["--mode", "sft", "--rollout-data-postprocess-path", "a.b", "--entropy-coef", "0.1"],
+            [
+                f"no effect {SFT} it has no policy loss: --entropy-coef",
+                f"not called {SFT} it has no policy loss: --rollout",
+            ],
+        ),
+        (
+            ["--mode", "sft", "--apply-chat-template"],
+            [
+                f"{SFT} conversations always go through the chat template, and text prompts are trained as plain text"
+                " with their response (for the template, give messages): --apply-chat-template"
+            ],
+        ),
+        (["--mode", "sft", "--algorithm", "ppo"], [f"{SFT} no policy is trained by rewards: --algorithm"]),
+        (["--mode", "sft", "--custom-rm-path", "a.b"], [f"not called {SFT} it has no engines: --custom-rm-path"]),
+        (["--mode", "sft", "--rollout-sample-filter-path", "a.b"], []),
+        (["--mode", "sft", "--eval-prompt-data", "v", "v.jsonl", "--eval-interval", "5", "--eval-input-key", "m"], []),
+        (
+            ["--mode", "sft", "--eval-prompt-data", "v", "v.jsonl", "--eval-top-k", "5"],
+            ["engines evaluate nothing: --eval-"],
+        ),
+        (["--mode", "eval", "--eval-prompt-data", "v", "v.jsonl", "--eval-top-k", "5", "--rollout-stop", "x"], []),
+        (["--mode", "eval", "--rollout-function-path", "a.b", "--rollout-sample-hook-path", "a.b"], []),
+        (
+            ["--mode", "eval", "--lr", "1", "--save-interval", "1"],
+            ["no weights are trained: --lr", "nothing is saved: --save"],
+        ),
+        (["--mode", "eval", "--actor-num-nodes", "2"], ["in --mode eval, where it has no trainers: --actor-num-nodes"]),
+        (["--mode", "reject-sampling", "--lr", "1"], ["in --mode reject-sampling, where no weights are trained: --lr"]),
+        (
+            ["--mode", "reject-sampling", "--eval-interval", "1"],
+            ["nothing is evaluated between steps: --eval-interval"],
+        ),
+        (["--mode", "reject-sampling", "--tensor-model-parallel-size", "2"], []),
+        (
+            ["--mode", "reject-sampling", "--no-trainer", "--tensor-model-parallel-size", "2"],
+            ["in --mode reject-sampling --no-trainer, where it has no trainers: --tensor-model-parallel-size"],
+        ),
+        (["--mode", "reject-sampling", "--algorithm", "dapo"], []),
+        (["--mode", "reject-sampling", "--algorithm", "grpo"], ["no policy is trained by rewards: --algorithm"]),
+        (
+            ["--debug-rollout-only", "--lr", "1", "--rm-type", "math"],
+            ["--mode rl --debug-rollout-only, where no weights"],
+        ),
+        (
+            ["--debug-train-only", "--rollout-stop", "x", "--gamma", "1"],
+            ["--debug-train-only, where it has no engines"],
+        ),
+        (
+            ["--loss-type", "sft_loss", "--use-tis"],
+            ["--mode rl --loss-type sft_loss, where it has no policy loss: --use-tis"],
+        ),
+        (["--reject-sampling-threshold", "0.5"], ["no samples are chosen and written: --reject-sampling-threshold"]),
+        (
+            ["--no-save", "--save-interval", "3", "--async-save"],
+            ["no effect with --no-save: --save-interval, --async-save"],
+        ),
+        (["--min-lr", "1e-6"], ["no effect with --lr-decay-style constant: --min-lr"]),
+        (["--min-lr", "1e-6", "--lr-decay-style", "cosine"], []),
+        (["--lr-warmup-init", "1e-7"], ["no effect without --lr-warmup-iters: --lr-warmup-init"]),
+        (["--kl-loss-type", "k2"], ["no effect without --use-kl-loss: --kl-loss-type"]),
+        (["--algorithm", "grpo", "--kl-loss-type", "k2"], []),
+        (["--ref-load", "x"], ["(no reference model): --ref-load"]),
+        (["--policy-loss", "dpo", "--ref-load", "x"], []),
+        (
+            ["--eps-clip", "0.1"],
+            ["with one optimizer step a rollout (its ratio to the policy that sampled is 1): --eps-"],
+        ),
+        (["--eps-clip", "0.1", "--num-steps-per-rollout", "2"], []),
+        (["--eps-clip", "0.1", "--use-rollout-logprobs"], []),
+        (["--eps-clip", "0.1", "--custom-policy-loss-path", "a.b"], []),
+        (["--eps-clip", "0.1", "--policy-loss", "gpg"], ["no effect without --policy-loss ppo or gspo"]),
+        (["--sapo-tau-pos", "2"], ["no effect without --policy-loss sapo: --sapo-tau-pos"]),
+        (
+            ["--loss-aggregation", "constant", "--calculate-per-token-loss"],
+            ["--loss-aggregation or --policy-loss dpo: --calc"],
+        ),
+        (["--disable-grpo-std-normalization"], []),
+        (["--advantage-estimator", "rloo", "--disable-grpo-std-normalization"], ["--disable-grpo-std-normalization"]),
+        (["--advantage-estimator", "ppo", "--disable-rewards-normalization"], ["--disable-rewards-normalization"]),
+        (["--max-turns", "3"], ["no effect without --custom-generate-function-path: --max-turns"]),
+        (["--max-turns", "3", "--custom-generate-function-path", "fusionrl.rollout.agent.generate"], []),
+        (
+            ["--eval-prompt-data", "v", "v.jsonl", "--skip-eval-before-train"],
+            ["without --eval-interval: --eval-prompt-data"],
+        ),
+        (["--num-rollout", "3", "--num-epoch", "1"], ["no effect with --num-rollout: --num-epoch"]),
+        (["--mode", "sft", "--rollout-function-path", "a.b", "--rollout-max-prompt-len", "9"], []),
+        (["--mode", "sft", "--sglang-mem-fraction-static", "0.5"], ["it has no engines: --sglang-mem-fraction-static"]),
+        (["--mode", "eval", "--recompute-granularity", "full"], ["it has no trainers: --recompute-granularity"]),
+    ],
+)
+def test_lines(argv: list[str], lines: list[str]) -> None:
+    found = lines_of(*argv)
+    assert len(found) == len(lines), found
+    for line in lines:
+        assert any(line in one for one in found), (line, found)
+
+
+def test_a_preset_is_not_what_the_user_gave() -> None:
+    for name in PRESETS:
+        assert [line for line in lines_of("--algorithm", name) if "--algorithm" not in line] == []
+        assert all(line.endswith(": --algorithm") for line in lines_of("--mode", "sft", "--algorithm", name))
+    (line,) = lines_of("--mode", "sft", "--algorithm", "gspo", "--eps-clip", "0.1", "--advantage-estimator", "grpo")[1:]
+    assert line.endswith("--eps-clip")
+
+
+def test_what_is_written_for_any_flag_in_any_mode() -> None:
+    """No field and mode is without words; a flag is named once; a hook is 'not called'."""
+    for mode, debug in itertools.product(("rl", "sft", "reject-sampling", "eval"), ("", "rollout", "train")):
+        run = {"mode": mode, **({f"debug_{debug}_only": True} if debug else {})}
+        plain = Config.from_flat(run)
+        for field in FIELDS:
+            if field in run:
+                continue
+            group = next(getattr(plain, name) for name, model in GROUPS.items() if field in model.model_fields)
+            for line in effect_warnings(Config.from_flat(run | {field: getattr(group, field)})):
+                assert line.split(": ")[1] == flag_of(field)
+                assert line.startswith("not called" if field in SIGNATURES else "no effect")
+
+
+def test_passed_through_to_several_classes_is_named_once() -> None:
+    passed = PassThrough(transformer={"tp_comm_overlap": True}, ddp={"overlap_grad_reduce": True}, optimizer={"lr2": 1})
+    found = effect_warnings(Config.from_flat({"mode": "eval"}, passed))
+    assert [line.split(": ")[1] for line in found] == ["--tp-comm-overlap", "--lr2, --overlap-grad-reduce"]
+
+
+def test_the_policy_loss_is_that_of_the_trainers() -> None:
+    from fusionrl.trainer.loss import policy_loss_name
+
+    fields = AlgorithmGroup.model_fields
+    names = [typing.get_args(inner_type(fields[name])) for name in ("policy_loss", "advantage_estimator")]
+    for loss, estimator in itertools.product(*names):
+        config = Config.from_flat({"policy_loss": loss, "advantage_estimator": estimator})
+        assert policy_loss(config) == policy_loss_name(config.algorithm)
+
+
+def test_the_hooks_that_whole_runs_call_are_not_claimed_to_be_silent(tmp_path: Path) -> None:
+    """tests/e2e/test_modes.py runs rl with all of these and sees each called."""
+    from tests.e2e.all_hooks import HOOKS
+
+    flags = [part for field, name in HOOKS.items() for part in (flag_of(field), f"tests/e2e/all_hooks.py:{name}")]
+    disk = ["--update-weight-transport", "disk", "--update-weight-mode", "delta"]
+    assert lines_of("--mode", "rl", "--loss-type", "custom_loss", "--eval-prompt-data", "a", "b", *disk, *flags) == []

@@ -1,0 +1,517 @@
+"""Checks over several flags and over the files they name: each mistake is found before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl import cli
+from fusionrl.checks.algorithm import OF_GROUPS, algorithm_warnings
+from fusionrl.checks.validate import validate
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.parser import read_args
+from fusionrl.config.presets import ACCURACY
+from tests.tiny_model import make_fp8
+
+Errors = Callable[..., list[str]]
+
+
+@pytest.fixture
+def base(tiny_model: Path, write_rows: Callable[..., Path]) -> dict[str, Any]:
+    """A configuration without a mistake."""
+    data = write_rows([{"input": "1+1=", "label": "2"}, {"input": "2+2=", "label": "4"}])
+    return {
+        "hf_checkpoint": str(tiny_model),
+        "prompt_data": str(data),
+        "label_key": "label",
+        "rm_type": "exact",
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "rollout_max_response_len": 4,
+        "num_rollout": 1,
+        "device": "cpu",
+    }
+
+
+@pytest.fixture
+def errors(base: dict[str, Any]) -> Errors:
+    """errors(field=value, …) -> messages; a value of None takes the flag away."""
+
+    def find(**changes: Any) -> list[str]:
+        values = {name: value for name, value in (base | changes).items() if value is not None}
+        return validate(Config.from_flat(values))[1]
+
+    return find
+
+
+def one(found: list[str], *parts: str) -> None:
+    assert len(found) == 1, found
+    assert all(part in found[0] for part in parts), found
+
+
+def test_a_good_configuration(base: dict[str, Any]) -> None:
+    checked, errors = validate(Config.from_flat(base))
+    assert errors == []
+    assert checked.num_prompts == 2
+    assert checked.shape is not None
+    assert checked.shape.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"pipeline": "async"}, ["--pipeline async", "available is on-policy"]),
+        ({"prompt_data": None}, ["--prompt-data is required in --mode rl"]),
+        ({"rollout_batch_size": None}, ["--rollout-batch-size is required"]),
+        ({"num_rollout": None}, ["--num-rollout or --num-epoch is required"]),
+        ({"rm_type": None}, ["--rm-type or --custom-rm-path"]),
+        ({"rm_type": "exakt"}, ["--rm-type exakt", "known are", "last_number"]),
+        ({"rm_type": "exact:0.5+f1:half"}, ["--rm-type exact:0.5+f1:half", "the weight 'half'"]),
+        ({"rm_type": "dapo"}, ["--rm-type dapo gives a dict", "--reward-key score"]),
+        ({"rm_format_regex": "(a"}, ["--rm-format-regex (a", "no regular expression"]),
+        ({"overlong_buffer_len": 5}, ["--overlong-buffer-len 5 is longer than --rollout-max-response-len 4"]),
+        ({"overlong_penalty_factor": 0.5}, ["--overlong-penalty-factor", "without --overlong-buffer-len"]),
+        (
+            {"length_penalty_coef": 0.5, "custom_reward_post_process_path": "tests/buffer/buffer_hooks.py:halve"},
+            ["--length-penalty-coef 0.5 and --custom-reward-post-process-path exclude each other"],
+        ),
+        ({"rollout_max_response_len": None}, ["--rollout-max-response-len is required"]),
+        ({"mode": "eval"}, ["--eval-prompt-data is required"]),
+        ({"eval_interval": 2}, ["--eval-interval 2 needs --eval-prompt-data"]),
+        ({"eval_prompt_data": ["a"]}, ["--eval-prompt-data a", "pairs"]),
+        ({"debug_rollout_only": True, "debug_train_only": True, "mode": "sft"}, ["exclude each other"]),
+        ({"debug_train_only": True}, ["needs --load-debug-rollout-data"]),
+        ({"no_trainer": True}, ["--no-trainer belongs to --mode reject-sampling, not to rl"]),
+        ({"rollout_num_gpus_per_engine": 3}, ["--rollout-num-gpus-per-engine 3", "4 attention heads"]),
+        ({"rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}, ["several nodes"]),
+        ({"rollout_top_p": 0.9}, ["--rollout-top-p", "biased"]),
+        ({"rollout_max_context_len": 5000}, ["--rollout-max-context-len 5000", "2048 positions"]),
+        ({"rollout_min_response_len": 9}, ["--rollout-min-response-len 9", "--rollout-max-response-len 4"]),
+        ({"rollout_ignore_eos": True, "rollout_stop": ["x"]}, ["--rollout-ignore-eos", "--rollout-stop"]),
+        ({"group_rm": True}, ["--group-rm needs --custom-rm-path"]),
+        ({"kl_loss_coef": 0.1}, ["--kl-loss-coef 0.1", "--use-kl-loss"]),
+        ({"resume": True}, ["--resume", "--run-dir"]),
+        (
+            {"save_debug_rollout_data": "x/{rollout_id}_{rank}.jsonl"},
+            ["--save-debug-rollout-data", "only field"],
+        ),
+        ({"save_debug_rollout_data": "x/all.jsonl"}, ["overwrite", "{rollout_id}"]),
+        ({"save_hf": "out/{step}"}, ["--save-hf out/{step}", "{rollout_id}"]),
+        (
+            {
+                "n_samples_per_prompt": 1,
+                "dynamic_sampling_filter_path": "fusionrl.rollout.filters.check_reward_nonzero_std",
+            },
+            ["--n-samples-per-prompt 1", "at least 2"],
+        ),
+        (
+            {
+                "n_samples_per_prompt": 3,
+                "dynamic_sampling_filter_path": ACCURACY,
+                "accuracy_lower_bound": 0.4,
+                "accuracy_upper_bound": 0.6,
+            },
+            [
+                "check_accuracy_in_range drops every group of --n-samples-per-prompt 3",
+                "0.4 … --accuracy-upper-bound 0.6",
+            ],
+        ),
+        ({"accuracy_upper_bound": 0.9}, ["--accuracy-upper-bound 0.9 has no effect without its filter", ACCURACY]),
+        ({"custom_rm_path": "no_module.rm", "rm_type": None}, ["--custom-rm-path", "no_module"]),
+        (
+            {"custom_generate_function_path": "nowhere.py:f"},
+            ["--custom-generate-function-path", "there is no file"],
+        ),
+        (
+            {"rollout_function_path": "json.dumps"},
+            ["--rollout-function-path json.dumps", "does not fit", "generate_rollout("],
+        ),
+    ],
+)
+def test_one_mistake_gives_one_message(errors: Errors, changes: dict[str, Any], parts: list[str]) -> None:
+    one(errors(**changes), *parts)
+
+
+def test_all_of_them_are_listed_at_once(errors: Errors, tmp_path: Path) -> None:
+    found = errors(
+        hf_checkpoint=str(tmp_path / "none"),
+        prompt_data=str(tmp_path / "none.jsonl"),
+        pipeline="stream",
+        rm_type="nothing",
+        custom_rm_path="no_module.rm",
+        kl_loss_coef=0.5,
+        eval_prompt_data=["a", str(tmp_path / "eval.jsonl")],
+    )
+    for part in (
+        *("none: there is no such folder", "none.jsonl: there is no such file", "--pipeline stream"),
+        *("--rm-type nothing", "no_module", "--kl-loss-coef 0.5"),
+        *("eval.jsonl: there is no such file", "exclude each other"),
+    ):
+        assert sum(part in error for error in found) == 1, (part, found)
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize(
+    ("without", "part"),
+    [
+        ("model.safetensors", "no .safetensors file"),
+        ("tokenizer.json", "no tokenizer"),
+        ("config.json", "no config.json"),
+    ],
+)
+def test_a_checkpoint_with_a_file_missing(
+    errors: Errors, tiny_model: Path, tmp_path: Path, without: str, part: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns(without))
+    one(errors(hf_checkpoint=str(folder)), "--hf-checkpoint", str(folder), part)
+
+
+def test_a_reference_of_another_shape(errors: Errors, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "reference"
+    shutil.copytree(tiny_model, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
+    one(errors(ref_load=str(folder)), "--ref-load", "differs")
+    one(errors(ref_load=str(tmp_path / "none")), "--ref-load", "there is no such folder")
+
+
+# ------------------------------------------------------------------------------------------------ data
+def test_every_bad_line_is_named(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    data = write_rows(
+        [
+            {"input": "fine", "label": "2"},
+            "{not json",
+            {"imput": "x", "label": "2"},
+            "[1, 2]",
+            "",
+            {"input": 5, "label": "2"},
+            {"input": "", "label": "2"},
+            {"input": "x"},
+            {"input": "x", "label": "2", "metadata": 3},
+            {"input": [{"role": "user", "content": "hi"}], "label": "2"},
+        ],
+        "bad.jsonl",
+    )
+    found = errors(prompt_data=str(data))
+    wanted = {
+        2: "not valid JSON",
+        3: "column 'input' is missing; the columns are imput, label: --input-key imput?",
+        4: "no JSON object",
+        6: "neither text nor a list of messages",
+        7: "is empty",
+        8: "column 'label' is missing; the columns are input",
+        9: "column 'metadata' is no JSON object",
+        10: "add --apply-chat-template",
+    }
+    assert len(found) == len(wanted), found
+    for message, (line, part) in zip(found, wanted.items(), strict=True):
+        assert message.startswith(f"--prompt-data {data}: line {line}: ")
+        assert part in message
+
+
+def test_a_wrong_column_is_one_line(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    data = write_rows([{"question": "1+1=", "label": "2"}] * 1000, "bad.jsonl")
+    text = "column 'input' is missing in 1,000 of 1,000 rows (lines 1, 2, 3, …); the columns are question, label"
+    wanted = f"--prompt-data {data}: {text}: --input-key question?"
+    assert errors(prompt_data=str(data)) == [wanted]
+
+
+def test_bad_data_is_not_told_again_as_too_few_rows_for_an_epoch(
+    write_rows: Callable[..., Path], tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows([{"question": "1+1=", "label": "2"}] * 30, "bad.jsonl")
+    flags = f"plan --mode rl --hf-checkpoint {tiny_model} --prompt-data {data} --label-key label --rm-type exact"
+    flags += " --rollout-batch-size 32 --n-samples-per-prompt 2 --rollout-max-response-len 4 --num-epoch 1 --device cpu"
+    assert cli.main(flags.split()) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "column 'input' is missing in 30 of 30 rows" in told[0], told
+
+
+def test_files_that_are_no_prompt_data(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
+    one(errors(prompt_data=str(write_rows([], "empty.jsonl"))), "no rows")
+    one(errors(prompt_data=str(write_rows(["a,b"], "table.csv"))), "'.csv'", ".json or .parquet")
+    one(errors(prompt_data=str(tmp_path)), "choose one of its splits", f"{tmp_path}:data")
+    assert len(errors(prompt_data=str(write_rows(["no parquet"], "t.parquet")))) == 1
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes('{"input": "é", "label": "1"}\n'.encode("latin-1"))
+    one(errors(prompt_data=str(latin)), "line 1", "utf-8")
+
+
+def test_evaluation_sets(errors: Errors, base: dict[str, Any], write_rows: Callable[..., Path]) -> None:
+    good = base["prompt_data"]
+    assert errors(eval_prompt_data=["a-1", good, "b_2", good, "c", f"{good}@[-1:]"]) == []
+    # A name becomes a file's name and a metric's: found now, not at the first evaluation.
+    one(errors(eval_prompt_data=["aime.2024", good]), "--eval-prompt-data aime.2024", "letters")
+    assert any("two sets" in error for error in errors(eval_prompt_data=["a", good, "a", good]))
+    other = write_rows([{"question": "x", "label": "2"}], "eval.jsonl")
+    one(errors(eval_prompt_data=["a", str(other)]), f"--eval-prompt-data {other}: line 1", "--eval-input-key")
+    assert errors(eval_prompt_data=["a", str(other)], eval_input_key="question") == []
+
+
+def test_evaluation_sets_of_a_file(
+    errors: Errors, base: dict[str, Any], tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    other = write_rows([{"question": "x", "answer": "2"}], "eval.jsonl")
+    keys = "input_key: question, label_key: answer"
+
+    def found(*sets: str, **changes: Any) -> list[str]:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"
+        path.write_text("eval: {datasets: [" + ", ".join("{" + one + "}" for one in sets) + "]}", encoding="utf-8")
+        return errors(eval_config=str(path), **changes)
+
+    good = f"name: a, path: {other}, {keys}"
+    assert found(good, f"name: b, path: {base['prompt_data']}") == []
+    alone = {"mode": "eval", "rm_type": None, "rollout_max_response_len": None}
+    assert found(f"{good}, rm_type: f1, max_response_len: 9", **alone) == []
+    for changes, part in (
+        ({"rm_type": None}, "it has no reward"),
+        ({"rollout_max_response_len": None}, "max_response_len"),
+    ):
+        one(found(good, mode="eval", **changes), ".yaml: set a: ", part)
+    one(found(f"{good}, rm_type: exakt"), "set a: rm_type exakt: unknown", "exact")
+    one(found(f"{good}, min_new_tokens: 5"), "set a: min_new_tokens 5 is over max_response_len 4")
+    one(found(f"{good}, custom_rm_path: no_module.rm"), "set a: --custom-rm-path", "no_module")
+    both = found(f"name: a, path: {other}")
+    for error, key, guess in zip(both, ("input", "label"), ("question", "answer"), strict=True):
+        one([error], f"set a: {other}: line 1: column '{key}' is missing", f"{key}_key {guess}?")
+    one(found(good.replace("name: a", "name: a.b")), "set a.b: the name of a set is of letters")
+    one(found(f"name: a, path: {other}, tempo: 1"), "datasets[0].tempo: unknown key")
+    one(found(good, eval_prompt_data=["a", str(other)]), "--eval-config", "--eval-prompt-data exclude each other")
+    one(found(good, keep_checkpoints=1, keep_best="eval/b/accuracy", eval_interval=1), "it can be eval/a/accuracy")
+
+
+MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "label_key", "part"),
+    [
+        ({"input": MESSAGES[:1]}, None, "without an assistant turn"),
+        ({"input": [MESSAGES[0], {**MESSAGES[1], "step_loss_mask": 0}]}, None, "step_loss_mask is 0 on every turn"),
+        ({"input": [MESSAGES[0], {**MESSAGES[1], "step_loss_mask": "no"}]}, None, "it is 0 (the turn is not trained"),
+        ({"input": "text"}, None, "--label-key"),
+        ({"input": "text", "label": 4}, "label", "must be the response as text"),
+    ],
+)
+def test_rows_that_sft_cannot_train_on(
+    errors: Errors, write_rows: Callable[..., Path], row: Any, label_key: Any, part: str
+) -> None:
+    good: dict[str, Any] = {"input": MESSAGES, "label": "x"}
+    data = write_rows([good, row], "sft.jsonl")
+    one(errors(mode="sft", prompt_data=str(data), label_key=label_key), "line 2", part)
+    assert errors(mode="sft", prompt_data=str(write_rows([good], "good.jsonl")), label_key=label_key) == []
+
+
+def test_a_tokenizer_without_a_chat_template(
+    errors: Errors, write_rows: Callable[..., Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("chat_template.*"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    one(
+        errors(hf_checkpoint=str(folder), apply_chat_template=True),
+        "--apply-chat-template",
+        str(folder),
+        "chat template",
+    )
+    data = write_rows([{"input": MESSAGES}], "sft.jsonl")
+    one(errors(hf_checkpoint=str(folder), mode="sft", prompt_data=str(data), label_key=None), "chat template")
+    assert errors(apply_chat_template=True) == []
+
+
+def test_replayed_rollouts_must_be_there(errors: Errors, write_rows: Callable[..., Path], tmp_path: Path) -> None:
+    template = str(tmp_path / "saved_{rollout_id}.jsonl")
+    one(
+        errors(debug_train_only=True, load_debug_rollout_data=template),
+        "--load-debug-rollout-data",
+        "saved_0.jsonl",
+    )
+    write_rows([{}], "saved_0.jsonl")
+    assert errors(debug_train_only=True, load_debug_rollout_data=template) == []
+    assert errors(debug_train_only=True, load_debug_rollout_data=template, prompt_data=None) == []
+
+
+def test_several_sets(base: dict[str, Any], errors: Errors, write_rows: Callable[..., Path]) -> None:
+    good = base["prompt_data"]
+    more = str(write_rows([{"input": f"{i}", "label": ""} for i in range(10)], "more.jsonl"))
+    sets = [f"a={good}", f"b={more}@[2:8]"]
+    checked, found = validate(Config.from_flat(base | {"prompt_data": sets, "prompt_data_weights": [0.7, 0.3]}))
+    assert (checked.num_prompts, found) == (8, [])
+    one(errors(prompt_data=sets, prompt_data_weights=[1]), "--prompt-data-weights 1.0", "1 weights for 2 sets")
+    one(errors(prompt_data=sets, prompt_data_weights=[1, 0]), "--prompt-data-weights 1.0 0.0", "over 0")
+    one(errors(prompt_data=[good, good]), "--prompt-data", "two sets have the name 'data'", "NAME=PATH")
+    one(errors(prompt_data=[f"{more}@[20:]"]), "more.jsonl@[20:]: it has no rows")
+    one(errors(prompt_data=[f"{more}@[2]"]), "PATH@[START:STOP]")
+    bad = str(write_rows([{"input": "x"}], "bad.jsonl"))
+    one(errors(prompt_data=[good, bad]), "bad.jsonl: line 1: column 'label' is missing")
+
+
+def test_epochs_are_counted_without_the_prompts_that_are_too_long(
+    base: dict[str, Any], write_rows: Callable[..., Path]
+) -> None:
+    data = str(write_rows([{"input": "x" * n, "label": ""} for n in range(1, 11)], "lengths.jsonl"))
+    flags = base | {"prompt_data": data, "rollout_max_prompt_len": 4}
+    by_epochs = {name: value for name, value in flags.items() if name != "num_rollout"} | {"num_epoch": 1}
+    assert validate(Config.from_flat(by_epochs))[0].num_prompts == 4
+    checked, found = validate(Config.from_flat(by_epochs | {"prompt_data": f"{data}@[5:]"}))
+    one(found, "no prompt is left (5 are over --rollout-max-prompt-len)")
+    assert checked.num_prompts == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--kl-coef", "0.1"], "--kl-coef 0.1: --advantage-estimator grpo has one reward a sample"),
+        (["--pass-k", "2"], "--pass-k 2 has no effect without --advantage-estimator pass_at_k"),
+        (["--advantage-estimator", "pass_at_k", "--pass-k", "9"], "--pass-k 9 is over --n-samples-per-prompt"),
+        (["--policy-loss", "dpo", "--n-samples-per-prompt", "1"], "--policy-loss dpo compares answers to one prompt"),
+        (["--policy-loss", "dpo", "--loss-aggregation", "token_mean"], "--policy-loss dpo has the mean over pairs"),
+        (["--use-tis", "--tis-clip-low", "3"], "--tis-clip-low 3.0 must be below --tis-clip 2.0"),
+        (["--use-tis", "--use-rollout-logprobs"], "correct for them; leave one out"),
+        (["--critic-lr", "1"], "--critic-lr 1.0 has no effect without --advantage-estimator ppo"),
+        (["--tis-mode", "mask"], "--tis-mode mask has no effect without --use-tis"),
+        (["--bootstrap-truncated"], "--bootstrap-truncated True has no effect without --advantage-estimator ppo"),
+        (["--gamma", "0.9"], "--gamma 0.9 has no effect without --advantage-estimator reinforce_plus_plus or ppo"),
+        (["--policy-loss", "dpo", "--normalize-advantages"], "--normalize-advantages: --policy-loss dpo has no use"),
+        (["--mode", "sft", "--loss-type", "custom_loss"], "--loss-type custom_loss belongs to --mode rl, not to sft"),
+        (
+            ["--advantage-estimator", "pass_at_k", "--length-penalty-coef", "0.1"],
+            "pass_at_k counts right and wrong answers",
+        ),
+        (["--use-unbiased-kl"], "--use-unbiased-kl has no effect without --use-kl-loss"),
+        (["--rejection-level", "token", "--rejection-low", "5"], "--rejection-low 5.0 must be below --rejection-high"),
+        (["--use-routing-replay", "--mode", "sft"], "--use-routing-replay has no effect in --mode sft"),
+        (["--use-routing-replay", "--moe-router-fusion"], "--moe-router-fusion leaves no place for it"),
+        (["--use-routing-replay", "--moe-router-load-balancing-type", "sinkhorn"], "sinkhorn chooses by all tokens"),
+    ],
+)
+def test_flags_of_algorithms_that_do_not_go_together(flags: list[str], part: str) -> None:
+    errors = validate(read_args(flags)[0])[1]
+    assert any(part in error for error in errors), errors
+
+
+def test_routing_replay_is_for_mixtures_of_experts(errors: Errors, tmp_path: Path) -> None:
+    one(errors(use_routing_replay=True), "--use-routing-replay: the model of --hf-checkpoint has no experts")
+    own = {"use_rollout_routing_replay": True, "custom_generate_function_path": "tests.e2e.hooks.generate"}
+    assert not any("default rollout" in error for error in errors(**own))
+
+
+def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
+    seconds = {"rollout_health_check_interval": 5.0, "rollout_health_check_first_wait": 2.0}
+    assert errors(use_fault_tolerance=True, **seconds) == []
+    found = errors(**seconds)
+    assert [error.split()[0] for error in found] == [
+        "--rollout-health-check-interval",
+        "--rollout-health-check-first-wait",
+    ]
+    assert all("--use-fault-tolerance; add it" in error for error in found)
+
+
+def test_a_group_of_one_that_trains_nothing_is_told() -> None:
+    one = {"n_samples_per_prompt": 1}
+    for estimator in OF_GROUPS:
+        (text,) = algorithm_warnings(Config.from_flat(one | {"advantage_estimator": estimator}))
+        assert text.startswith(f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: ")
+    for other in (
+        {"n_samples_per_prompt": 2},
+        *({"advantage_estimator": name} for name in ("ppo", "remax", "reinforce_plus_plus", "prime")),
+        {"mode": "sft"},
+        {"use_opd": True},
+        {"disable_rewards_normalization": True},
+        {"custom_generate_function_path": "mine.py:several"},
+    ):
+        assert algorithm_warnings(Config.from_flat(one | other)) == [], other
+
+
+def test_quantised_weights(errors: Errors, base: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    """Refused where weights would be pushed in a form that is not known; engines alone serve what SGLang serves."""
+    folder = tmp_path / "awq"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    one(
+        errors(hf_checkpoint=str(folder)), f"--hf-checkpoint {folder}", "quant_method 'awq'", "give the bf16 checkpoint"
+    )
+    one(errors(ref_load=str(folder), use_kl_loss=True), f"--ref-load {folder}", "quant_method 'awq'")
+    assert errors(hf_checkpoint=str(folder), mode="eval", eval_prompt_data=["one", base["prompt_data"]]) == []
+    args = Config.from_flat(base, PassThrough(sglang={"quantization": "fp8"}))
+    one(validate(args)[1], "--sglang-quantization fp8", "leave it out")
+    make_fp8(tiny_model, tmp_path / "fp8", (16, 16))
+    checked, found = validate(Config.from_flat(base | {"hf_checkpoint": str(tmp_path / "fp8")}))
+    assert found == []
+    assert checked.quantization is not None and len(checked.quantization.names) == 14
+
+
+def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = {"update_weight_transport": "disk"}
+    delta = disk | {"update_weight_mode": "delta"}
+    assert errors(**disk) == errors(**delta, update_weight_local_checkpoint_dir="/local") == []
+    one(errors(**delta), "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: a folder on each host")
+    one(errors(update_weight_mode="delta"), "--update-weight-mode: it needs --update-weight-transport disk")
+    one(
+        errors(update_weight_disk_keep_files=True, update_weight_transport="ipc"), "-disk-keep-files: it needs --update"
+    )
+    one(errors(**disk, update_weight_delta_encoding="overwrite"), "no effect without --update-weight-mode delta")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = errors(**delta, update_weight_local_checkpoint_dir="/local", update_weight_delta_checksum="blake3")
+    assert [error for error in found if "update-weight" in error] == [
+        "--update-weight-delta-checksum blake3: the package blake3 is not installed; pip install blake3",
+        "--update-weight-mode delta: the package zstandard is not installed; pip install zstandard",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ rows in the plan
+def test_the_plan_finds_what_a_template_refuses(
+    errors: Errors, base: dict[str, Any], tiny_model: Path, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    strict = shutil.copytree(tiny_model, tmp_path / "strict")
+    (strict / "chat_template.jinja").write_text(
+        "{% if messages | length > 1 %}{{ raise_exception('one message alone') }}{% endif %}{{ messages[0].content }}"
+    )
+    user = {"role": "user", "content": "1+1="}
+    data = write_rows([{"input": [user] * (1 + number % 2), "label": "2"} for number in range(100)], "chats.jsonl")
+    flags = {"prompt_data": str(data), "apply_chat_template": True}
+    assert errors(**flags) == []
+    one(
+        errors(**flags, hf_checkpoint=str(strict)),
+        f"--prompt-data {data}: column 'input': the chat template does not take the messages in 50 of 100 rows"
+        " (lines 2, 4, 6, …; line 2: the chat template of --hf-checkpoint refuses it (one message alone))",
+    )
+
+
+def test_the_plan_warns_of_special_tokens_and_refuses_them_where_no_mask_can_be_made(
+    base: dict[str, Any], write_rows: Callable[..., Path]
+) -> None:
+    def chat(question: str, answer: str) -> dict[str, Any]:
+        turns = (("user", question), ("assistant", answer))
+        return {"input": [{"role": role, "content": content} for role, content in turns], "label": ""}
+
+    sft = base | {"mode": "sft", "rm_type": None, "n_samples_per_prompt": 1}
+    sft = {name: value for name, value in sft.items() if value is not None}
+    quoted = str(write_rows([chat("1+1=", "2"), chat("what is <|im_end|>?", "a marker")], "quoted.jsonl"))
+    checked, found = validate(Config.from_flat(sft | {"prompt_data": quoted}))
+    assert found == []
+    one(list(checked.data_warnings), "quoted.jsonl: line 2: ", "special token of the tokenizer", "'<|im_end|>'")
+    broken = str(write_rows([chat("1+1=", "2"), chat("1+2=", "3<|im_end|><|im_end|>")], "broken.jsonl"))
+    one(validate(Config.from_flat(sft | {"prompt_data": broken}))[1], "broken.jsonl: line 2: ", "end marker")
+
+
+def test_rows_that_would_end_the_run_later_end_the_plan(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    rows = [{"input": "1+1=", "label": "2"}] * 3
+    for line, part in (
+        ('{"input": "\\ud800", "label": "2"}', "half a character (a lone surrogate) (\\ud800)"),
+        ('{"input": "x", "label": NaN}', "column 'label' holds a number that is not finite (nan)"),
+        ('{"input": "x", "label": "2", "label": "3"}', "the key 'label' stands twice in one object"),
+        ('{"input": "x", "label": ' + "[" * 200 + "]" * 200 + "}", "more than 64 deep"),
+        ('{"input": "x", "label": ' + "[" * 20000 + "]" * 20000 + "}", "nested too deeply"),
+        ('{"input": "' + "1+" * 600_000 + '", "label": "2"}', "1,000,000 characters (1,200,000)"),
+    ):
+        one(errors(prompt_data=str(write_rows([*rows, line], "bad.jsonl"))), "bad.jsonl: line 4: ", part)

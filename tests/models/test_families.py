@@ -1,0 +1,187 @@
+"""The tables of the families: both ways, for every tensor, under tensor parallelism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from fusionrl.models import convert, families
+from fusionrl.models.hf_io import HFReader, read_part
+from fusionrl.models.shape import ModelShape, read_model_shape, shape_from_hf_config
+from tests.trainer import hf_models
+
+NAMES = list(hf_models.FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    made = {}
+    for family in NAMES:
+        for tied in (True, False):
+            folder = tmp_path_factory.mktemp(family)
+            made[family, tied] = folder
+            hf_models.make(folder, family, tied)
+    return made
+
+
+def shape_of(family: str, tied: bool = False, **values: object) -> ModelShape:
+    config = hf_models.config_of(family, tied, **values)
+    return shape_from_hf_config(json.loads(config.to_json_string(use_diff=False)))
+
+
+def test_every_family_is_tested() -> None:
+    assert set(families.BUILT_IN) == set(NAMES)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", NAMES)
+def test_names_and_shapes_are_those_of_a_checkpoint(folders, family, tied):
+    """Those that transformers wrote, which is not how it holds them: its experts stand in one tensor a layer."""
+    shape = read_model_shape(folders[family, tied])
+    with safe_open(folders[family, tied] / "model.safetensors", framework="pt") as file:
+        want = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if tied:
+        want.pop("lm_head.weight", None)
+    assert families.hf_shapes(shape) == want
+    buffers = sum(rule.numel for rule in families.model_rules(shape).values() if rule.buffer)
+    assert shape.num_parameters + buffers == sum(torch.Size(sizes).numel() for sizes in want.values())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("vocab", [120, 121])
+@pytest.mark.parametrize("family", NAMES)
+def test_there_and_back(family, vocab, size):
+    shape = shape_of(family, vocab_size=vocab)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(s, generator=generator) for name, s in families.hf_shapes(shape).items()}
+    back = {}
+    for rule in families.model_rules(shape).values():
+        full = convert.join(rule, [tensors[name] for name in rule.hf], shape)
+        parts = [convert.split(rule, full, rank, size) for rank in range(size)]
+        assert len({part.shape for part in parts}) == 1
+        if rule.split != "replicated":
+            assert sum(part.numel() for part in parts) >= full.numel()
+            assert size == 1 or parts[0].numel() < full.numel()
+        parts_back = convert.take_apart(rule, convert.gather(rule, parts), shape)
+        back.update(zip(rule.hf, parts_back, strict=True))
+    assert list(back) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_rank_reads_its_part_only(folders, family, monkeypatch):
+    """What is read for each rank is what a split of the whole gives, and it is no more than that."""
+    reader, shape = HFReader(folders[family, False]), read_model_shape(folders[family, False])
+    read: list[int] = []
+    get = HFReader.get
+
+    def counted(self, *args):
+        tensor = get(self, *args)
+        read.append(tensor.numel())
+        return tensor
+
+    for rule in families.model_rules(shape).values():
+        full = convert.join(rule, [reader.get(name, sizes) for name, sizes in rule.hf.items()], shape)
+        for rank in range(2):
+            read.clear()
+            monkeypatch.setattr(HFReader, "get", counted)
+            part = read_part(reader, rule, shape, rank, 2)
+            monkeypatch.setattr(HFReader, "get", get)
+            assert torch.equal(part, convert.split(rule, full, rank, 2)), rule.megatron
+            assert sum(read) <= part.numel()
+
+
+def test_query_key_value_rows_stand_by_group():
+    """Two groups of two heads: q0 q1 k0 v0 q2 q3 k1 v1, each eight rows."""
+    shape = shape_of("llama")
+    rule = families.model_rules(shape)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    q, k, v = (torch.arange(n).repeat_interleave(8)[:, None] + base for n, base in ((4, 0), (2, 10), (2, 20)))
+    packed = convert.join(rule, [q, k, v], shape)
+    assert packed[::8, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    # A tensor-parallel rank gets whole groups.
+    assert convert.split(rule, packed, 1, 2)[::8, 0].tolist() == [2, 3, 11, 21]
+
+
+def test_gate_and_up_are_split_each():
+    shape = shape_of("llama")
+    rule = families.model_rules(shape)["decoder.layers.0.mlp.linear_fc1.weight"]
+    gate, up = torch.arange(48)[:, None], 100 + torch.arange(48)[:, None]
+    part = convert.split(rule, convert.join(rule, [gate, up], shape), 1, 2)
+    assert part[:, 0].tolist() == [*range(24, 48), *range(124, 148)]
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.5.input_layernorm.weight"),
+        ("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", "decoder.layers.5.pre_mlp_layernorm.weight"),
+        (
+            "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight",
+            "decoder.layers.2.self_attention.kv_layernorm.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.experts.linear_fc1.weight3",
+            "decoder.layers.2.mlp.experts.local_experts.11.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight",
+            "decoder.layers.3.mlp.experts.local_experts.8.linear_fc2.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+            "decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
+        ),
+        ("output_layer.weight", "output_layer.weight"),
+    ],
+)
+def test_names_in_the_whole_model(name, plain):
+    """Transformer Engine's names, and the numbers of a rank's layers and experts."""
+    assert families.canonical_name(name, first_layer=2, first_expert=8) == plain
+
+
+def test_published_sizes():
+    """Parameters of two published models, in all and active: 671 B and 37 B (arXiv:2412.19437), 46.7 B and 12.9 B."""
+    from transformers import AutoConfig
+
+    for family, total, active in (("deepseek_v3", 671, 37.6), ("mixtral", 46.7, 12.9)):
+        shape = shape_from_hf_config(json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False)))
+        assert shape.num_parameters / 1e9 == pytest.approx(total, rel=2e-3)
+        assert shape.num_active_parameters / 1e9 == pytest.approx(active, rel=5e-3)
+
+
+def test_a_family_of_ones_own(tmp_path, monkeypatch):
+    """A file in plugins/models is all that it takes."""
+    package = tmp_path / "plugins" / "models"
+    package.mkdir(parents=True)
+    (package / "mymodel.py").write_text(
+        "from fusionrl.models.families import Family, llama\nFAMILY = Family('mymodel', llama.read, llama.layer)\n"
+    )
+    (package / "empty.py").write_text("")
+    import plugins.models
+
+    monkeypatch.setattr(plugins.models, "__path__", [*plugins.models.__path__, str(package)])
+    raw = json.loads(hf_models.config_of("llama", False).to_json_string(use_diff=False))
+    shape = shape_from_hf_config(raw | {"model_type": "mymodel"})
+    assert families.hf_shapes(shape) == families.hf_shapes(shape_from_hf_config(raw))
+    with pytest.raises(ValueError, match=r"plugins/models/empty.py has no FAMILY"):
+        shape_from_hf_config(raw | {"model_type": "empty"})
+    with pytest.raises(ValueError, match="model_type 'mamba' is not supported; supported are llama, "):
+        shape_from_hf_config(raw | {"model_type": "mamba"})
+
+
+def test_groups_that_megatron_ranks_otherwise_are_refused():
+    assert shape_of("deepseek_v3").moe.group_topk == 2
+    with pytest.raises(ValueError, match="num_experts_per_tok 6 with topk_group 2 is not supported"):
+        shape_of("deepseek_v3", num_experts_per_tok=6)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_a_model_of_dense_layers_alone_has_no_experts(family):
+    shape = shape_of(family, first_k_dense_replace=2)
+    assert shape.moe is None
+    assert not any("experts" in name for name in families.hf_shapes(shape))

@@ -1,0 +1,107 @@
+"""The model's shape from config.json: as transformers sees it, and what a malformed one is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.models.shape import read_model_shape, shape_from_hf_config
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_number_of_parameters_is_that_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=77,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        tie_word_embeddings=tied,
+        max_position_embeddings=64,
+        **({"head_dim": 10} if family == "qwen3" else {}),
+    )
+    config.save_pretrained(tmp_path)  # written as the installed transformers writes it
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = read_model_shape(tmp_path)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.max_position_embeddings == 64
+    assert shape.num_query_groups == 3
+
+
+def test_both_ways_of_writing_rope() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0}
+    old = shape_from_hf_config(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
+    new = shape_from_hf_config(LLAMA | {"rope_parameters": {"rope_theta": 5e5, **scaling}})
+    assert old.rope_theta == new.rope_theta == 5e5
+    assert old.rope_scaling
+    assert new.rope_scaling
+    assert old.rope_scaling["factor"] == new.rope_scaling["factor"] == 8.0
+    plain = shape_from_hf_config(LLAMA | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}})
+    assert plain.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported are llama, qwen2, qwen3"),
+        ({"model_type": None}, "model_type None"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "attention_bias is not supported for llama"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": "wide"}, "hidden_size 'wide'"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0"),
+        ({"vocab_size": -5}, "vocab_size -5"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match="here: ") as caught:
+        shape_from_hf_config(LLAMA | change, "here")
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "missing", ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
+)
+def test_a_size_that_is_missing(missing: str) -> None:
+    with pytest.raises(ValueError, match=f"lacks '{missing}'"):
+        shape_from_hf_config({name: value for name, value in LLAMA.items() if name != missing})
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("{", "not valid JSON"), ("[]", "no JSON object"), (None, "no config.json")]
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str | None, part: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=part) as caught:
+        read_model_shape(tmp_path, "--ref-load")
+    assert "--ref-load" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such folder"):
+        read_model_shape(tmp_path / "none")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read_model_shape(tmp_path).num_parameters > 0

@@ -1,0 +1,112 @@
+"""The house: each room imports from the rooms below it and from no others, lazy imports included.
+
+A room is a package or module of `fusionrl/`. To add one: put it on its floor in FLOORS. To move code that needs a room
+above: pass in what it needs, or move it up.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fusionrl"
+
+# From the ground up. What stands on one floor does not import each other.
+FLOORS = (
+    ("base",),
+    ("observe", "sandbox", "algorithms", "upstream"),
+    ("config", "data", "models"),
+    ("plan",),
+    ("engines",),
+    ("rewards", "sync"),
+    ("rollout",),
+    ("buffer", "trainer"),
+    ("checks", "cluster"),
+    ("driver",),
+    ("cli", "plugin_api"),
+)
+# Which rooms may import these packages at all; the others start without them.
+HEAVY = {
+    "ray": {"buffer", "cluster", "sync", "trainer"},
+    "megatron": {"upstream", "models", "sync", "trainer", "checks"},
+    "sglang": {"upstream", "engines", "rollout"},
+    "sglang_router": {"upstream", "engines"},
+    "transformer_engine": {"trainer"},
+    "torch": {
+        *("base", "observe", "algorithms", "upstream", "data", "models", "engines", "sync", "trainer", "checks"),
+        "cluster",
+    },
+}
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def _imports(path: Path, root: Path) -> list[tuple[int, str]]:
+    """(line, full name) of every import of a file below `root`, within functions too."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = path.parents[node.level - 1].parts[len(root.parts) :] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def offences(package: Path) -> list[str]:
+    """One line for each import that the table does not allow: where it stands, what it takes, and why not."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        place = path.relative_to(package.parent)
+        if room not in FLOOR_OF:
+            found.append(f"{place}: {room} stands on no floor")
+            continue
+        for line, name in _imports(path, package.parent):
+            first, _, rest = name.partition(".")
+            if first in HEAVY and room not in HEAVY[first]:
+                found.append(f"{place}:{line}: {room} may not import {first}")
+            target = rest.split(".")[0]
+            if first != package.name or target == room or target == "__version__":
+                continue
+            if target not in FLOOR_OF:
+                found.append(f"{place}:{line}: {target} stands on no floor")
+            elif FLOOR_OF[target] >= FLOOR_OF[room]:
+                found.append(f"{place}:{line}: {room} imports {target}, which is not below it")
+    return found
+
+
+def test_rooms_import_only_from_below() -> None:
+    found = offences(PACKAGE)
+    assert not found, "\n".join(found)
+
+
+def test_the_table_names_what_is_there() -> None:
+    there = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.name[0] not in "_."}
+    assert there == set(FLOOR_OF)
+    assert set().union(*HEAVY.values()) <= set(FLOOR_OF)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("config/groups.py", "from fusionrl.plan.plan import Plan", "config imports plan"),
+        ("data/rows.py", "def f():\n    from fusionrl.rollout import agent", "data imports rollout"),
+        ("models/shape.py", "import fusionrl.config.config", "models imports config"),
+        ("plan/layout.py", "import torch.distributed", "plan may not import torch"),
+        ("rewards/math_utils.py", "def f():\n    import ray", "rewards may not import ray"),
+        ("attic/new.py", "", "attic stands on no floor"),
+    ],
+)
+def test_an_offence_is_found(tmp_path: Path, file: str, line: str, said: str) -> None:
+    package, today = tmp_path / "fusionrl", PACKAGE / file
+    path = package / file
+    path.parent.mkdir(parents=True)
+    path.write_text((today.read_text() if today.exists() else "") + "\n" + line + "\n")
+    (found,) = offences(package)
+    assert said in found
+    assert file in found

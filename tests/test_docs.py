@@ -1,0 +1,47 @@
+"""Pages of the documentation: their links lead somewhere, the index names each, and the files that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
+_CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_MENTION = re.compile(r"`(?:fusionrl/)?((?:[a-z_]+/)+[a-z_0-9]+\.py)`")
+_FILE = re.compile(r"(?<![\w/.{-])((?:fusionrl|plugins|scripts|tests|tools|requirements)/[\w./-]*\w)(?![\w*<{…])")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in _LINK.findall(_CODE.sub("", text)) if not (page.parent / link).exists()]
+    assert not links, f"{page.name} links to what is not there: {links}"
+    files = [file for file in _FILE.findall(text) if not (REPO / file).exists()]
+    files += [file for file in _MENTION.findall(text) if not _exists(file, REPO, REPO / "fusionrl")]
+    assert not files, f"{page.name} names files that are not there: {sorted(set(files))}"
+
+
+def test_the_index_names_every_page() -> None:
+    index = REPO / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text(encoding="utf-8"))}
+    missing = [page.name for page in PAGES if page != index and page.resolve() not in linked]
+    assert not missing, f"docs/README.md does not link to {missing}"
+
+
+def test_docstrings_name_files_that_exist() -> None:
+    """A docstring or comment that says `trainer/batch.py` means a file of the package."""
+    missing = []
+    for path in sorted((REPO / "fusionrl").rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found = [file for file in _MENTION.findall(line) if not file.startswith("path/to/")]
+            found = [file for file in found if not _exists(file, REPO, REPO / "fusionrl", path.parent)]
+            missing += [f"{path.relative_to(REPO)}:{number}: {file}" for file in found]
+    assert not missing, "\n".join(missing)
+
+
+def _exists(file: str, *roots: Path) -> bool:
+    return any((root / file).exists() for root in roots)
