@@ -14,6 +14,7 @@ from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
 from fusionrl.checks.sandbox import sandbox_of_run
 from fusionrl.checks.scorers import scorer_errors
+from fusionrl.checks.weights import weight_shape_errors
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.eval_sets import EvalSet, eval_sets
@@ -60,6 +61,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     errors: list[str] = []
     shape = _attempt(errors, lambda: _check_model(config))
     quantization = _attempt(errors, lambda: _check_quantization(config)) if shape else None
+    errors += weight_shape_errors(config)
     _check_required(config, errors)
     _check_modes(config, errors)
     _check_parallel(config, shape, errors)

@@ -23,9 +23,8 @@ from fusionrl.models import convert, families
 from fusionrl.models.fp8 import dequantize
 from fusionrl.models.quantization import SCALE, read_quantization
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.weight_files import INDEX, SINGLE
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # Weights in any of their forms; everything else of a model folder is copied beside exported weights.
 _WEIGHT_FILES = (
     "*.safetensors",

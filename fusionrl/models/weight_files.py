@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fusionrl.base.file_hashes import plain_name
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file's header has it: its sizes, its dtype in safetensors' words (BF16, F8_E4M3, …), the file."""
+
+    sizes: tuple[int, ...]
+    dtype: str
+    file: Path
 
 
 def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> None:
@@ -18,7 +32,7 @@ def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> Non
         ValueError: no weights, a shard of the index that is missing, or a file that is cut off or no safetensors.
     """
     for path in _weight_files(Path(folder), flag):
-        _check_file(path, flag)
+        _header(path, flag)
 
 
 def tensor_names(folder: str | Path) -> set[str]:
@@ -27,11 +41,39 @@ def tensor_names(folder: str | Path) -> set[str]:
     Raises:
         ValueError: as `check_weight_files`.
     """
-    return {name for path in _weight_files(Path(folder), "model") for name in _check_file(path, "model")}
+    return {name for path in _weight_files(Path(folder), "model") for name in _header(path, "model")}
+
+
+def stored_tensors(folder: str | Path, flag: str = "--hf-checkpoint") -> dict[str, StoredTensor]:
+    """Return the tensors of the folder by name, as a reader finds them: of a sharded one those that the index names.
+
+    Raises:
+        ValueError: as `check_weight_files`, or sizes that are no numbers.
+    """
+    folder = Path(folder)
+    paths = _weight_files(folder, flag)
+    index = folder / INDEX
+    if index.is_file():
+        files = {
+            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        }
+    else:
+        single = [path for path in paths if path.name == SINGLE]
+        files = {name: path for path in single or paths for name in _header(path, flag)}
+    found = {}
+    for name, path in files.items():
+        entry = _header(path, flag).get(name)
+        if entry is None:
+            continue  # the index names it, and its file lacks it: as one that is in no file
+        sizes = entry.get("shape")
+        if not isinstance(sizes, list) or any(type(size) is not int for size in sizes):
+            raise ValueError(f"{flag} {path}: malformed safetensors header (shape {sizes!r} of {name})")
+        found[name] = StoredTensor(tuple(sizes), str(entry.get("dtype")), path)
+    return found
 
 
 def _weight_files(folder: Path, flag: str) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -51,12 +93,17 @@ def _weight_files(folder: Path, flag: str) -> list[Path]:
     return paths
 
 
-def _check_file(path: Path, flag: str) -> list[str]:
-    """Names of the file's tensors.
+def _header(path: Path, flag: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of the file's tensors by name: dtype, shape, data_offsets. A file that stays is read once.
 
     The format: 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes.
     """
-    size = path.stat().st_size
+    status = path.stat()
+    return _read_header(path, flag, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=512)
+def _read_header(path: Path, flag: str, size: int, _changed: int) -> dict[str, dict[str, Any]]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -64,7 +111,8 @@ def _check_file(path: Path, flag: str) -> list[str]:
             raise ValueError(f"{flag} {path}: not a safetensors file, or cut off in its header")
         try:
             header = json.loads(file.read(length))
-            ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            ends = {name: entry["data_offsets"][1] for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"{flag} {path}: malformed safetensors header ({error!r})") from error
     if any(type(end) is not int or end < 0 for end in ends.values()):
@@ -75,4 +123,4 @@ def _check_file(path: Path, flag: str) -> list[str]:
             f"{flag} {path}: the file has {size} bytes, its header describes {expected}; it is cut off or damaged, copy"
             " it again"
         )
-    return list(ends)
+    return entries

@@ -16,7 +16,7 @@ from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.parser import read_args
 from fusionrl.config.presets import ACCURACY
-from tests.tiny_model import make_fp8
+from tests.tiny_model import make_fp8, make_tiny_qwen3
 
 Errors = Callable[..., list[str]]
 
@@ -172,11 +172,8 @@ def test_a_checkpoint_with_a_file_missing(
     one(errors(hf_checkpoint=str(folder)), "--hf-checkpoint", str(folder), part)
 
 
-def test_a_reference_of_another_shape(errors: Errors, tiny_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "reference"
-    shutil.copytree(tiny_model, folder)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
+def test_a_reference_of_another_shape(errors: Errors, tmp_path: Path) -> None:
+    folder = make_tiny_qwen3(tmp_path / "reference", num_layers=3)
     one(errors(ref_load=str(folder)), "--ref-load", "differs")
     one(errors(ref_load=str(tmp_path / "none")), "--ref-load", "there is no such folder")
 

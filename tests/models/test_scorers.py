@@ -178,11 +178,8 @@ def test_a_teacher_that_does_not_fit(
     one(opd(opd_teacher_load=other_tokens(tiny_model)), "its tokenizer has other tokens than that of --hf-checkpoint")
     one(opd(rollout_temperature=0.7), "--rollout-temperature 0.7", "at temperature 1")
     assert opd(opd_type="megatron", rollout_temperature=0.7) == []
-    wider = tmp_path / "wider"
-    shutil.copytree(tiny_model, wider)
-    config = json.loads((wider / "config.json").read_text())
-    (wider / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
-    one(opd(opd_type="megatron", opd_teacher_load=wider), "its config.json describes another shape")
+    deeper = make_tiny_qwen3(tmp_path / "deeper", num_layers=3)
+    one(opd(opd_type="megatron", opd_teacher_load=deeper), "its config.json describes another shape")
     one(opd(mode="reject-sampling"), "--use-opd belongs to --mode rl, not to reject-sampling")
     one(opd(opd_teacher_num_gpus_per_engine=3), "--opd-teacher-num-gpus-per-engine 3 does not divide")
     data = str(write_rows([{"input": "1+1=", "label": "2"}], "eval.jsonl"))

@@ -1,0 +1,46 @@
+"""Checks that config.json and the weight files belong together, in each model folder that the run reads weights of."""
+
+from __future__ import annotations
+
+from fusionrl.config.config import Config
+from fusionrl.config.parts import uses_trainers
+from fusionrl.models.quantization import read_quantization
+from fusionrl.models.shape import read_model_shape
+from fusionrl.models.weight_shapes import shape_errors
+from fusionrl.plan.auxiliary import auxiliary_role
+
+
+def weight_shape_errors(config: Config) -> list[str]:
+    """List where a folder's files disagree with its config.json, with tensor, both shapes and file.
+
+    A folder that cannot be read, or that holds a model of no family here, is left out: the check of its flag says so,
+    and engines may know more families than the trainers.
+    """
+    errors = []
+    for flag, folder, by_trainers in _folders(config):
+        try:
+            shape = read_model_shape(folder, flag)
+            if flag == "--critic-load":
+                shape = shape.with_value_head()
+            quantization = read_quantization(folder, flag) if by_trainers else None
+            errors += shape_errors(folder, shape, flag, quantization=quantization, is_loaded=by_trainers)
+        except (ValueError, OSError):
+            continue
+    return errors
+
+
+def _folders(config: Config) -> list[tuple[str, str, bool]]:
+    """Return flag, folder, and whether trainers load it (else engines alone), of each folder that is read."""
+    model, algorithm, trainers = config.model, config.algorithm, uses_trainers(config)
+    folders: list[tuple[str, str | None, bool]] = []
+    if not model.debug_random_weights:
+        folders.append(("--hf-checkpoint", model.hf_checkpoint, trainers and model.megatron_checkpoint is None))
+    if trainers:
+        folders.append(("--ref-load", model.ref_load, True))
+        loads = {"critic": config.critic.critic_load, "prm": config.prm.prm_load}
+        folders += [(f"--{role}-load", load, True) for role, load in loads.items() if role == auxiliary_role(config)]
+    if algorithm.use_opd:
+        is_in_trainers = algorithm.opd_type == "megatron"
+        folders.append(("--opd-teacher-load", algorithm.opd_teacher_load, is_in_trainers))
+    folders.append(("--rm-model", config.reward.rm_model, False))
+    return [(flag, folder, by_trainers) for flag, folder, by_trainers in folders if folder is not None]

@@ -1,0 +1,106 @@
+"""A checkpoint's config.json against the shapes in the headers of its .safetensors files. Pure; reads headers only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fusionrl.models import families
+from fusionrl.models.families import Sizes
+from fusionrl.models.quantization import SCALE, BlockFp8
+from fusionrl.models.shape import ModelShape, read_hf_config
+from fusionrl.models.weight_files import StoredTensor, stored_tensors
+
+
+def shape_errors(
+    folder: str | Path,
+    shape: ModelShape,
+    flag: str = "--hf-checkpoint",
+    *,
+    quantization: BlockFp8 | None = None,
+    is_loaded: bool = False,
+) -> list[str]:
+    """List where the files disagree with config.json: one message for each size that is wrong, with its first tensor.
+
+    Args:
+        folder: a Hugging Face folder.
+        shape: of the model as its config.json describes it.
+        flag: the flag that named the folder.
+        quantization: its block-wise fp8, whose scales are checked too.
+        is_loaded: trainers load the folder: tensors that it lacks, or that the model does not have, are mistakes too.
+
+    Raises:
+        ValueError: files that are missing or damaged, as `check_weight_files`.
+    """
+    raw, stored = read_hf_config(folder, flag), stored_tensors(folder, flag)
+    wanted = families.hf_shapes(shape)
+    optional = {name for rule in families.model_rules(shape).values() if rule.optional for name in rule.hf}
+    if quantization is not None:
+        wanted |= {n + SCALE: quantization.scale_shape(wanted[n]) for n in tuple(wanted) if n in quantization.names}
+    is_packed = _packed(stored) if raw.get("quantization_config") and quantization is None else lambda name: False
+    wrong = _wrong_shapes(flag, raw, wanted, stored, is_packed)
+    if wrong or not is_loaded:
+        return wrong
+    errors = []
+    if missing := [name for name in wanted if name not in stored and name not in optional]:
+        errors.append(f"{flag} {folder}: tensor {_first(missing)} in none of its files; {_model(shape)}")
+    ignored = families.ignored(shape)
+    if extra := sorted(name for name in stored if name not in wanted and not ignored.fullmatch(name)):
+        errors.append(f"{flag} {folder}: tensor {_first(extra)} no part of the model; {_model(shape)}")
+    return errors
+
+
+def _wrong_shapes(
+    flag: str,
+    raw: Mapping[str, Any],
+    wanted: Mapping[str, Sizes],
+    stored: Mapping[str, StoredTensor],
+    is_packed: Callable[[str], bool],
+) -> list[str]:
+    errors: list[str] = []
+    seen: set[tuple[Sizes, Sizes]] = set()  # sizes that a message has named: (by config.json, in the files)
+    for name, sizes in wanted.items():
+        found = stored.get(name)
+        if found is None or found.sizes == sizes or is_packed(name):
+            continue
+        differing = {(sizes, found.sizes)}
+        if len(sizes) == len(found.sizes):
+            differing = {((a,), (b,)) for a, b in zip(sizes, found.sizes, strict=True) if a != b}
+        if differing <= seen:
+            continue
+        described = {size for (size, *_), _ in differing - seen}
+        keys = [key for key, value in raw.items() if type(value) is int and value in described]
+        if name.endswith(SCALE):
+            keys = []  # its sizes are numbers of blocks
+        hint = f" ({', '.join(f'{key} {raw[key]}' for key in keys)})" if 0 < len(keys) <= 3 else ""
+        seen |= differing
+        errors.append(
+            f"{flag} {found.file}: tensor {name} has shape {list(found.sizes)}, but config.json{hint} describes"
+            f" {list(sizes)}; take both from the same model"
+        )
+    return errors
+
+
+def _packed(stored: Mapping[str, StoredTensor]) -> Callable[[str], bool]:
+    """Return a test for tensors that may be packed, in a checkpoint whose quantisation only engines read.
+
+    Such a tensor is stored as integers, or has its scales or its state beside it (`…weight_scale`, `…weight.absmax`),
+    and then its sizes are the method's. fp8 values keep the sizes of the weight.
+    """
+    parts = (name.partition(".weight") for name in stored)
+    beside = {f"{module}.weight" for module, _, rest in parts if rest.startswith(("_", "."))}
+    return lambda name: (
+        not stored[name].dtype.startswith("F8") and (name in beside or stored[name].dtype.startswith(("I", "U")))
+    )
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"
+
+
+def _model(shape: ModelShape) -> str:
+    """Describe the model that config.json describes, by the sizes that decide which tensors there are."""
+    tied = "tied" if shape.tie_word_embeddings else "untied"
+    experts = f", {shape.moe.num_experts} experts" if shape.moe else ""
+    return f"config.json describes a {shape.model_type} of {shape.num_layers} layers{experts}, with {tied} embeddings"
