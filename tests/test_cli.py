@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl import cli
+from fusionrl.cli.device import detect_device
 
 HEAVY = ("ray", "torch", "transformers", "megatron", "sglang", "sglang_router", "pydantic_settings")
 
@@ -190,8 +191,8 @@ def test_a_command_line_is_checked_without_the_stack(good: list[str]) -> None:
     """Neither checking the flags nor any of the pure rooms loads ray, torch, megatron or sglang."""
     program = f"""
 import importlib, pkgutil, sys
-from fusionrl import cli
-cli.resolve({good!r})
+from fusionrl.cli.resolve import resolve
+resolve({good!r})
 for room in ("config", "plan", "data", "rewards"):
     package = importlib.import_module("fusionrl." + room)
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
@@ -215,7 +216,7 @@ def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gpu_that_is_not_there(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    if cli.detect_device("auto") == "cuda":
+    if detect_device("auto") == "cuda":
         pytest.skip("this machine has a GPU")
     assert cli.main(["plan", *good, "--device", "cuda"]) == 2
     assert "--device cuda: this machine has no NVIDIA GPU" in messages(capsys)[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.cli import detect_device
+from fusionrl.cli.device import detect_device
 from tests.e2e.launch import metrics_of, run
 from tests.tiny_model import make_fp8
 

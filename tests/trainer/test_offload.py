@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionrl.cli import detect_device
+from fusionrl.cli.device import detect_device
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.trainer_worker import Samples, config_of
 

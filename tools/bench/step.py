@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fusionrl.cli import resolve
+from fusionrl.cli.resolve import resolve
 from fusionrl.cluster.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]

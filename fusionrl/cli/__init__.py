@@ -1,0 +1,51 @@
+"""The command `fusionrl`. Each command is a file of this room; only that of the command given is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from fusionrl import __version__
+from fusionrl.cli.exits import EXIT_USER
+
+USAGE = """usage: fusionrl COMMAND [flags]
+
+  fusionrl train --mode rl|sft|reject-sampling|eval …   run
+  fusionrl plan  …                                      check the same flags, print the plan, start nothing
+  fusionrl plan --cluster 8x8xh200 …                    the same for GPUs elsewhere, from a config.json
+  fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
+  fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
+  fusionrl flags                                        the flag reference, as Markdown
+  fusionrl flags --template                             a commented file of all flags, for --config
+  fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
+
+`fusionrl train --help` and `fusionrl show --help` list the flags."""
+
+
+# Command → the module with its `run(argv) -> exit code`.
+COMMANDS: dict[str, str] = {
+    "train": "fusionrl.cli.train",
+    "plan": "fusionrl.cli.plan",
+    "show": "fusionrl.cli.show",
+    "data": "fusionrl.cli.data",
+    "flags": "fusionrl.cli.flags",
+    "metrics": "fusionrl.cli.metrics",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 2 for a user's mistake, 1 for a failure."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (args[0], args[1:]) if args else ("--help", [])
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if command == "--version":
+        print(__version__)
+        return 0
+    if command not in COMMANDS:
+        print(f"error: unknown command {command!r}\n\n{USAGE}", file=sys.stderr)
+        return EXIT_USER
+    exit_code: int = import_module(COMMANDS[command]).run(rest)
+    return exit_code

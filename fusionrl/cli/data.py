@@ -1,0 +1,69 @@
+"""`fusionrl data check FILE… [flags]`: read prompt data, and list all that is wrong with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from fusionrl.base.quiet import quiet
+from fusionrl.checks.hub import resolve_names
+from fusionrl.checks.validate import prompt_columns
+from fusionrl.cli.exits import EXIT_USER, refuse
+from fusionrl.config.parser import CommandLineError, read_args
+
+_USAGE = """usage: fusionrl data check FILE… [flags]
+
+FILE is what --prompt-data takes; the flags are those of `fusionrl train`, of which these matter: --mode sft,
+--input-key, --label-key, --metadata-key, --tool-key, --apply-chat-template, --apply-chat-template-kwargs, and, to
+count tokens, --hf-checkpoint and --rollout-max-prompt-len. Exit code 2: something is wrong."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check the files; returns the exit code: 2 if there is a row that cannot be trained on."""
+    asks_for_help = bool({"-h", "--help"} & set(argv))
+    if argv[:1] != ["check"] or asks_for_help:
+        print(_USAGE)
+        return 0 if asks_for_help else EXIT_USER
+    try:
+        return _check(argv[1:])
+    except CommandLineError as error:
+        return refuse(error.errors)
+
+
+def _check(argv: Sequence[str]) -> int:
+    """`fusionrl data check FILE… [flags]`: print one line a cause, and a summary; 2 if a row cannot be trained on."""
+    from fusionrl.data.check import DataCheck
+
+    files = list(itertools.takewhile(lambda token: not token.startswith("-"), argv))
+    config, errors = read_args(argv[len(files) :], "fusionrl data check")
+    config, not_had = resolve_names(config, with_weights=False)
+    errors += not_had
+    files = files or config.data.prompt_data or []
+    data, folder, is_sft = config.data, config.model.hf_checkpoint, config.run.mode == "sft"
+    if not files:
+        errors.append(f"no file to check\n\n{_USAGE}")
+    if data.rollout_max_prompt_len is not None and folder is None:
+        errors.append(f"--rollout-max-prompt-len {data.rollout_max_prompt_len}: counting needs --hf-checkpoint")
+    tokenizer = None
+    if folder is not None and not errors:
+        from fusionrl.data.tokenizer import load_tokenizer
+
+        try:
+            with quiet():
+                tokenizer = load_tokenizer(folder)
+        except (OSError, ValueError) as error:
+            errors.append(f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})")
+    if errors:
+        return refuse(errors)
+    check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type)
+    num_problems = num_warnings = 0
+    for file in files:
+        problems, warnings = check.problems(file)
+        for text in (*problems, *(f"warning: {warning}" for warning in warnings)):
+            print(text)
+        num_problems += len(problems)
+        num_warnings += len(warnings)
+    told = f"{num_problems or 'no'} problem{'s' * (num_problems != 1)}"
+    told += f", {num_warnings} warning{'s' * (num_warnings != 1)}" if num_warnings else ""
+    print(f"{check.summary()}; {told}")
+    return EXIT_USER if num_problems else 0

@@ -1,0 +1,35 @@
+"""`fusionrl plan`: check the flags of a run and print its plan; nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusionrl.checks.warnings import flag_warnings
+from fusionrl.cli.exits import refuse
+from fusionrl.cli.resolve import resolve
+from fusionrl.config.parser import CommandLineError, build_parser
+from fusionrl.config.plan_flags import PLAN_FLAGS, take_plan_flags
+from fusionrl.plan.plan import render_plan
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the plan, for this machine or for a cluster elsewhere; returns the exit code."""
+    if {"-h", "--help"} & set(argv):
+        build_parser().print_help()
+        print("\nflags of `fusionrl plan` alone:")
+        for flag, (values, _, text) in PLAN_FLAGS.items():
+            print(f"  {flag} {values}\n        {text}")
+        return 0
+    of_plan, argv, errors = take_plan_flags(argv)
+    if errors:
+        return refuse(errors)
+    try:
+        if "--cluster" in of_plan:
+            from fusionrl.cli.elsewhere import plan_elsewhere
+
+            return plan_elsewhere(argv, of_plan)
+        config, plan = resolve(argv, of_plan)
+    except CommandLineError as error:
+        return refuse(error.errors)
+    print(render_plan(plan, config, flag_warnings(config)), end="")
+    return 0

@@ -1,0 +1,102 @@
+"""From a command line to a checked configuration and its plan. All mistakes are found before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from fusionrl.base.quiet import quiet
+from fusionrl.checks.hub import resolve_names
+from fusionrl.checks.validate import validate
+from fusionrl.cli.device import detect_device
+from fusionrl.config.config import Config
+from fusionrl.config.parser import CommandLineError, read_args
+from fusionrl.config.plan_flags import imbalance_of
+from fusionrl.plan.auxiliary import auxiliary_config
+from fusionrl.plan.devices import this_machine
+from fusionrl.plan.plan import Plan, make_plan, pinned, plan_errors
+from fusionrl.plan.schedule import lr_decay_steps
+
+_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+T = TypeVar("T")
+
+
+def attempt(errors: list[str], check: Callable[[], T]) -> T | None:
+    """Return what `check` returns, or None with the message of its `ValueError` in `errors`."""
+    try:
+        return check()
+    except ValueError as error:
+        errors.append(str(error))
+        return None
+
+
+def not_named_yet(found: Iterable[str], errors: Iterable[str]) -> list[str]:
+    """Return those of `found` that name no flag of `errors`: a check that builds on a bad flag has nothing new."""
+    named = {flag for error in errors for flag in _FLAG.findall(error)}
+    return [error for error in found if not named.intersection(_FLAG.findall(error))]
+
+
+def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tuple[Config, Plan]:
+    """Return the checked configuration of a command line, and its plan. `plan_flags`: values of PLAN_FLAGS.
+
+    Raises:
+        CommandLineError: every mistake that can be known before anything starts.
+    """
+    config, errors = read_args(argv)
+    config, unavailable = resolve_names(config)
+    errors += unavailable
+    checked, found = validate(config)
+    found += plan_errors(config, checked.num_prompts, checked.shape)
+    device = attempt(found, lambda: detect_device(config.cluster.device)) or "cpu"
+    imbalance = attempt(found, lambda: imbalance_of(plan_flags or {})) or 1.0
+    errors += not_named_yet(found, errors)
+    for text in checked.data_warnings:
+        print(f"warning: {text}", file=sys.stderr)
+    if errors or checked.shape is None:
+        raise CommandLineError(errors)
+    try:
+        plan = make_plan(
+            config,
+            checked.shape,
+            device=device,
+            num_prompts=checked.num_prompts,
+            num_cores=len(os.sched_getaffinity(0)),
+            quantization=checked.quantization,
+            machine=this_machine(device),
+            imbalance=imbalance,
+            sandbox=checked.sandbox,
+        )
+    except ValueError as error:
+        raise CommandLineError([str(error)]) from error
+    if plan.layout is not None and (errors := trainer_errors(config, plan)):
+        raise CommandLineError(errors)
+    return config, plan
+
+
+def trainer_errors(config: Config, plan: Plan) -> list[str]:
+    """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
+    assert plan.layout is not None
+    config = pinned(config, plan)
+    groups = [("", config, plan.layout)]
+    if plan.auxiliary is not None:
+        role = plan.auxiliary.role
+        groups.append((f"{role}-", auxiliary_config(config, role), plan.auxiliary.layout))
+    errors: list[str] = []
+    passed = config.passthrough
+    for prefix, part, layout in groups:
+        try:
+            lr_decay_steps(part, prefix)
+        except ValueError as error:
+            errors.append(str(error))
+        if passed.transformer or passed.optimizer or passed.ddp:
+            # Only now: the import takes seconds, unless the flags' types were asked for.
+            with quiet():
+                from fusionrl.checks.megatron import megatron_errors
+
+                errors += megatron_errors(part, plan.shape, layout, plan.device)
+    return list(dict.fromkeys(errors))
