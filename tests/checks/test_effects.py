@@ -10,9 +10,10 @@ import pytest
 
 from fusionrl.checks.effects import EFFECTS, EVERYWHERE, effect_warnings, policy_loss
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS, AlgorithmGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.config.parser import inner_type, read_args
+from fusionrl.config.parser import read_args
 from fusionrl.config.presets import PRESETS
 
 FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
