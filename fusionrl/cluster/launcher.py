@@ -105,7 +105,9 @@ class Launcher:
         return actor
 
     def make_trainers(self) -> tuple[list[ActorHandle], list[ActorHandle], list[ray.ObjectRef]]:
-        """The policy's trainers, those of a critic or prm, and references of their set-up."""
+        """The policy's trainers, those of a critic or prm, and references of their set-up; none without a layout."""
+        if self._plan.layout is None:
+            return [], [], []
         config, auxiliary = pinned(self._config, self._plan), self._plan.auxiliary
         groups = [self._make_group(config, self._plan.trainer_bundles)]
         if auxiliary is not None:

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-import ray
-
 from fusionrl.cluster.buffer_handle import BufferHandle
 from fusionrl.cluster.engine_pool import EnginePool
 from fusionrl.cluster.launcher import Launcher
-from fusionrl.cluster.ray_cluster import gather, root_cause
+from fusionrl.cluster.ray_cluster import FAILURES, gather, is_running, root_cause
 from fusionrl.cluster.supervisor import Supervisor
 from fusionrl.cluster.trainers import TrainerGroups
 from fusionrl.cluster.weight_sync import WeightSync
@@ -73,14 +71,12 @@ class Actors:
         self._launcher.start(self._on_ray)
         self._say("starting " + ", ".join(self._parts()))
         self.engines.start()
-        ready: list[ray.ObjectRef] = []
-        if self._plan.layout is not None:
-            self.trainers.actors, self.trainers.auxiliaries, ready = self._launcher.make_trainers()
+        self.trainers.actors, self.trainers.auxiliaries, ready = self._launcher.make_trainers()
         endpoints = self.engines.finish_start()
         buffer_ready = self.buffer.start(self._launcher.make_buffer(endpoints))
         if ready:
             logger.info("trainers: %s", gather(ready, self._stop.check)[0])
-        facts = ray.get(buffer_ready)
+        facts = gather([buffer_ready], self._stop.check)[0]
         if facts["num_too_long"]:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
 
@@ -101,7 +97,7 @@ class Actors:
         """
         cause = None
         try:
-            if isinstance(error, RuntimeError | OSError | ray.exceptions.RayError):
+            if isinstance(error, FAILURES):
                 cause = self._find_death(error)
                 self._launcher.keep_ray_logs()
         finally:
@@ -110,18 +106,18 @@ class Actors:
             raise cause from error
 
     def _find_death(self, error: BaseException) -> RuntimeError | None:
-        if not ray.is_initialized() or isinstance(root_cause(error), ValueError | HookError):
+        if not is_running() or isinstance(root_cause(error), ValueError | HookError):
             return None
         try:
             return self._launcher.roster.explain(error) or self.engines.find_dead()
-        except (RuntimeError, OSError, ray.exceptions.RayError) as failure:  # must not hide the error
+        except FAILURES as failure:  # must not hide the error
             logger.debug("nobody can say who is dead: %s", failure)
             return None
 
     def close(self) -> None:
         """End every process of the run. Idempotent; never raises what would hide the error that led here."""
         try:
-            if ray.is_initialized():
+            if is_running():
                 self.buffer.close()
                 self.engines.shutdown()
                 self.weights.drop_files()

@@ -422,7 +422,7 @@ ROLLOUTS: Table = {
         "--partial-rollout",
     ),
     "rollout/engines_died": Entry(
-        "engines", "Engines found dead during the rollout.", "cluster/buffer_handle.py", "--use-fault-tolerance"
+        "engines", "Engines found dead during the rollout.", "cluster/engine_pool.py", "--use-fault-tolerance"
     ),
     "rollout/answers_refused": Entry(
         "answers",
@@ -512,7 +512,7 @@ EVALUATIONS: Table = {
         "samples", "As rollout/reward_crash, of all sets.", "rewards/pool.py", "when it happens"
     ),
     "eval/engines_died": Entry(
-        "engines", "Engines found dead during the evaluation.", "cluster/buffer_handle.py", "--use-fault-tolerance"
+        "engines", "Engines found dead during the evaluation.", "cluster/engine_pool.py", "--use-fault-tolerance"
     ),
     "eval/answers_refused": Entry(
         "answers", "As rollout/answers_refused.", "rollout/sglang_rollout.py", "when it happens"
