@@ -131,6 +131,8 @@ class EnginePool:
 
     def find_dead(self) -> RuntimeError | None:
         """After a failure: the error of a server or the router that is dead. Replaces none."""
+        if not self.urls:  # the failure is one of the start
+            return None
         engines = self._all() if self._recovery is None else self._others()
         try:
             if self._router is not None:

@@ -17,6 +17,7 @@ from fusionrl.cluster.weight_sync import WeightSync
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.driver.signals import StopSignal
+from fusionrl.engines.process import ChildExited
 from fusionrl.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ class Actors:
             raise cause from error
 
     def _find_death(self, error: BaseException) -> RuntimeError | None:
-        if not is_running() or isinstance(root_cause(error), ValueError | HookError):
+        # These name their cause: a user's mistake, a user's function, a server that ended.
+        if not is_running() or isinstance(root_cause(error), ValueError | HookError | ChildExited):
             return None
         try:
             return self._launcher.roster.explain(error) or self.engines.find_dead()
