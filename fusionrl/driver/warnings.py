@@ -8,6 +8,7 @@ from pathlib import Path
 from fusionrl.algorithms.mismatch_report import mismatch_warning
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, hook_paths
+from fusionrl.config.parts import estimator_of
 from fusionrl.observe.advice import AdviceSettings
 
 _MASK_HOOKS = (
@@ -58,6 +59,7 @@ def advice_settings(config: Config, path: Path) -> AdviceSettings:
     return AdviceSettings(
         run=str(path),
         estimator=algorithm.advantage_estimator,
+        compares_siblings=estimator_of(algorithm).compares_siblings,
         label_key=config.data.label_key,
         max_response_len=rollout.rollout_max_response_len,
         max_context_len=rollout.rollout_max_context_len,
