@@ -80,7 +80,8 @@ class Roster:
     def _dead(self, error: BaseException) -> list[tuple[Member, str]]:
         """Who is dead, the first to die first, each with the reason."""
         reported = {cause.actor_id: cause for cause in _chain(error) if isinstance(cause, ray.exceptions.RayActorError)}
-        table = ray_state.actors(actor_state_name="DEAD") if ray.is_initialized() else {}
+        job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
+        table = ray_state.actors(job_id=job, actor_state_name="DEAD")
         dead = []
         for member in self:
             if member.id not in table and not isinstance(reported.get(member.id), ray.exceptions.ActorDiedError):
