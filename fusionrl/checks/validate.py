@@ -22,6 +22,7 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import check_hook, flag_of, hook_paths
 from fusionrl.config.parts import estimator_of
+from fusionrl.config.pipelines import AVAILABLE
 from fusionrl.config.presets import NONZERO_STD
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
@@ -55,7 +56,6 @@ _OF_DISK = (
     *("update_weight_local_checkpoint_dir", "update_weight_delta_encoding", "update_weight_delta_checksum"),
     "custom_update_weight_post_write_path",
 )
-PIPELINES_READY = ("on-policy",)
 
 
 def validate(config: Config) -> tuple[Checked, list[str]]:
@@ -187,8 +187,8 @@ def _check_required(config: Config, errors: list[str]) -> None:
 def _check_modes(config: Config, errors: list[str]) -> None:
     """Flags that do not go together with the mode, or with one another."""
     run, mode = config.run, config.run.mode
-    if run.pipeline not in PIPELINES_READY:
-        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(PIPELINES_READY)}")
+    if run.pipeline not in AVAILABLE:
+        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(AVAILABLE)}")
     if config.eval.eval_interval and not config.eval.has_sets:
         errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
     if run.debug_train_only and run.debug_rollout_only:
