@@ -94,7 +94,7 @@ def test_the_table_names_what_is_there() -> None:
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [
-        ("config/groups.py", "from fusionrl.plan.plan import Plan", "config imports plan"),
+        ("config/groups/run.py", "from fusionrl.plan.plan import Plan", "config imports plan"),
         ("data/rows.py", "def f():\n    from fusionrl.rollout import agent", "data imports rollout"),
         ("models/shape.py", "import fusionrl.config.config", "models imports config"),
         ("plan/layout.py", "import torch.distributed", "plan may not import torch"),

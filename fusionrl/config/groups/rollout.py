@@ -1,0 +1,176 @@
+"""Answers and their rewards: RolloutGroup, RewardGroup, RejectSamplingGroup."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fusionrl.config.groups.base import Group
+
+
+class RolloutGroup(Group):
+    """Rollout"""
+
+    rollout_function_path: str = Field(
+        "fusionrl.rollout.sglang_rollout.generate_rollout", description="Function that makes a rollout."
+    )
+    eval_function_path: str | None = Field(
+        None, description="Function that evaluates. Default: --rollout-function-path."
+    )
+    custom_generate_function_path: str | None = Field(None, description="Function that generates one sample.")
+    tools_path: str | None = Field(
+        None,
+        description="Function that returns the tools of fusionrl.rollout.agent.generate, `tools(args, sample)`."
+        " Default: Python in a sandbox.",
+    )
+    tool_call_parser: str = Field(
+        "auto", description="SGLang's parser of tool calls; auto is the one that fits the chat template."
+    )
+    max_turns: int = Field(8, description="Turns of the model in one sample of an agent, at most.", ge=1)
+    max_tool_response_len: int = Field(1024, description="Tokens of one tool's answer; what is beyond is cut.", ge=1)
+    tool_timeout_s: float = Field(60.0, description="Time limit of one tool call, seconds; the model is told.", gt=0)
+    rollout_batch_size: int | None = Field(None, description="Prompts of one rollout step.", ge=1)
+    n_samples_per_prompt: int = Field(1, description="Samples generated for each prompt.", ge=1)
+    partial_rollout: bool = Field(
+        False,
+        description="Keep what is unfinished when a rollout has enough groups, and go on with it in the next one.",
+    )
+    mask_offpolicy_in_partial_rollout: bool = Field(
+        False, description="With --partial-rollout: train only on the tokens of the last rollout that made a sample."
+    )
+    rollout_sample_hook_path: list[str] = Field(
+        default_factory=list,
+        description="Functions, one after the other, that see a sample before it is scored; one may return another.",
+    )
+    rollout_sample_filter_path: str | None = Field(
+        None, description="Function that sets remove_sample on samples of a rollout that are not to be trained on."
+    )
+    rollout_all_samples_process_path: str | None = Field(
+        None, description="Function that sees all groups of a rollout, those beyond the batch included."
+    )
+    custom_rollout_log_function_path: str | None = Field(
+        None,
+        description="Function that reports a rollout itself; where it returns true, the usual metrics are left out.",
+    )
+    custom_eval_rollout_log_function_path: str | None = Field(None, description="The same for an evaluation.")
+    over_sampling_batch_size: int | None = Field(
+        None,
+        description="Prompts submitted at a time while a filter drops groups. Default: --rollout-batch-size.",
+        ge=1,
+    )
+    dynamic_sampling_filter_path: str | None = Field(None, description="Function that keeps or drops a finished group.")
+    accuracy_lower_bound: float = Field(
+        0.2, description="For the filter check_accuracy_in_range: lowest share of right answers in a group.", ge=0, le=1
+    )
+    accuracy_upper_bound: float = Field(0.8, description="For the same: highest share.", ge=0, le=1)
+    rollout_temperature: float = Field(1.0, description="Sampling temperature.", gt=0)
+    rollout_top_p: float = Field(1.0, description="Nucleus sampling mass.", gt=0, le=1)
+    rollout_top_k: int = Field(-1, description="Number of likeliest tokens sampled from; -1 is all.", ge=-1)
+    rollout_max_response_len: int | None = Field(None, description="Most new tokens of a response.", ge=1)
+    rollout_min_response_len: int = Field(0, description="Fewest new tokens of a response.", ge=0)
+    rollout_max_context_len: int | None = Field(None, description="Most tokens of prompt and response.", ge=1)
+    rollout_stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
+    rollout_stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a response.")
+    rollout_ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token (benchmarks).")
+    rollout_skip_special_tokens: bool = Field(True, description="Leave special tokens out of the response's text.")
+    sglang_server_concurrency: int = Field(512, description="Requests in flight for each engine, at most.", ge=1)
+    stream_responses: bool = Field(
+        False,
+        description="Engines send a response token by token: what one that died had sent is kept, and another goes on"
+        " from there (--use-fault-tolerance).",
+    )
+    engine_start_timeout_s: float = Field(
+        300.0, description="Time limit for an engine to become healthy, seconds.", gt=0
+    )
+    engine_num_threads: int = Field(1, description="CPU threads of an engine's forward pass, on a CPU.", ge=1)
+    use_fault_tolerance: bool = Field(
+        False,
+        description="Go on with the other engines when one dies or hangs, and start it anew before the next weight push"
+        " (docs/faults.md).",
+    )
+    rollout_health_check_interval: float = Field(
+        30.0, description="With --use-fault-tolerance: seconds between health checks of an engine in a rollout.", gt=0
+    )
+    rollout_health_check_timeout: float = Field(
+        30.0, description="Seconds without a token after which an engine counts as hung, and is ended.", gt=1
+    )
+    rollout_health_check_first_wait: float = Field(
+        0.0, description="Seconds of a rollout before its first health check.", ge=0
+    )
+
+
+class RewardGroup(Group):
+    """Rewards"""
+
+    rm_type: str | None = Field(
+        None,
+        description="Built-in reward of docs/rewards.md, or a weighted sum: math, boxed_exact, math:0.8+format:0.2.",
+    )
+    rm_format_regex: str | None = Field(
+        None, description="Regular expression that --rm-type format wants of the whole response."
+    )
+    rm_url: str | None = Field(None, description="Server that scores the samples, for --rm-type remote_rm.")
+    rm_model: str | None = Field(
+        None,
+        description="Hugging Face folder of a reward model (a sequence classifier with one label), for --rm-type"
+        " reward_model: engines of its own serve it.",
+    )
+    rm_input: Literal["auto", "tokens", "chat"] = Field(
+        "auto",
+        description="What the reward model reads: the sample's tokens, or the conversation by its own chat template."
+        " auto: the tokens, where its tokenizer has the same ones.",
+    )
+    rm_num_gpus: int = Field(1, description="Devices of the reward model's engines in all.", ge=1)
+    rm_num_gpus_per_engine: int = Field(1, description="Devices of one of them (its tensor parallel size).", ge=1)
+    rm_server_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="SGLang ServerArgs fields of the reward model's engines, as JSON; --sglang-* are the policy's.",
+    )
+    custom_rm_path: str | None = Field(None, description="Reward function, `async rm(args, sample, **kw)`.")
+    group_rm: bool = Field(False, description="The reward function gets a whole group, and returns a list.")
+    reward_key: str | None = Field(None, description="Key of the reward that is trained on, where it is a dict.")
+    eval_reward_key: str | None = Field(None, description="Key of the reward that an evaluation reports.")
+    reward_timeout_s: float = Field(60.0, description="Time limit of the reward of one sample, seconds.", gt=0)
+    reward_failure_value: float = Field(
+        0.0,
+        description="Reward of a sample whose reward function hangs or takes its process down; counted.",
+        allow_inf_nan=False,
+    )
+    reward_num_processes: int | None = Field(
+        None, description="Processes that run reward functions which are not async. Default: one a core.", ge=1
+    )
+    allow_weak_sandbox: bool = Field(
+        False,
+        description="Run programs of a model (--rm-type code, the Python tool) also where the kernel grants no"
+        " namespaces. Then they are kept from other processes, files and the network by seccomp and Landlock alone,"
+        " and without Landlock they read and write every file of their user; the plan says what is lacking.",
+    )
+    overlong_buffer_len: int | None = Field(
+        None, description="Last tokens of --rollout-max-response-len in which a penalty grows from 0 (DAPO).", ge=1
+    )
+    overlong_penalty_factor: float = Field(1.0, description="The penalty of an overlong response.", gt=0)
+    length_penalty_coef: float = Field(
+        0.0,
+        description="The price of a response of --rollout-max-response-len tokens; shorter ones pay their share.",
+        ge=0,
+    )
+    custom_reward_post_process_path: str | None = Field(
+        None, description="Function that turns raw rewards into the rewards that are trained on."
+    )
+    custom_convert_samples_to_train_data_path: str | None = Field(
+        None, description="Function that makes the train data of a rollout's samples: a dict of lists."
+    )
+
+
+class RejectSamplingGroup(Group):
+    """Reject sampling"""
+
+    reject_sampling_output: str | None = Field(
+        None, description="File of the accepted samples. Default: accepted.jsonl in the run folder."
+    )
+    reject_sampling_threshold: float = Field(1.0, description="Samples with at least this reward are accepted.")
+    reject_sampling_per_prompt: int = Field(
+        1, description="Accepted samples kept for one prompt, the best first.", ge=1
+    )
+    no_trainer: bool = Field(False, description="reject-sampling without trainers: the engines load the checkpoint.")
