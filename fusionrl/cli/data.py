@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from fusionrl.base.quiet import quiet
+from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
-from fusionrl.checks.validate import prompt_columns
 from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from fusionrl.checks.collect import attempt
 from fusionrl.checks.hub import find_model, is_model_name
 from fusionrl.checks.validate import validate_flags
 from fusionrl.checks.warnings import flag_warnings
-from fusionrl.cli.resolve import attempt, not_named_yet
+from fusionrl.cli.resolve import not_named_yet
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import imbalance_of
 from fusionrl.models.shape import ModelShape

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from fusionrl.base.quiet import quiet
+from fusionrl.checks.collect import attempt
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
@@ -21,18 +21,6 @@ from fusionrl.plan.plan import Plan, make_plan, pinned, plan_errors
 from fusionrl.plan.schedule import lr_decay_steps
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
-
-
-T = TypeVar("T")
-
-
-def attempt(errors: list[str], check: Callable[[], T]) -> T | None:
-    """Return what `check` returns, or None with the message of its `ValueError` in `errors`."""
-    try:
-        return check()
-    except ValueError as error:
-        errors.append(str(error))
-        return None
 
 
 def not_named_yet(found: Iterable[str], errors: Iterable[str]) -> list[str]:

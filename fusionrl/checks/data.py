@@ -1,0 +1,123 @@
+"""Checks of the prompt data, by reading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusionrl.base.quiet import quiet
+from fusionrl.config.config import Config
+from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
+from fusionrl.data.rows import parse_sets, read_rows
+from fusionrl.data.template_probe import TemplateProbe
+from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from fusionrl.models.scorers import has_chat_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def check_prompts(config: Config, errors: list[str], warnings: list[str]) -> int:
+    """Read the prompt data, and return its number of prompts, 0 where it is not known; mistakes go to `errors`."""
+    data, count = config.data, 0
+    if data.prompt_data is not None and config.run.mode != "eval":
+        count = _check_prompt_data(config, errors, warnings)
+    if data.apply_chat_template and _has_template(config) is False:
+        errors.append(
+            f"--apply-chat-template: the tokenizer of --hf-checkpoint {config.model.hf_checkpoint} has no chat template"
+        )
+    return count
+
+
+def prompt_columns(config: Config) -> PromptColumns:
+    """Return what the flags say about the columns of the prompt data."""
+    data = config.data
+    return PromptColumns(
+        data.input_key,
+        data.label_key,
+        data.metadata_key,
+        data.tool_key,
+        data.apply_chat_template,
+        data.apply_chat_template_kwargs,
+        data.rollout_max_prompt_len,
+    )
+
+
+def tokenizer_files(config: Config) -> TokenizerFiles | None:
+    """Return what the files of the tokenizer say; None: there is no such folder."""
+    folder = config.model.hf_checkpoint
+    return read_tokenizer_files(folder) if folder is not None and Path(folder).is_dir() else None
+
+
+def probe_of(config: Config, files: TokenizerFiles | None, columns: PromptColumns) -> TemplateProbe | None:
+    """Return what renders rows by the chat template, where their columns may show a mistake."""
+    if files is None:
+        return None
+
+    def load() -> PreTrainedTokenizerBase:
+        from fusionrl.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(str(config.model.hf_checkpoint))
+
+    loss_mask_type = config.data.loss_mask_type if config.run.mode == "sft" else None
+    return template_probe(files, columns, load, loss_mask_type)
+
+
+def _check_prompt_data(config: Config, errors: list[str], warnings: list[str]) -> int:
+    """Return the number of prompts of all sets, which --num-epoch counts; 0 where it is not known."""
+    data, is_sft = config.data, config.run.mode == "sft"
+    specs, weights, columns = data.prompt_data or [], data.prompt_data_weights, prompt_columns(config)
+    given = f"--prompt-data-weights {' '.join(map(str, weights))}"
+    if weights and len(weights) != len(specs):
+        errors.append(f"{given}: {len(weights)} weights for {len(specs)} sets of --prompt-data; give one for each")
+    if any(weight <= 0 for weight in weights):
+        errors.append(f"{given}: each must be over 0; leave the other sets out")
+    try:
+        parse_sets(specs)
+    except ValueError as error:
+        errors.append(str(error))
+        return 0
+    total, num_errors, files = 0, len(errors), tokenizer_files(config)
+    probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
+    for spec in specs:
+        check = check_file(
+            spec, columns, "--prompt-data", "--input-key", is_sft=is_sft, special_tokens=tokens, probe=probe
+        )
+        errors += check.errors
+        warnings += check.warnings
+        total += check.num_rows
+        if is_sft and not check.errors and _has_template(config) is False:
+            first = next(read_rows(spec))[1][data.input_key]
+            if isinstance(first, list):
+                errors.append(
+                    f"--mode sft: conversations need a chat template; the tokenizer of --hf-checkpoint"
+                    f" {config.model.hf_checkpoint} has none"
+                )
+    if len(errors) > num_errors:
+        return 0  # how many rows of a bad set are prompts is nothing to count epochs by
+    is_filtered = data.rollout_max_prompt_len is not None and not is_sft
+    if is_filtered and config.run.num_rollout is None and _has_template(config) is not None:
+        return _count_prompts(config, specs, columns, errors)
+    return total
+
+
+def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, errors: list[str]) -> int:
+    """Return the number of prompts that are not too long.
+
+    It costs the reading of a tokenizer: only where epochs are counted by it.
+    """
+    from fusionrl.data.tokenizer import load_tokenizer
+
+    try:
+        with quiet():
+            tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
+            return sum(len(load_prompts(spec, tokenizer, columns).samples) for spec in specs)
+    except (ValueError, OSError) as error:
+        errors.append(str(error))
+        return 0
+
+
+def _has_template(config: Config) -> bool | None:
+    """Return whether the tokenizer has a chat template; None where that is not known."""
+    folder = config.model.hf_checkpoint
+    return has_chat_template(folder) if folder is not None and Path(folder).is_dir() else None

@@ -1,0 +1,93 @@
+"""Checks of the evaluation sets and of what is kept by their results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from fusionrl.checks.data import probe_of, prompt_columns, tokenizer_files
+from fusionrl.checks.rewards import rm_type_errors
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import EvalSet, eval_sets
+from fusionrl.config.groups import RolloutGroup
+from fusionrl.config.hooks import check_hook
+from fusionrl.data.prompts import check_file
+
+
+def evaluation_errors(config: Config, warnings: list[str]) -> list[str]:
+    """Read the evaluation sets and list what is wrong with them; what is odd goes to `warnings`."""
+    pairs, file = config.eval.eval_prompt_data, config.eval.eval_config
+    if len(pairs) % 2:
+        return [f"--eval-prompt-data {' '.join(pairs)}: give pairs of name and file"]
+    if pairs and file is not None:
+        return [f"--eval-config {file} and --eval-prompt-data exclude each other: the file names the sets"]
+    try:
+        sets = eval_sets(config.to_args())
+    except ValueError as error:
+        return str(error).splitlines()
+    errors: list[str] = []
+    files = tokenizer_files(config)
+    for one in sets:
+        flag = "--eval-prompt-data" if file is None else f"--eval-config {file}: set {one.name}:"
+        where = f"{flag} {one.name}:" if file is None else flag
+        if not re.fullmatch(r"[\w-]+", one.name, re.ASCII):
+            errors.append(
+                f"{where} the name of a set is of letters, digits, '_' and '-'"
+                + (" (give pairs of name and file)" if file is None else "")
+            )
+        if [other.name for other in sets].count(one.name) > 1:
+            errors.append(f"{where} two sets have this name")
+        columns = replace(
+            prompt_columns(config),
+            input_key=one.input_key,
+            label_key=one.label_key,
+            metadata_key=one.metadata_key,
+            tool_key=one.tool_key,
+        )
+        key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
+        probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
+        check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, special_tokens=tokens, probe=probe)
+        errors += check.errors
+        warnings += check.warnings
+        if file is not None and not is_sft:
+            errors += [f"{flag} {error}" for error in _eval_set_errors(config, one)]
+    return errors
+
+
+def _eval_set_errors(config: Config, one: EvalSet) -> list[str]:
+    """List what is wrong with a set of --eval-config; flags that it takes over are checked elsewhere."""
+    found = []
+    rollout = config.rollout
+    is_default = (rollout.eval_function_path or rollout.rollout_function_path) == RolloutGroup().rollout_function_path
+    if is_default and one.rm_type is None and one.custom_rm_path is None:
+        found.append("it has no reward; give rm_type or custom_rm_path")
+    if one.rm_type not in (None, config.reward.rm_type):
+        found += [f"rm_type {error}" for error in rm_type_errors(config, one.rm_type, one.reward_key, "reward_key")]
+    if one.max_response_len is None:
+        found.append("it has no max_response_len, and --rollout-max-response-len is not given")
+    elif one.min_new_tokens > one.max_response_len:
+        found.append(f"min_new_tokens {one.min_new_tokens} is over max_response_len {one.max_response_len}")
+    for field in ("custom_rm_path", "custom_generate_function_path"):
+        path = getattr(one, field)
+        if path is not None and path != getattr(config.to_args(), field) and (error := check_hook(field, path)):
+            found.append(error)
+    return found
+
+
+def keep_best_errors(config: Config) -> list[str]:
+    """List what is wrong with --keep-best."""
+    best = config.checkpoint.keep_best
+    if best is None:
+        return []
+    errors = []
+    if config.checkpoint.keep_checkpoints is None:
+        errors.append(f"--keep-best {best} needs --keep-checkpoints; without it all are kept")
+    try:
+        names = [f"eval/{one.name}/accuracy" for one in eval_sets(config.to_args())]
+    except ValueError:  # told by evaluation_errors
+        names = []
+    sets = {name.rsplit("/", 1)[0] for name in names}
+    if config.eval.eval_interval is None or best.rsplit("/", 1)[0] not in sets:
+        known = " or ".join(names) or "eval/<set>/accuracy of a set of --eval-prompt-data"
+        errors.append(f"--keep-best {best}: no evaluation gives that; it can be {known}, with --eval-interval")
+    return errors

@@ -1,0 +1,79 @@
+"""Checks of --hf-checkpoint and what it is divided by: its files, its quantisation, the size of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
+from fusionrl.models.quantization import BlockFp8, read_quantization
+from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.models.weight_files import check_weight_files
+
+
+def checked_shape(config: Config) -> ModelShape:
+    """Return the shape of --hf-checkpoint, whose files and those of the other folders of the policy are there.
+
+    Raises:
+        ValueError: a folder or a file that is missing or damaged, or flags of folders that exclude each other.
+    """
+    folder = config.model.hf_checkpoint
+    if folder is None:
+        raise ValueError("--hf-checkpoint is required: a Hugging Face model folder")
+    shape = read_model_shape(folder)
+    engines = config.run.mode != "sft" and not config.run.debug_train_only
+    if config.model.debug_random_weights:
+        if config.model.megatron_checkpoint is not None:
+            raise ValueError("--debug-random-weights and --megatron-checkpoint exclude each other")
+        if engines:
+            raise ValueError("--debug-random-weights: engines need real weights; use --mode sft or --debug-train-only")
+    elif engines or config.model.megatron_checkpoint is None:
+        check_weight_files(folder)
+    names = {path.name for path in Path(folder).iterdir()}
+    if not names & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
+        raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
+    if config.model.ref_load is not None:
+        reference = read_model_shape(config.model.ref_load, "--ref-load")
+        if reference != shape:
+            raise ValueError(
+                f"--ref-load {config.model.ref_load}: its shape differs from that of --hf-checkpoint {folder}"
+            )
+        check_weight_files(config.model.ref_load, "--ref-load")
+    if config.model.megatron_checkpoint is not None and not Path(config.model.megatron_checkpoint).is_dir():
+        raise ValueError(f"--megatron-checkpoint {config.model.megatron_checkpoint}: there is no such folder")
+    return shape
+
+
+def checked_quantization(config: Config) -> BlockFp8 | None:
+    """Return the quantisation of --hf-checkpoint; None: it has none, or there are no trainers to read and push it.
+
+    Raises:
+        ValueError: a quantisation that the trainers cannot push in, or --sglang-quantization.
+    """
+    run, folder = config.run, config.model.hf_checkpoint
+    if run.mode == "eval" or run.debug_rollout_only or config.reject_sampling.no_trainer:
+        return None
+    assert folder is not None
+    of_engines = config.passthrough.sglang.get("quantization")
+    if of_engines is not None:
+        raise ValueError(
+            f"--sglang-quantization {of_engines}: weights are pushed as --hf-checkpoint has them, and the engines would"
+            " quantise theirs once more; leave it out, and give a checkpoint that is quantised (quant_method fp8)"
+        )
+    if config.model.ref_load is not None:
+        read_quantization(config.model.ref_load, "--ref-load")
+    return read_quantization(folder)
+
+
+def engine_size_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """List what is wrong with the number of devices of an engine."""
+    errors: list[str] = []
+    size = config.cluster.rollout_num_gpus_per_engine
+    if shape and shape.num_attention_heads % size:
+        errors.append(
+            f"--rollout-num-gpus-per-engine {size} does not divide the model's"
+            f" {shape.num_attention_heads} attention heads; {dividing(shape.num_attention_heads, size)}"
+        )
+    if size > config.cluster.num_gpus_per_node:
+        errors.append(f"--rollout-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
+    return errors

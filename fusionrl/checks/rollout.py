@@ -1,0 +1,77 @@
+"""Checks of the flags of a rollout: sampling, lengths of an answer, filters, supervision of the engines."""
+
+from __future__ import annotations
+
+from fusionrl.algorithms.estimators import ACCURACY
+from fusionrl.config.config import Config
+from fusionrl.config.groups import RolloutGroup
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.presets import NONZERO_STD
+
+
+def rollout_errors(config: Config) -> list[str]:
+    """List what is wrong with the flags of a rollout, and with flags of rewards that exclude each other."""
+    errors: list[str] = []
+    rollout, reward = config.rollout, config.reward
+    if config.run.mode == "rl" and (rollout.rollout_top_p != 1.0 or rollout.rollout_top_k != -1):
+        errors.append(
+            "--rollout-top-p / --rollout-top-k: the engine's log-probs are those of the full distribution, so"
+            " training on truncated samples would be biased; leave them at 1.0 and -1 (evaluation has its own flags)"
+        )
+    limit = rollout.rollout_max_context_len
+    if rollout.rollout_max_response_len and rollout.rollout_min_response_len > rollout.rollout_max_response_len:
+        errors.append(
+            f"--rollout-min-response-len {rollout.rollout_min_response_len} is over --rollout-max-response-len"
+            f" {rollout.rollout_max_response_len}"
+        )
+    model = config.model
+    cap = config.train.max_tokens_per_gpu * model.context_parallel_size
+    multiple = model.tensor_model_parallel_size * (
+        2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
+    )
+    longest = limit or (config.data.rollout_max_prompt_len or 1) + (rollout.rollout_max_response_len or 0)
+    padded = -(-longest // multiple) * multiple
+    if config.run.mode == "rl" and padded > cap:
+        errors.append(
+            f"--max-tokens-per-gpu {config.train.max_tokens_per_gpu} x --context-parallel-size"
+            f" {model.context_parallel_size} = {cap} tokens of a micro-batch, but a sample may have {longest}"
+            + (f" ({padded} with padding to a multiple of {multiple})" if padded != longest else "")
+            + "; raise it, or lower --rollout-max-response-len or --rollout-max-context-len"
+        )
+    for name in ("interval", "timeout", "first_wait"):
+        field = f"rollout_health_check_{name}"
+        value = getattr(rollout, field)
+        if not rollout.use_fault_tolerance and value != RolloutGroup.model_fields[field].default:
+            errors.append(f"--{field.replace('_', '-')} {value:g} has no effect without --use-fault-tolerance; add it")
+    if rollout.rollout_ignore_eos and (rollout.rollout_stop or rollout.rollout_stop_token_ids):
+        errors.append("--rollout-ignore-eos makes no sense with --rollout-stop or --rollout-stop-token-ids")
+    if reward.rm_type and reward.custom_rm_path:
+        errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
+    if reward.group_rm and not reward.custom_rm_path:
+        errors.append("--group-rm needs --custom-rm-path: the built-in rewards score one sample")
+    no_reward = config.algorithm.use_opd and reward.rm_type is None and reward.custom_rm_path is None
+    errors += _filter_errors(rollout, no_reward)
+    return errors
+
+
+def _filter_errors(rollout: RolloutGroup, no_reward: bool) -> list[str]:
+    """Filters of ours that would drop every group, and bounds that do nothing."""
+    path, samples, plain = rollout.dynamic_sampling_filter_path, rollout.n_samples_per_prompt, RolloutGroup()
+    low, high = rollout.accuracy_lower_bound, rollout.accuracy_upper_bound
+    if path != ACCURACY:
+        for name in ("accuracy_lower_bound", "accuracy_upper_bound"):
+            if getattr(rollout, name) != getattr(plain, name):
+                return [f"{flag_of(name)} {getattr(rollout, name)} has no effect without its filter, {ACCURACY}"]
+    if path not in (ACCURACY, NONZERO_STD):
+        return []
+    drops = f"--dynamic-sampling-filter-path {path.rpartition('.')[2]} drops every group"
+    if no_reward:
+        return [f"{drops} where there is no reward (--use-opd alone): no rollout would ever end; leave it out"]
+    if path == NONZERO_STD and samples == 1:
+        return [f"{drops} of --n-samples-per-prompt 1: no rollout would ever end; use at least 2"]
+    if path == ACCURACY and not any(low <= right / samples <= high for right in range(samples + 1)):
+        return [
+            f"{drops} of --n-samples-per-prompt {samples}: no share of them is in --accuracy-lower-bound {low} …"
+            f" --accuracy-upper-bound {high}, and no rollout would ever end; sample more, or widen the range"
+        ]
+    return []
