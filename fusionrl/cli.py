@@ -369,7 +369,7 @@ def run_command(config: Config, plan: Plan) -> int:
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
     from fusionrl.cluster.ray_cluster import root_cause
-    from fusionrl.driver.run import Terminated
+    from fusionrl.driver.signals import Terminated
 
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"

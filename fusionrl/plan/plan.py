@@ -61,6 +61,8 @@ class Plan:
     quantization: BlockFp8 | None = None  # of the engines' weights
     memory: MemoryReport | None = None
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
+    engines_give_memory: bool = False  # while the trainers work
+    trainers_give_memory: bool = False  # while the engines generate
 
     @property
     def backend(self) -> str:
@@ -170,7 +172,7 @@ def _plan(
         wanted = config.weights.update_weight_transport
         transport = ("ipc" if cluster.colocate else "broadcast") if wanted == "auto" else wanted
     threads = cluster.train_num_threads or max(1, num_cores // max(1, min(world_size, cluster.actor_num_gpus_per_node)))
-    return Plan(
+    plan = Plan(
         device=device,
         precision=precision,
         rollout_dtype=rollout_dtype,
@@ -189,6 +191,13 @@ def _plan(
         num_rollout=_num_rollout(config, num_prompts),
         train_num_threads=threads,
         quantization=quantization,
+    )
+    takes_turns = device == "cuda" and plan.is_colocated
+    when = cluster.offload_train
+    return replace(
+        plan,
+        engines_give_memory=takes_turns and cluster.offload_rollout,
+        trainers_give_memory=when == "always" or (when == "auto" and takes_turns),
     )
 
 
