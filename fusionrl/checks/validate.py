@@ -32,6 +32,7 @@ from fusionrl.models.quantization import BlockFp8, read_quantization
 from fusionrl.models.scorers import has_chat_template
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files
+from fusionrl.plan.layout import sequence_multiple
 from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
 
 
@@ -235,9 +236,7 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
         )
     model = config.model
     cap = config.train.max_tokens_per_gpu * model.context_parallel_size
-    multiple = model.tensor_model_parallel_size * (
-        2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
-    )
+    multiple = sequence_multiple(model.context_parallel_size, model.tensor_model_parallel_size)
     longest = limit or (config.data.rollout_max_prompt_len or 1) + (rollout.rollout_max_response_len or 0)
     padded = -(-longest // multiple) * multiple
     if config.run.mode == "rl" and padded > cap:
