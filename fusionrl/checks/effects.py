@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusionrl.algorithms.estimators import ACCURACY, ESTIMATORS, Role, names_where, readers_of
+from fusionrl.algorithms.losses import losses_that_read
 from fusionrl.config.config import Config
 from fusionrl.config.groups import CriticGroup, DataGroup, PrmGroup, RolloutGroup, WeightsGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
@@ -92,7 +93,8 @@ def policy_loss(config: Config) -> str | None:
     return policy_loss_name(a)
 
 
-def _of_losses(*names: str) -> Scope:
+def _of_losses(field: str) -> Scope:
+    names = losses_that_read(field)
     return _beside(lambda c: policy_loss(c) in (None, *names), f"without --policy-loss {' or '.join(names)}")
 
 
@@ -125,8 +127,6 @@ def _of_estimators(*names: str) -> Scope:
 
 
 MOVES = _beside(_moves, "with one optimizer step a rollout (its ratio to the policy that sampled is 1)")
-CLIP = _of_losses("ppo", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov")
-DUAL_CLIP = _of_losses("ppo", "gspo", "gspo_token", "clip_cov")
 NOT_DPO = _beside(lambda c: c.algorithm.policy_loss != "dpo", "with --policy-loss dpo")
 KL_LOSS = _beside(lambda c: c.algorithm.use_kl_loss, "without --use-kl-loss")
 REFERENCE = _beside(
@@ -296,16 +296,16 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((POLICY, TIS), ("tis_clip", "tis_clip_low", "tis_level", "tis_mode")),
     ((POLICY, REJECTION), ("rejection_low", "rejection_high")),
     ((POLICY, OPSM), ("opsm_delta",)),
-    ((POLICY, _of_losses("dpo")), ("dpo_beta", "dpo_label_smoothing")),
+    ((POLICY, _of_losses("dpo_beta")), ("dpo_beta", "dpo_label_smoothing")),
     ((POLICY, KL_LOSS), ("kl_loss_coef", "kl_loss_type", "use_unbiased_kl")),
     ((POLICY, WHITENS), ("normalize_advantages",)),
     ((POLICY, ESTIMATOR, NOT_DPO, DEVIATION), ("disable_grpo_std_normalization",)),
     ((POLICY, ESTIMATOR, NOT_DPO, OF_SAMPLES), ("disable_rewards_normalization",)),
-    ((POLICY, CLIP, MOVES), ("eps_clip", "eps_clip_high")),
-    ((POLICY, DUAL_CLIP, MOVES), ("eps_clip_c",)),
-    ((POLICY, _of_losses("sapo"), MOVES), ("sapo_tau_pos", "sapo_tau_neg")),
-    ((POLICY, _of_losses("clip_cov")), ("clip_cov_fraction", "clip_cov_low", "clip_cov_high")),
-    ((POLICY, _of_losses("kl_cov"), MOVES), ("kl_cov_fraction", "kl_cov_coef")),
+    ((POLICY, _of_losses("eps_clip"), MOVES), ("eps_clip", "eps_clip_high")),
+    ((POLICY, _of_losses("eps_clip_c"), MOVES), ("eps_clip_c",)),
+    ((POLICY, _of_losses("sapo_tau_pos"), MOVES), ("sapo_tau_pos", "sapo_tau_neg")),
+    ((POLICY, _of_losses("clip_cov_low")), ("clip_cov_fraction", "clip_cov_low", "clip_cov_high")),
+    ((POLICY, _of_losses("kl_cov_coef"), MOVES), ("kl_cov_fraction", "kl_cov_coef")),
     ((TRAINS, AGGREGATED), ("calculate_per_token_loss",)),
     # ---- training
     (
