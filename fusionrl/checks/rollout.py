@@ -7,6 +7,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import NONZERO_STD
+from fusionrl.plan.layout import sequence_multiple
 
 
 def rollout_errors(config: Config) -> list[str]:
@@ -26,9 +27,7 @@ def rollout_errors(config: Config) -> list[str]:
         )
     model = config.model
     cap = config.train.max_tokens_per_gpu * model.context_parallel_size
-    multiple = model.tensor_model_parallel_size * (
-        2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
-    )
+    multiple = sequence_multiple(model.context_parallel_size, model.tensor_model_parallel_size)
     longest = limit or (config.data.rollout_max_prompt_len or 1) + (rollout.rollout_max_response_len or 0)
     padded = -(-longest // multiple) * multiple
     if config.run.mode == "rl" and padded > cap:

@@ -14,7 +14,7 @@ from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import imbalance_of
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
-from fusionrl.plan.plan import make_plan, pinned, plan_errors, render_plan
+from fusionrl.plan.plan import make_plan, plan_errors, render_plan
 from fusionrl.plan.schedule import lr_decay_steps
 
 
@@ -51,7 +51,7 @@ def plan_elsewhere(argv: Sequence[str], plan_flags: dict[str, str]) -> int:
         raise CommandLineError([str(error)]) from error
     if plan.layout is not None and config.run.num_rollout is not None:
         try:
-            lr_decay_steps(pinned(config, plan))
+            lr_decay_steps(config.train, plan.num_optimizer_steps)
         except ValueError as error:
             raise CommandLineError([str(error)]) from error
     if too_large := cluster_errors(cluster, plan.num_bundles):

@@ -17,7 +17,7 @@ from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import imbalance_of
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.devices import this_machine
-from fusionrl.plan.plan import Plan, make_plan, pinned, plan_errors
+from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.schedule import lr_decay_steps
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
@@ -69,7 +69,6 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
     """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
     assert plan.layout is not None
-    config = pinned(config, plan)
     groups = [("", config, plan.layout)]
     if plan.auxiliary is not None:
         role = plan.auxiliary.role
@@ -78,7 +77,7 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
     passed = config.passthrough
     for prefix, part, layout in groups:
         try:
-            lr_decay_steps(part, prefix)
+            lr_decay_steps(part.train, plan.num_optimizer_steps, prefix)
         except ValueError as error:
             errors.append(str(error))
         if passed.transformer or passed.optimizer or passed.ddp:
