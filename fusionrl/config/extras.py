@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
 
 from fusionrl.config.aliases import cure_for, setting_of
 from fusionrl.config.config import PassThrough
@@ -31,12 +30,12 @@ def parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
     return PassThrough(**found)
 
 
-def empty_passthrough() -> dict[str, dict[str, Any]]:
+def empty_passthrough() -> dict[str, dict[str, object]]:
     """Return a mapping of each kind of `PassThrough` to no values."""
     return {kind: {} for kind in PassThrough.model_fields}
 
 
-def parse_extra(flag: str, values: list[str], found: dict[str, dict[str, Any]]) -> str | None:
+def parse_extra(flag: str, values: list[str], found: dict[str, dict[str, object]]) -> str | None:
     """Put the value of one flag that is no field of ours into `found`, by kind; return the message if it has none."""
     field = flag[2:].replace("-", "_")
     shown = " ".join([flag, *values])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import typing
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -35,9 +34,9 @@ class FileFlags:
     custom       values of a former run's --custom-config-path; None: the file is no such run's
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
-    passthrough: dict[str, dict[str, Any]] = field(default_factory=empty_passthrough)
-    custom: dict[str, Any] | None = None
+    values: dict[str, object] = field(default_factory=dict)
+    passthrough: dict[str, dict[str, object]] = field(default_factory=empty_passthrough)
+    custom: dict[str, Json] | None = None
 
 
 def read_config_file(path: str, errors: list[str]) -> FileFlags:
@@ -187,7 +186,7 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
 
 
 # ------------------------------------------------------------------------------------------------ a former run's file
-def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
+def _without_defaults(values: dict[str, object]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
     What a preset chose is left out as well, so that another --algorithm on the command line brings its own.

@@ -101,9 +101,10 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     passthrough = parse_extras(extras, errors)
     values = vars(parsed)
     file = _read_file(values.pop("config", []), errors)
-    custom = file.custom
-    if values.get("custom_config_path") or (custom is None and "custom_config_path" in file.values):
-        custom = _read_custom(values.get("custom_config_path") or file.values["custom_config_path"], errors)
+    custom_path = values.get("custom_config_path")
+    if file.custom is None:  # else the values are those of a former run
+        custom_path = custom_path or file.values.get("custom_config_path")
+    custom = _read_custom(str(custom_path), errors) if custom_path else file.custom
     for field, value in list(values.items()):
         if value is None or value == []:
             errors.append(f"{flag_of(field)}: it needs a value")
@@ -115,7 +116,7 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
                 errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
                 del values[field]
     passed = {kind: file.passthrough[kind] | getattr(passthrough, kind) for kind in file.passthrough}
-    passthrough = PassThrough(**{**passed, "custom": custom or {}})
+    passthrough = PassThrough(**{**passed, "custom": dict(custom or {})})
     given = file.values.keys() | values.keys()
     values = with_preset(file.values | values)
     try:
@@ -141,7 +142,7 @@ def _read_file(paths: Sequence[str | None], errors: list[str]) -> FileFlags:
         raise CommandLineError([str(error)]) from error
 
 
-def _read_custom(path: str, errors: list[str]) -> dict[str, Any]:
+def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
     """Read the values that --custom-config-path adds to the `args` of hooks."""
     import yaml  # tenths of a second: only where there is such a file
 

@@ -7,7 +7,6 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fusionrl.base.file_hashes import plain_name
 
@@ -93,7 +92,7 @@ def _weight_files(folder: Path, flag: str) -> list[Path]:
     return paths
 
 
-def _header(path: Path, flag: str) -> dict[str, dict[str, Any]]:
+def _header(path: Path, flag: str) -> dict[str, dict[str, object]]:
     """Return the entries of the file's tensors by name: dtype, shape, data_offsets. A file that stays is read once.
 
     The format: 8 bytes of header length (little endian), the header as JSON, then the tensors' bytes.
@@ -103,7 +102,7 @@ def _header(path: Path, flag: str) -> dict[str, dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=512)
-def _read_header(path: Path, flag: str, size: int, _changed: int) -> dict[str, dict[str, Any]]:
+def _read_header(path: Path, flag: str, size: int, _changed: int) -> dict[str, dict[str, object]]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

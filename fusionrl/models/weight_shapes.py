@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fusionrl.models import families
 from fusionrl.models.families import Sizes
@@ -53,7 +52,7 @@ def shape_errors(
 
 def _wrong_shapes(
     flag: str,
-    raw: Mapping[str, Any],
+    raw: Mapping[str, object],
     wanted: Mapping[str, Sizes],
     stored: Mapping[str, StoredTensor],
     is_packed: Callable[[str], bool],
