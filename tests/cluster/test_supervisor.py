@@ -69,7 +69,10 @@ def stop() -> Iterator[StopSignal]:
 
 
 def actor_of(cls: type, *args: Any) -> Any:
-    return ray.remote(cls).options(num_cpus=0, max_concurrency=2).remote(*args)
+    """An actor that has started."""
+    actor = ray.remote(cls).options(num_cpus=0, max_concurrency=2).remote(*args)
+    ray.get(actor.__ray_ready__.remote())
+    return actor
 
 
 def pool_of(folder: Path) -> EnginePool:
@@ -77,6 +80,7 @@ def pool_of(folder: Path) -> EnginePool:
     nothing: Any = SimpleNamespace()
     pool = EnginePool(nothing, nothing, nothing)
     pool.engines = [actor_of(Engine, str(folder / str(index))) for index in range(2)]
+    ray.get([engine.check_alive.remote() for engine in pool.engines])
     return pool
 
 
