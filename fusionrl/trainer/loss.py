@@ -20,6 +20,7 @@ from fusionrl.algorithms.corrections import CorrectionOptions, importance_weight
 from fusionrl.algorithms.entropy import entropy_bonus
 from fusionrl.algorithms.estimators import Role
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
+from fusionrl.algorithms.losses import LOSSES
 from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums, sample_differences
 from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
 from fusionrl.algorithms.policy_losses import POLICY_LOSSES, guarded
@@ -35,15 +36,12 @@ from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.step_report import MISMATCH
 
-# Their ratio is one of whole sequences, so it is sequences that they clip.
-CLIPS_SEQUENCES = ("gspo", "gspo_token")
-
 
 @dataclass(frozen=True)
 class LossOptions:
     """What the loss needs of the configuration.
 
-    policy_loss      a name of POLICY_LOSSES, or "dpo"
+    policy_loss      a name of LOSSES
     constants        of the policy losses
     correction       None: the engine's log-probs are not corrected for
     kl_coef          None: no KL term
@@ -221,7 +219,7 @@ def micro_batch_loss(
         loss, means = sums["loss"], {}
     else:
         loss, losses, sums, means = _policy_terms(log_probs, entropy, batch, options, hooks)
-        if options.policy_loss in CLIPS_SEQUENCES:
+        if LOSSES[options.policy_loss].clips_sequences:
             of_sequences = {"clip_fraction": means["clip_fraction"]}
             means["clip_fraction_tokens"] = means.pop("clip_fraction")
     token_sums = {"tokens": mask.sum()} | {name: (mask * value).sum() for name, value in means.items()}
@@ -270,7 +268,7 @@ def _policy_terms(
     recomputed = fields.get("log_probs", log_probs.detach())
     old = fields["rollout_log_probs"] if options.use_rollout_log_probs else recomputed
     sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
-    extra = {"selected": fields["selected"] > 0} if options.policy_loss in ("clip_cov", "kl_cov") else {}
+    extra = {"selected": fields["selected"] > 0} if LOSSES[options.policy_loss].selects else {}
     advantages = fields["advantages"]
     losses, means = options.token_loss(log_probs, old, advantages, mask, sequences, options.constants, **extra)
     if options.correction is not None:

@@ -13,7 +13,7 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS, AlgorithmGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.config.parser import read_args
+from fusionrl.config.parser import build_parser, read_args
 from fusionrl.config.presets import PRESETS
 
 FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
@@ -27,8 +27,10 @@ def lines_of(*argv: str) -> list[str]:
 
 
 def test_every_field_is_in_the_tables_once() -> None:
-    """A new flag must say in which runs it is read."""
+    """A new flag must say in which runs it is read, or that it always is."""
     assert sorted([*EFFECTS, *EVERYWHERE]) == sorted(FIELDS)
+    flags = {action.dest for action in build_parser()._actions} - {"help", "config"}  # --config: a file of flags
+    assert flags == set(FIELDS)
 
 
 @pytest.mark.parametrize(
