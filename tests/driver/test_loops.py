@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from fusionrl.checks.validate import PIPELINES_READY
 from fusionrl.config.config import Config
+from fusionrl.config.pipelines import AVAILABLE
 from fusionrl.driver import loops
 
 
 def test_the_pipelines_that_pass_the_checks_are_those_that_run() -> None:
-    assert tuple(loops.PIPELINES) == PIPELINES_READY
+    assert tuple(loops.PIPELINES) == AVAILABLE
 
 
 @pytest.mark.parametrize(

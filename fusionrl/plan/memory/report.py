@@ -15,9 +15,10 @@ from fusionrl.config.parts import needs_reference
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.defaults import layer_impl
 from fusionrl.plan.devices import GIB, Machine
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, Impl, Packing, Recompute
+from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory
 from fusionrl.plan.memory.states import StateOptions
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
@@ -244,12 +245,7 @@ def _stages(
     imbalance: float,
 ) -> tuple[StageMemory, ...]:
     passed, on_cpu = config.passthrough, plan.device == "cpu"
-    wanted = config.model.transformer_impl
-    impl: Impl = (
-        "local"
-        if wanted == "local" or (wanted == "auto" and (on_cpu or not has_fused_layers))
-        else "transformer_engine"
-    )
+    impl = layer_impl(config.model.transformer_impl, plan.device, has_fused_layers)
     num_samples, tokens = layout.pp, config.train.max_tokens_per_gpu
     if batch is not None:
         num_samples = -(-batch.global_batch_size // layout.dp)
