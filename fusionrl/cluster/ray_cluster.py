@@ -195,7 +195,7 @@ def _object_store_bytes() -> int:
 
 
 def is_alone() -> bool:
-    """Whether the cluster is one node: then servers bind to loopback."""
+    """Return whether the cluster is one node: then servers bind to loopback."""
     return sum(node["Alive"] for node in ray.nodes()) == 1
 
 

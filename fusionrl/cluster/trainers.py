@@ -109,7 +109,7 @@ class TrainerGroups:
         return values
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Where --offload-train says so, they give their memory away, and take it back by themselves."""
+        """Let the trainers give their memory away, as --offload-train says; they take it back by themselves."""
         if self.plan.trainers_give_memory:
             ray.get([trainer.offload.remote(keep_weights) for trainer in self.actors])
             ray.get([trainer.offload.remote(False) for trainer in self.auxiliaries])
@@ -120,7 +120,7 @@ class TrainerGroups:
         return [trainer.begin_save.remote(str(path / name), rollout_id) for name, group in groups for trainer in group]
 
     def is_saved(self) -> bool:
-        """Whether `finish_save` would return soon."""
+        """Return whether `finish_save` would return soon."""
         return all(gather([trainer.is_saved.remote() for group in self._trained().values() for trainer in group]))
 
     def finish_save(self) -> None:
