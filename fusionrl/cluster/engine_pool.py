@@ -163,7 +163,7 @@ class EnginePool:
     # ------------------------------------------------------------------------------------ recovery
     @property
     def is_recovering(self) -> bool:
-        """Whether engines that die are replaced (--use-fault-tolerance)."""
+        """Return whether engines that die are replaced (--use-fault-tolerance)."""
         return self._recovery is not None
 
     @property
@@ -202,11 +202,11 @@ class EnginePool:
     # ------------------------------------------------------------------------------------ memory
     @property
     def is_memory_away(self) -> bool:
-        """Whether the engines gave their memory back."""
+        """Return whether the engines gave their memory back."""
         return self._is_memory_away
 
     def release_memory(self) -> None:
-        """Where engines and trainers take turns: give the engines' memory back before the trainers work."""
+        """Give the engines' memory back before the trainers work, where the two take turns."""
         if not self._plan.engines_give_memory:
             return
         if self._recovery is not None:

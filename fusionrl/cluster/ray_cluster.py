@@ -195,7 +195,7 @@ def _object_store_bytes() -> int:
 
 
 def is_alone() -> bool:
-    """Whether the cluster is one node: then servers bind to loopback."""
+    """Return whether the cluster is one node: then servers bind to loopback."""
     return sum(node["Alive"] for node in ray.nodes()) == 1
 
 
@@ -264,7 +264,7 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def gather(refs: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
+def gather(refs: Sequence[ray.ObjectRef], check: Callable[[], None] = lambda: None) -> list[Any]:
     """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
 
     `check` is called about once a second, and may raise to end the wait.

@@ -16,9 +16,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from fusionrl.cluster.ray_cluster import root_cause
 from fusionrl.engines.router import Router
@@ -35,10 +35,10 @@ class Recovery:
 
     def __init__(
         self,
-        engines: list[Any],
+        engines: list[ActorHandle],
         urls: list[str],
         router: Router,
-        make: Callable[[int], Any],
+        make: Callable[[int], ActorHandle],
         *,
         api_key: str | None,
         interval_s: float,
@@ -50,10 +50,10 @@ class Recovery:
         self._engines, self._urls, self._router, self._make = engines, urls, router, make
         self._api_key, self._say = api_key, say
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
-        self._starting: dict[int, Any] = {}  # engine that is out -> reference of its new address
+        self._starting: dict[int, ray.ObjectRef] = {}  # engine that is out -> reference of its new address
         self._started: list[int] = []  # engines that are out, and have started again
         self._failed_starts: Counter[int] = Counter()
-        self._probes: dict[int, tuple[Any, float]] = {}  # engine -> reference of a health check, since when
+        self._probes: dict[int, tuple[ray.ObjectRef, float]] = {}  # engine -> reference of a health check, since when
         self._next_probe = 0.0
         self.num_restarts: Counter[int] = Counter()
         """Engine -> how often another process took its place."""
@@ -177,8 +177,8 @@ class Recovery:
         self._starting[index] = self._engines[index].start.remote()
 
 
-def _error_of(ref: Any) -> Exception | None:
-    """What a finished call of `EngineWorker.fault` found; an actor that is dead is a dead engine."""
+def _error_of(ref: ray.ObjectRef) -> Exception | None:
+    """The fault that a finished call of `EngineActor.fault` found; an actor that is dead is a dead engine."""
     try:
         fault = ray.get(ref)
     except ray.exceptions.RayError as error:
@@ -186,7 +186,7 @@ def _error_of(ref: Any) -> Exception | None:
     return None if fault is None else RuntimeError(fault)
 
 
-def _wait(ref: Any, check_stop: Callable[[], None]) -> Any:
+def _wait(ref: ray.ObjectRef, check_stop: Callable[[], None]) -> str:
     while not ray.wait([ref], timeout=1.0)[0]:
         check_stop()
     return ray.get(ref)

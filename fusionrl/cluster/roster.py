@@ -78,7 +78,7 @@ class Roster:
         return ActorDied(f"{member.name} died: {reason}. {self._end_of_log(member.log)}")
 
     def _dead(self, error: BaseException) -> list[tuple[Member, str]]:
-        """Who is dead, the first to die first, each with the reason."""
+        """List the dead, each with the reason; the first to die comes first."""
         reported = {cause.actor_id: cause for cause in _chain(error) if isinstance(cause, ray.exceptions.RayActorError)}
         job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
         table = ray_state.actors(job_id=job, actor_state_name="DEAD")

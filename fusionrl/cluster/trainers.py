@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from fusionrl.cluster.ray_cluster import gather
 from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
+
+Refs = Sequence[ray.ObjectRef]
 
 
 class TrainerGroups:
@@ -20,16 +23,16 @@ class TrainerGroups:
     Methods call all ranks at once; they end with the slowest, or at the first failure.
     """
 
-    def __init__(self, config: Config, plan: Plan, gather: Callable[[Sequence[Any]], list[Any]]) -> None:
+    def __init__(self, config: Config, plan: Plan, gather: Callable[[Refs], list[Any]]) -> None:
         """`gather` waits while the ranks train; the driver's checks the engines meanwhile, and hears stop requests."""
         self.config, self.plan, self._gather = config, plan, gather
-        self.actors: list[Any] = []
-        self.auxiliaries: list[Any] = []
+        self.actors: list[ActorHandle] = []
+        self.auxiliaries: list[ActorHandle] = []
 
     def __len__(self) -> int:
         return len(self.actors)
 
-    def train(self, rollout_id: int, shards: Sequence[Any], auxiliary_shards: Sequence[Any] = ()) -> dict[str, float]:
+    def train(self, rollout_id: int, shards: Refs, auxiliary_shards: Refs = ()) -> dict[str, float]:
         """One rollout's optimizer steps on every rank; shard i goes to data-parallel rank i. Rank 0's metrics."""
         assert self.plan.layout is not None
         layout, auxiliary = self.plan.layout, self.plan.auxiliary
@@ -41,7 +44,7 @@ class TrainerGroups:
         train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
         return train(rollout_id, own, theirs, auxiliary.layout)
 
-    def sample_columns(self, rollout_id: int) -> list[Any]:
+    def sample_columns(self, rollout_id: int) -> list[ray.ObjectRef]:
         """References to what training found out about single samples, a part for each data-parallel rank."""
         layout = self.plan.layout
         assert layout is not None
@@ -50,7 +53,7 @@ class TrainerGroups:
 
     # Between the two groups columns go by reference, of one rank of each replica.
     def _train_with_prm(
-        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], layout: TrainerLayout
+        self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
     ) -> dict[str, float]:
         """The process reward model learns the outcomes first, and rewards the same rollout then."""
         self._make_room(self.actors)
@@ -62,7 +65,7 @@ class TrainerGroups:
         return ray.get(pairs[0][0]) | self._gather(refs)[0]
 
     def _train_with_critic(
-        self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], critic: TrainerLayout
+        self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], critic: TrainerLayout
     ) -> dict[str, float]:
         """The critic's values give the advantages and its targets; both learn then."""
         assert self.plan.layout is not None
@@ -82,13 +85,13 @@ class TrainerGroups:
         self._make_room(self.auxiliaries)
         return metrics
 
-    def _make_room(self, group: list[Any]) -> None:
+    def _make_room(self, group: list[ActorHandle]) -> None:
         """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
         is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
         if is_shared and self.config.cluster.offload_train != "never":
             ray.get([trainer.offload.remote(False) for trainer in group])
 
-    def validation_losses(self, sets: dict[str, list[Any]]) -> dict[str, float]:
+    def validation_losses(self, sets: dict[str, list[ray.ObjectRef]]) -> dict[str, float]:
         """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, and eval/<set>/num_tokens.
 
         `sets`: name -> one shard for each data-parallel rank.
@@ -106,25 +109,25 @@ class TrainerGroups:
         return values
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Where --offload-train says so, they give their memory away, and take it back by themselves."""
+        """Let the trainers give their memory away, as --offload-train says; they take it back by themselves."""
         if self.plan.trainers_give_memory:
             ray.get([trainer.offload.remote(keep_weights) for trainer in self.actors])
             ray.get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
-    def begin_save(self, path: Path, rollout_id: int) -> list[Any]:
+    def begin_save(self, path: Path, rollout_id: int) -> list[ray.ObjectRef]:
         """References of what begins a checkpoint in the folder `path`; complete after `finish_save`."""
         groups = self._trained().items()
         return [trainer.begin_save.remote(str(path / name), rollout_id) for name, group in groups for trainer in group]
 
     def is_saved(self) -> bool:
-        """Whether `finish_save` would return soon."""
+        """Return whether `finish_save` would return soon."""
         return all(gather([trainer.is_saved.remote() for group in self._trained().values() for trainer in group]))
 
     def finish_save(self) -> None:
         """Wait for the files of `begin_save`."""
         gather([trainer.finish_save.remote() for group in self._trained().values() for trainer in group])
 
-    def load(self, path: Path) -> list[Any]:
+    def load(self, path: Path) -> list[ray.ObjectRef]:
         """References of what restores the checkpoint in `path`: facts of each rank."""
         groups = self._trained().items()
         return [trainer.load.remote(str(path / name)) for name, group in groups for trainer in group]
@@ -137,7 +140,7 @@ class TrainerGroups:
         """Weights as a Hugging Face folder."""
         gather([trainer.save_hf.remote(str(path)) for trainer in self.actors])
 
-    def _trained(self) -> dict[str, list[Any]]:
+    def _trained(self) -> dict[str, list[ActorHandle]]:
         """Folder in a checkpoint → trainers, in a mode that changes their weights."""
         if self.config.run.mode == "reject-sampling" or not self.actors:
             return {}
@@ -145,6 +148,6 @@ class TrainerGroups:
         return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
     def _of_replicas(self, pairs: Sequence[Any], layout: TrainerLayout) -> list[Any]:
-        """Wait for what each rank answers, (None, columns); references to the columns, one of each replica."""
+        """Wait for what each rank answers, (metrics, columns); references to the columns, one of each replica."""
         self._gather([done for done, _ in pairs])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

@@ -24,7 +24,7 @@ from fusionrl.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Settled:
-    """What an actor's process takes over before anything else: the rights of its files, and secrets."""
+    """Settings that an actor's process takes over before anything else: the rights of its files, and secrets."""
 
     umask: int
     hook_secrets: dict[str, str] = field(default_factory=dict, repr=False)

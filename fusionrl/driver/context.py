@@ -82,7 +82,7 @@ class Run:
 
     @property
     def is_eval_first(self) -> bool:
-        """Whether there is an evaluation before the first step."""
+        """Return whether there is an evaluation before the first step."""
         return self.config.eval.has_sets and not self.config.eval.skip_eval_before_train and self.first_rollout == 0
 
     def is_eval_due(self, step: int) -> bool:

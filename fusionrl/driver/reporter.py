@@ -38,7 +38,7 @@ class Reporter:
         self._last_values: dict[str, float] = {}
 
     def status(self, text: str) -> None:
-        """What the run does now."""
+        """Show what the run does now."""
         self._progress.status(text)
 
     def print(self, text: str) -> None:

@@ -148,10 +148,8 @@ class ChildProcess:
     def died(self, what: str) -> ChildExited:
         """The error to raise when the child is found dead while `what` was expected of it."""
         tail = self.log_tail()
-        return ChildExited(
-            f"{what}: the process ended ({self.exit_status()}). Its log is {self.log_path}; the end of it:\n{tail}",
-            tail,
-        )
+        end = f"the end of it:\n{tail}" if tail.strip() else "it is empty"
+        return ChildExited(f"{what}: the process ended ({self.exit_status()}). Its log is {self.log_path}; {end}", tail)
 
     def wait_until(self, predicate: Callable[[], bool], timeout_s: float, what: str, *, poll_s: float = 0.05) -> None:
         """Call `predicate` until it is true.

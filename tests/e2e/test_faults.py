@@ -106,11 +106,14 @@ def test_the_error_names_who_died(log: str, name: str, rl_flags: list[str], tmp_
         + ["--rollout-num-gpus", "1"],
         tmp_path,
     )
-    launched.wait_for(lambda: len(metrics_of(folder)) >= 2)
     path = folder / "logs" / log
-    pid = _minded(launched) if log == "router.log" else _writer_of(path)
-    os.kill(pid, signal.SIGKILL)
-    assert launched.wait(90) == 1
+    try:
+        launched.wait_for(lambda: len(metrics_of(folder)) >= 2)
+        os.kill(_router_of(launched) if log == "router.log" else _writer_of(path), signal.SIGKILL)
+        assert launched.wait(90) == 1
+    finally:
+        for pid in launched.living() if launched.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
     launched.assert_nothing_left()
     text = launched.output()
     message = text[text.index("failed: ") :]
@@ -120,6 +123,8 @@ def test_the_error_names_who_died(log: str, name: str, rl_flags: list[str], tmp_
     assert message.rstrip().splitlines()[-1].startswith("logs: ")
 
 
-def _minded(launched: Launched) -> int:
-    (router,) = launched.find(r"^\S+ -m fusionrl\.engines\.launch_router")
-    return router
+def _router_of(launched: Launched) -> int:
+    """It gives itself a title, so it is found by the program that minds it."""
+    (minder,) = launched.find(r"minder\.py .* fusionrl\.engines\.launch_router")
+    (router,) = psutil.Process(minder).children()
+    return router.pid
