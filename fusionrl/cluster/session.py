@@ -37,7 +37,7 @@ from fusionrl.cluster.ray_cluster import (
 )
 from fusionrl.cluster.recovery import Recovery
 from fusionrl.cluster.trainers import TrainerGroups
-from fusionrl.cluster.workers import BufferWorker, EngineWorker, Settled, TrainerWorker
+from fusionrl.cluster.workers import TRAINER_WORKERS, BufferWorker, EngineWorker, Settled
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineSpec
 from fusionrl.engines.process import interface_of
@@ -276,7 +276,7 @@ class Session:
             env = self._env(bundle.node_address)
             env["OMP_NUM_THREADS"] = str(self.plan.train_num_threads)
             made.append(
-                actor_on(TrainerWorker, bundle, self._group, env=env, max_concurrency=1).remote(
+                actor_on(TRAINER_WORKERS[role], bundle, self._group, env=env, max_concurrency=1).remote(
                     config,
                     self.plan,
                     rank,
@@ -284,7 +284,6 @@ class Session:
                     bundle.device_id,
                     LOOPBACK if self.alone else bundle.node_address,
                     self._log(f"{role or 'trainer'}-{rank}"),
-                    role,
                     Settled(self._umask, self._hook_secrets),
                 )
             )

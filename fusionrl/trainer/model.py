@@ -329,6 +329,18 @@ def gather_params(chunks: list[DistributedDataParallel]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
+def take_apart(trained: Trained) -> None:
+    """Give the memory of a model back that is not needed any more.
+
+    Autograd keeps the hooks of every parameter, and the hooks keep the wrapper of the model, so that no collector finds
+    it unused: with it would stay the weights, and threads and descriptors of each group.
+    """
+    for chunk in trained.chunks:
+        for param in chunk.parameters():
+            param.data, param.main_grad = torch.empty(0, device=param.device, dtype=param.dtype), None
+        vars(chunk).clear()
+
+
 def unwrap(module: torch.nn.Module) -> ChosenOutputs:
     """The model within its wrappers."""
     while not isinstance(module, ChosenOutputs):

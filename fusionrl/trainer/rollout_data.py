@@ -11,6 +11,7 @@ from fusionrl.data.train_batch import FIELDS, TrainShard
 
 # Where slime calls a field otherwise. What has a value for each response token stands as a tensor [response_length].
 NAMES = {"loss_mask": "loss_masks", "raw_rewards": "raw_reward", "sample_index": "sample_indices"}
+_TENSOR_TYPES: dict[type, torch.dtype] = {np.int32: torch.int64, np.int16: torch.int16}
 _FREE = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "teacher_log_probs", "rollout_log_probs")
 
 
@@ -32,7 +33,7 @@ def as_rollout_data(shard: TrainShard) -> dict[str, Any]:
             data[NAMES.get(name, name)] = array.tolist()
         else:
             parts = shard.split(name)[: shard.num_samples]
-            kind = {np.int32: torch.int64, np.int16: torch.int16}.get(FIELDS[name].dtype, torch.float32)
+            kind = _TENSOR_TYPES.get(FIELDS[name].dtype, torch.float32)
             data[NAMES.get(name, name)] = [torch.tensor(part, dtype=kind) for part in parts]
     return data
 

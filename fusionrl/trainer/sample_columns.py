@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.trainer.columns import Columns
+from fusionrl.trainer.columns import SampleColumns
 from fusionrl.trainer.loss import LossSums
 
 
@@ -34,7 +34,7 @@ class Differences:
         return _over(total, count)
 
 
-def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> Columns:
+def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleColumns:
     """Of each sample of the shard, by its position in the rollout:
 
     num_trained     tokens that are trained on
@@ -58,7 +58,7 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> Columns
         found["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
     elif differences is not None:
         found["mismatch"] = differences
-    rows = [{"num_trained": int(n)} for n in counts]
+    rows: list[dict[str, float | int]] = [{"num_trained": int(n)} for n in counts]
     for name, values in found.items():
         for row, value in zip(rows, values.tolist(), strict=True):
             if value == value:  # not NaN

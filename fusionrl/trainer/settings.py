@@ -242,8 +242,3 @@ def loss_length(config: Config) -> float | None:
     if config.algorithm.policy_loss == "dpo":
         return 1.0
     return config.algorithm.loss_length or config.rollout.rollout_max_response_len
-
-
-def hook_args(config: Config, rank: int, run_dir: str) -> Any:
-    """A fresh copy of the flags for one call of a hook in a trainer."""
-    return config.to_args(rank=rank, run_dir=run_dir, save=f"{run_dir}/checkpoints")

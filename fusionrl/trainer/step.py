@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from fusionrl.config.user_code import HookError
 from fusionrl.trainer.batch import MicroBatch
-from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
+from fusionrl.trainer.loss import LossSums
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.sample_columns import Differences
+from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport
-
-if TYPE_CHECKING:
-    from fusionrl.trainer.custom_loss import CustomLoss
-    from fusionrl.trainer.loss_hooks import LossHooks
-    from fusionrl.trainer.sample_columns import Differences
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
 
@@ -93,25 +89,6 @@ def forward_log_probs(trained: Trained, batches: list[MicroBatch], record: bool 
             chunk.train()
 
 
-def _loss_function(
-    options: LossOptions, compare: bool, custom: CustomLoss | None, hooks: LossHooks | None
-) -> LossFunction:
-    def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-        try:
-            if custom is not None:
-                value, sums = custom(batch, output)
-            else:
-                # A critic gives values alone.
-                value, sums = micro_batch_loss(output[0], output[-1], batch, options, compare, hooks)
-        except HookError as error:
-            error.positions = list(batch.samples)
-            raise
-        # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
-        return value, torch.zeros((), dtype=torch.int, device=output.device), sums
-
-    return loss
-
-
 _KINDS = ("sums", "token_sums", "sequence_sums")
 
 
@@ -137,8 +114,8 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
             dist.all_reduce(values, group=group)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         total = dict(zip(names, values.tolist(), strict=True))
-        kinds = ({n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS)
-        found = [StepReport(*kinds, peak=float(peak))]
+        kinds = {kind: {n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS}
+        found = [StepReport(**kinds, peak=float(peak))]
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -157,16 +134,12 @@ def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
 def train_step(
     trained: Trained,
     batches: list[MicroBatch],
-    options: LossOptions,
-    compare: bool,
+    loss: StepLoss,
     device: torch.device,
-    custom: CustomLoss | None = None,
-    hooks: LossHooks | None = None,
     differences: Differences | None = None,
 ) -> tuple[StepReport, list[int]]:
     """One optimizer step over this rank's micro-batches; its report over all ranks.
 
-    `custom` takes the place of the losses that `options` choose; `hooks` are a user's functions within them.
     `differences` takes what the losses compared, sample by sample.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
@@ -178,11 +151,8 @@ def train_step(
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
-    loss = _loss_function(options, compare, custom, hooks)
-    # A user's function may report on some ranks what it does not on others.
-    has_own = custom is not None or hooks is not None or options.custom_policy_loss_path is not None
-    parts = _run(trained, batches, loss, forward_only=False, logits=custom is not None)
-    report = reduce_sums(parts, device, same_names=not has_own)
+    parts = _run(trained, batches, loss, forward_only=False, logits=loss.wants_logits)
+    report = reduce_sums(parts, device, same_names=not loss.names_may_differ)
     if differences is not None:
         differences.add(parts)
     lr = float(trained.optimizer.param_groups[0]["lr"])

@@ -66,10 +66,7 @@ def test_reinforce_plus_plus_by_the_formula(workers, hf):
 
 def advantages_of(actor, shard):
     """The shard's advantages as the trainer prepares them, and the metrics of that."""
-    import dataclasses
+    from fusionrl.trainer.pull import pull
 
-    from fusionrl.trainer.loss import LossOptions
-
-    shard = dataclasses.replace(shard, fields=dict(shard.fields))
-    metrics = actor._prepare(1, shard, LossOptions.from_config(actor.config))
-    return shard.fields["advantages"], metrics
+    prepared = actor._prepare(1, pull(shard))
+    return prepared.shard.fields["advantages"], prepared.metrics

@@ -16,7 +16,9 @@ from tools.parity import checkpoint_gradients
 
 def train_on_squares(actor, shard) -> float:
     """One backward pass of the sum of squared values; a stand-in for a critic's loss that needs nothing else."""
-    from fusionrl.trainer.batch import build_micro_batches
+    from dataclasses import replace
+
+    from fusionrl.trainer.pack import build_micro_batches
     from fusionrl.trainer.step import _run
 
     def squares(batch, output):
@@ -28,7 +30,7 @@ def train_on_squares(actor, shard) -> float:
     batches = [
         batch
         for step in shard.steps
-        for batch in build_micro_batches(shard, step, actor._batch_options(all_responses=True), actor.layout)
+        for batch in build_micro_batches(shard, step, replace(actor.batch_options, all_responses=True), actor.layout)
     ]
     return float(sum(_run(actor.trained, batches, squares, forward_only=False)))
 
