@@ -52,9 +52,9 @@ class CriticTrainer(TrainerBase):
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
+        from fusionrl.trainer.naming import naming_samples
         from fusionrl.trainer.pull import pull
         from fusionrl.trainer.stages import Prepared
-        from fusionrl.trainer.train_hooks import naming_samples
 
         self.reload()
         pulled = pull(shard, columns)

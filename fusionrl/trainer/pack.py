@@ -14,8 +14,7 @@ from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.batch import BatchOptions, MicroBatch, Selection
-from fusionrl.trainer.packed_row import PackedRow, pack_row
-from fusionrl.trainer.routing import pack_routing
+from fusionrl.trainer.packed_row import pack_row
 from fusionrl.trainer.stages import Experts, PackedStep, Prepared
 
 if TYPE_CHECKING:
@@ -49,19 +48,16 @@ def pack_steps(prepared: Prepared, packing: Packing) -> Iterator[PackedStep]:
     shard = prepared.shard
     for index, step in enumerate(shard.steps):
         found = packing.look_ahead.at(shard, index, prepared.experts) if packing.look_ahead is not None else {}
-        batches = build_micro_batches(shard, step, packing.options, packing.layout)
-        fix_experts(batches, prepared.experts)
+        batches = build_micro_batches(shard, step, packing.options, packing.layout, prepared.experts)
         yield PackedStep(index, step, shard, batches, found)
 
 
-def fix_experts(batches: list[MicroBatch], experts: Experts) -> None:
-    """Let routers choose the experts that were recorded for the same samples."""
-    for batch in batches:
-        batch.experts = experts.get(tuple(batch.samples), batch.experts)
-
-
 def build_micro_batches(
-    shard: TrainShard, step: TrainStep, options: BatchOptions, layout: TrainerLayout | None = None
+    shard: TrainShard,
+    step: TrainStep,
+    options: BatchOptions,
+    layout: TrainerLayout | None = None,
+    experts: Experts | None = None,
 ) -> list[MicroBatch]:
     """All micro-batches of one optimizer step; at least one, for every rank takes part in its collectives.
 
@@ -70,7 +66,17 @@ def build_micro_batches(
     groups = list(step.micro_batches) or [[]]
     if layout is not None:
         groups += [[]] * (round_up(len(groups), layout) - len(groups))
-    return [build_micro_batch(shard, group, step, options) for group in groups]
+    return pack_groups(shard, groups, step, options, experts or {})
+
+
+def pack_groups(
+    shard: TrainShard, groups: list[list[int]], step: TrainStep | None, options: BatchOptions, experts: Experts
+) -> list[MicroBatch]:
+    """The micro-batches of these samples; where experts were recorded for the same samples, routers choose them."""
+    batches = [build_micro_batch(shard, group, step, options) for group in groups]
+    for batch in batches:
+        batch.experts = experts.get(tuple(batch.samples), batch.experts)
+    return batches
 
 
 def round_up(count: int, layout: TrainerLayout) -> int:
@@ -94,6 +100,7 @@ def build_micro_batch(
     recorded = shard.split("rollout_routed_experts") if options.replay_layers is not None else []
     prompts = [int(shard.total_lengths[i] - shard.response_lengths[i]) for i in samples]
     row = pack_row([tokens[i] for i in samples], prompts, options)
+    experts = row.experts([recorded[i] for i in samples] if recorded else [], options)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *present)}
     response_lengths, first_response = [], 0
     for position, (i, prompt, places) in enumerate(zip(samples, prompts, row.rows, strict=False)):
@@ -138,7 +145,7 @@ def build_micro_batch(
         total_lengths=[int(shard.total_lengths[i]) for i in samples],
         num_tokens=step.num_tokens if step is not None else 0,
         num_samples=step.num_samples if step is not None else 0,
-        experts=_experts([recorded[i] for i in samples], row, options) if recorded else None,
+        experts=experts,
     )
 
 
@@ -150,13 +157,3 @@ def _weights(mask: np.ndarray, step: TrainStep | None, options: BatchOptions) ->
     if step is None:
         return np.zeros(mask.size)
     return token_weights(mask, options.aggregation, step.num_tokens, step.num_samples, options.constant)
-
-
-def _experts(recorded: list[np.ndarray], row: PackedRow, options: BatchOptions) -> Tensor | None:
-    """[tokens of this rank, layers, topk] of what the engine chose; None without a sample: nothing to choose."""
-    if not recorded or options.replay_layers is None:
-        return None
-    whole = pack_routing(recorded, row.rows, row.num_tokens, options.replay_layers)
-    own = torch.from_numpy(whole)[row.held]
-    slicing = options.slicing
-    return own.chunk(slicing.sequence_parallel_size)[slicing.sequence_parallel_rank]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fusionrl.trainer.batch import BatchOptions
+from fusionrl.trainer.routing import FREE
 from fusionrl.upstream.local_spec import PackedLayout, plan_buckets, zigzag_positions
 
 
@@ -37,10 +38,25 @@ class PackedRow:
     held: Tensor
     local: Tensor
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the row over all context-parallel ranks."""
-        return self.local.numel()
+    def experts(self, recorded: Sequence[np.ndarray], options: BatchOptions) -> Tensor | None:
+        """The experts of this rank's tokens; where sequences share a token, those of the first of them.
+
+        Args:
+            recorded: [tokens, layers, topk] of each sequence; a last token that is not fed has no place.
+            options: their `replay_layers` are those that are wanted.
+
+        Returns:
+            [T / sequence parallel size, len(replay_layers), topk] int16, `FREE` for tokens of no sequence; None without
+            a sequence.
+        """
+        if options.replay_layers is None or not recorded:
+            return None
+        layers, slicing = options.replay_layers, options.slicing
+        whole = np.full((self.local.numel(), len(layers), recorded[0].shape[-1]), FREE, np.int16)
+        for part, row in reversed(list(zip(recorded, self.rows, strict=True))):
+            whole[row] = part[: row.size, layers]
+        own = torch.from_numpy(whole)[self.held]
+        return own.chunk(slicing.sequence_parallel_size)[slicing.sequence_parallel_rank]
 
 
 def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: BatchOptions) -> PackedRow:

@@ -83,13 +83,13 @@ class PolicyTrainer(PushSource):
         Raises:
             ValueError: a shard that no loss can be computed from.
         """
+        from fusionrl.trainer.naming import naming_samples
         from fusionrl.trainer.pull import pull
-        from fusionrl.trainer.train_hooks import naming_samples
 
         self.reload()
         pulled = pull(shard, columns)
         with naming_samples(self.run_dir, pulled, rollout_id):
-            prepared = self._taken(rollout_id) or self._prepare(rollout_id, pulled)
+            prepared = self._prepare(rollout_id, pulled)
             report = self.learn(rollout_id, prepared)
         self._report = rollout_id, report
         return report.metrics
@@ -105,23 +105,30 @@ class PolicyTrainer(PushSource):
         Returns:
             No metrics: `train` reports them; the columns values and returns.
         """
+        from fusionrl.trainer.naming import naming_samples
         from fusionrl.trainer.pull import pull
-        from fusionrl.trainer.train_hooks import naming_samples
 
         self.reload()
         pulled = pull(shard, columns)
+        self._prepared = None
         with naming_samples(self.run_dir, pulled, rollout_id):
             prepared = self._prepare(rollout_id, pulled)
         self._prepared = rollout_id, prepared
         return {}, columns_of(prepared.shard, ("values", "returns"))
 
     def _prepare(self, rollout_id: int, shard: TrainShard) -> Prepared:
-        """The stages score and advantages; given answers need neither."""
+        """The stages score and advantages: what `prepare` made of this rollout already, is given away.
+
+        Given answers (mode sft) need neither.
+        """
         from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
         from fusionrl.trainer.routing import check_rollout_routing
         from fusionrl.trainer.score import ScoreNeeds, score
         from fusionrl.trainer.stages import Prepared
 
+        earlier, self._prepared = self._prepared, None
+        if earlier is not None and earlier[0] == rollout_id:
+            return earlier[1]
         config, loss, hooks = self.config, self.loss, self.hooks
         if loss.mode != "rl":
             return Prepared(shard)
@@ -132,13 +139,6 @@ class PolicyTrainer(PushSource):
         metrics = add_advantages(scored.shard, options, self.device)
         hooks.after_advantages(rollout_id, scored.shard, self.device)
         return Prepared(scored.shard, scored.experts, metrics)
-
-    def _taken(self, rollout_id: int) -> Prepared | None:
-        """What `prepare` made of this rollout; it is given away."""
-        if self._prepared is None or self._prepared[0] != rollout_id:
-            return None
-        prepared, self._prepared = self._prepared[1], None
-        return prepared
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
         """What training on `rollout_id`, the last rollout, found out about this rank's samples. Not a collective.

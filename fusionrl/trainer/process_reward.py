@@ -43,10 +43,10 @@ class ProcessRewardTrainer(TrainerBase):
         import torch
 
         from fusionrl.algorithms.prime import implicit_rewards
+        from fusionrl.trainer.naming import naming_samples
         from fusionrl.trainer.pull import pull
         from fusionrl.trainer.score import score_samples
         from fusionrl.trainer.stages import Prepared
-        from fusionrl.trainer.train_hooks import naming_samples
 
         self.reload()
         pulled = pull(shard)

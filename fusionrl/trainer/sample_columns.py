@@ -3,35 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.trainer.columns import SampleColumns
-from fusionrl.trainer.loss import LossSums
-
-
-class Differences:
-    """Sums over each sample's tokens of |trainer - engine|, as losses see them: this rank's part of the tokens."""
-
-    def __init__(self, num_samples: int, device: torch.device) -> None:
-        self._sums = torch.zeros(num_samples, 2, dtype=torch.float64, device=device)
-
-    def add(self, parts: list[LossSums]) -> None:
-        """The micro-batches of an optimizer step; [] but on the last pipeline stage."""
-        for part in parts:
-            if part.differences is not None and part.batch is not None and part.batch.samples:
-                places = torch.tensor(part.batch.samples, device=self._sums.device)
-                self._sums.index_add_(0, places, part.differences)
-
-    def means(self) -> np.ndarray:
-        """[num_samples] mean over the compared tokens, NaN without any. A collective of the context-parallel ranks."""
-        group = parallel_state.get_context_parallel_group()
-        if group.size() > 1:
-            dist.all_reduce(self._sums, group=group)
-        total, count = self._sums.cpu().numpy().T
-        return _over(total, count)
 
 
 def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleColumns:

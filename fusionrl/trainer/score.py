@@ -10,19 +10,17 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.advantages import AdvantageOptions
-from fusionrl.trainer.batch import BatchOptions, MicroBatch
+from fusionrl.trainer.batch import BatchOptions
+from fusionrl.trainer.forward import forward_log_probs, whole_responses
 from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.pack import build_micro_batch, fix_experts, round_up
+from fusionrl.trainer.pack import pack_groups, round_up
 from fusionrl.trainer.stages import Experts, Scored
-from fusionrl.trainer.step import broadcast_from_last_stage, forward_log_probs
 from fusionrl.trainer.train_hooks import TrainHooks
 from fusionrl.trainer.weight_sets import WeightSet
 
@@ -118,20 +116,18 @@ def score_samples(
     """
     groups = _micro_batches(shard, planned_only, scorer)
     options = _options(scorer, all_responses, routing)
-    batches = [build_micro_batch(shard, group, None, options) for group in groups]
+    batches = pack_groups(shard, groups, None, options, (experts or {}) if routing == "fixed" else {})
     if routing == "recorded":
         assert scorer.trained.routing is not None
         for batch in batches:
             own_tokens = batch.tokens.numel() // options.slicing.sequence_parallel_size
             batch.experts = scorer.trained.routing.new_record(own_tokens)
-    elif routing == "fixed":
-        fix_experts(batches, experts or {})
     with scorer.weight_sets[weights].lent() if weights is not None else nullcontext():
         outputs = forward_log_probs(scorer.trained, batches, routing == "recorded") if batches else []
     recorded = {tuple(one.samples): one.experts.cpu() for one in batches if one.samples and one.experts is not None}
     samples = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
     for index, batch in enumerate(batches):
-        parts = _whole_responses(batch, outputs[index] if outputs else None, options.device)
+        parts = whole_responses(batch, outputs[index] if outputs else None, options.device)
         for sample, part in zip(batch.samples, parts, strict=True):
             samples[sample] = part.numpy()
     return Scores(samples, recorded if routing == "recorded" else {})
@@ -161,14 +157,3 @@ def _options(scorer: Scorer, all_responses: bool, routing: Routing) -> BatchOpti
         whole_sequences=options.whole_sequences and replays,
         replay_layers=options.replay_layers if replays else None,
     )
-
-
-def _whole_responses(batch: MicroBatch, output: Tensor | None, device: torch.device) -> tuple[Tensor, ...]:
-    """The scores of each sample of a micro-batch, from what each context-parallel rank of the last stage has of it."""
-    flat = torch.zeros(sum(batch.response_lengths), device=device)
-    if output is not None:
-        flat[batch.responses.to(device)] = output[0]
-        group = parallel_state.get_context_parallel_group()
-        if group.size() > 1:
-            dist.all_reduce(flat, group=group)
-    return broadcast_from_last_stage(flat).cpu().split(batch.response_lengths)

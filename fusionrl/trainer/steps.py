@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from fusionrl.trainer.custom_loss import CustomLoss, CustomLossOptions
-from fusionrl.trainer.loss import LossOptions
+from fusionrl.trainer.loss import LossOptions, LossSums
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.sample_columns import Differences
 from fusionrl.trainer.skips import SkipWatch
 from fusionrl.trainer.stages import PackedStep, StepsTaken
 from fusionrl.trainer.step import train_step
@@ -44,12 +46,12 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
         FloatingPointError: too many steps in a row were skipped.
     """
     reports: list[StepReport] = []
-    differences: Differences | None = None
+    differences: _Differences | None = None
     for one in packed:
         fields = one.shard.fields
         if one.index == 0 and stepping.loss.mode == "rl" and "rollout_log_probs" in fields:
             # Where the shard has the trainers' log-probs, it has itself what is compared.
-            differences = None if "log_probs" in fields else Differences(one.shard.num_samples, stepping.device)
+            differences = None if "log_probs" in fields else _Differences(one.shard.num_samples, stepping.device)
         stepping.hooks.before_step(rollout_id, one.index, stepping.trained)
         loss = StepLoss(
             options=stepping.loss,
@@ -58,8 +60,11 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
             custom=None if stepping.custom is None else CustomLoss(stepping.custom, one.shard, one.step),
             hooks=stepping.loss_hooks,
         )
-        report, bad = train_step(stepping.trained, one.batches, loss, stepping.device, differences)
-        stepping.skips.see(rollout_id, one.index, report, [int(fields["sample_index"][i]) for i in bad])
+        outcome = train_step(stepping.trained, one.batches, loss, stepping.device)
+        report, bad = outcome.report, [int(fields["sample_index"][i]) for i in outcome.bad_samples()]
+        if differences is not None:
+            differences.add(outcome.parts)
+        stepping.skips.see(rollout_id, one.index, report, bad)
         report.numbers.update(
             num_tokens=float(one.step.num_tokens),
             num_samples=float(one.step.num_samples),
@@ -68,3 +73,25 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
         )
         reports.append(report)
     return StepsTaken(reports, None if differences is None else differences.means())
+
+
+class _Differences:
+    """Sums over each sample's tokens of |trainer - engine|, as losses see them: this rank's part of the tokens."""
+
+    def __init__(self, num_samples: int, device: torch.device) -> None:
+        self._sums = torch.zeros(num_samples, 2, dtype=torch.float64, device=device)
+
+    def add(self, parts: Iterable[LossSums]) -> None:
+        """Add the micro-batches of an optimizer step; none but on the last pipeline stage."""
+        for part in parts:
+            if part.differences is not None and part.batch is not None and part.batch.samples:
+                places = torch.tensor(part.batch.samples, device=self._sums.device)
+                self._sums.index_add_(0, places, part.differences)
+
+    def means(self) -> np.ndarray:
+        """[num_samples] mean over the compared tokens, NaN without any. A collective of the context-parallel ranks."""
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(self._sums, group=group)
+        total, count = self._sums.cpu().numpy().T
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -1,25 +1,18 @@
-"""A user's functions at the borders between the stages of a training step, and the samples named where one raised."""
+"""A user's functions at the borders between the stages of a training step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import HookError, call_hook, flag_of, user_code
-from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.observe.rollouts import list_rollouts
+from fusionrl.config.hooks import HookError, call_hook, flag_of
+from fusionrl.data.train_batch import TrainShard
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.rollout_data import as_rollout_data, take_back
-
-MAX_NAMED = 16  # samples in a message
+from fusionrl.trainer.rollout_data import as_rollout_data, recounted, take_back
 
 
 @dataclass(frozen=True)
@@ -71,37 +64,9 @@ class TrainHooks:
         take_back(shard, data, flag)
         if "advantages" not in shard.fields:
             raise ValueError(f"{flag}: it left no 'advantages'; set a list of one tensor a sample")
-        shard.steps = _recounted(shard, device)
+        shard.steps = recounted(shard, device)
 
     def _call(self, field: str, *args: Any) -> None:
         path = getattr(self.config.train, field)
         if path is not None:
             call_hook(field, path, self.args(), *args)
-
-
-def _recounted(shard: TrainShard, device: torch.device) -> list[TrainStep]:
-    """The shard's steps with the number of tokens of the masks that it has now, over all data-parallel ranks."""
-    sums = [float(mask.sum()) for mask in shard.split("loss_mask")]
-    local = [[sums[i] for bins in step.micro_batches for i in bins] for step in shard.steps]
-    counts = torch.tensor([sum(tokens) for tokens in local], dtype=torch.float64).to(device)
-    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-    # The number of samples stays: also one without trained tokens counts.
-    return [replace(step, num_tokens=round(tokens)) for step, tokens in zip(shard.steps, counts.tolist(), strict=True)]
-
-
-@contextmanager
-def naming_samples(run_dir: str, shard: TrainShard, rollout_id: int) -> Iterator[None]:
-    """Name the samples at which a user's function raised, and the file of the run that has them.
-
-    Also of errors of the user's code that nobody calls as a hook, in the forward pass of a model, say.
-    """
-    try:
-        with user_code("a user's code in a trainer", None, only_theirs=True):
-            yield
-    except HookError as error:
-        if error.positions is not None:
-            indices = [str(int(shard.fields["sample_index"][position])) for position in error.positions]
-            files = [one.path for one in list_rollouts(Path(run_dir), "train") if one.rollout_id == rollout_id]
-            shown = ", ".join(indices[:MAX_NAMED]) + (", …" if len(indices) > MAX_NAMED else "")
-            error.add(f"the samples that it was at: {shown}" + (f", in {files[-1]}" if files else ""))
-        raise

@@ -18,8 +18,8 @@ def train_on_squares(actor, shard) -> float:
     """One backward pass of the sum of squared values; a stand-in for a critic's loss that needs nothing else."""
     from dataclasses import replace
 
+    from fusionrl.trainer.forward import run_forward
     from fusionrl.trainer.pack import build_micro_batches
-    from fusionrl.trainer.step import _run
 
     def squares(batch, output):
         loss = (output[0] ** 2).sum()
@@ -32,7 +32,7 @@ def train_on_squares(actor, shard) -> float:
         for step in shard.steps
         for batch in build_micro_batches(shard, step, replace(actor.batch_options, all_responses=True), actor.layout)
     ]
-    return float(sum(_run(actor.trained, batches, squares, forward_only=False)))
+    return float(sum(run_forward(actor.trained, batches, squares, forward_only=False)))
 
 
 def critic_folder(folder, family):
