@@ -23,6 +23,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.plan_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
 from fusionrl.config.reference import render_reference
+from fusionrl.config.template import render_template
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
 from fusionrl.plan.devices import this_machine
@@ -37,6 +38,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
+  fusionrl flags --template                             a commented file of all flags, for --config
   fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
 
 `fusionrl train --help` and `fusionrl show --help` list the flags."""
@@ -62,12 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if command == "flags":
-        print(render_reference(), end="")
+        print(render_template() if rest == ["--template"] else render_reference(), end="")
         return 0
     if command == "metrics":
         return explain_metrics(rest)
     if command == "data" and rest[:1] == ["check"] and not {"-h", "--help"} & set(rest):
-        return check_data(rest[1:])
+        try:
+            return check_data(rest[1:])
+        except CommandLineError as error:
+            for line in error.errors:
+                print(f"error: {line}", file=sys.stderr)
+            return EXIT_USER
     if command == "data":
         print(DATA_USAGE)
         return 0 if {"-h", "--help"} & set(rest) else EXIT_USER

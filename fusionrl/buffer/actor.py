@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from fusionrl import sandbox
-from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.buffer.accepted import AcceptedSamples
@@ -36,6 +35,7 @@ from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function, user_code
+from fusionrl.config.parts import estimator_of
 from fusionrl.data.checked import read_samples
 from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
@@ -525,30 +525,29 @@ class BufferActor:
     def _group_advantages(self, samples: list[Sample], rewards: list[float]) -> list[float]:
         """What each sample's reward is worth beside its siblings'; untouched where the trainers' estimator does it."""
         algorithm = self.config.algorithm
-        alike = {"gspo": "grpo", "cispo": "grpo", "prime": "rloo"}
-        name = alike.get(algorithm.advantage_estimator, algorithm.advantage_estimator)
+        estimator = estimator_of(algorithm)
+        stage = estimator.group_stage(is_plain=algorithm.disable_grpo_std_normalization)
         is_left = algorithm.disable_rewards_normalization or algorithm.policy_loss == "dpo"
-        if is_left or name not in GROUP_ADVANTAGES or self.config.run.mode != "rl":
+        if is_left or stage is None or self.config.run.mode != "rl":
             return rewards
-        if name == "grpo" and algorithm.disable_grpo_std_normalization:
-            name = "dr_grpo"
         groups = [s.group_index if s.group_index is not None else -1 - i for i, s in enumerate(samples)]
         batch = SampleBatch(
             np.asarray(rewards, np.float64),
             np.array(groups),
             lengths=np.array([response_mask(sample).sum() for sample in samples]),
-            baselines=self._baselines(samples) if name == "remax" else None,
+            baselines=self._baselines(samples) if estimator.needs_greedy_answer else None,
             k=algorithm.pass_k,
         )
-        return GROUP_ADVANTAGES[name](batch).tolist()
+        return stage(batch).tolist()
 
     def _baselines(self, samples: list[Sample]) -> np.ndarray:
         """[n] reward of the greedy answer to each sample's prompt, shaped as rewards are."""
         missing = [sample.index for sample in samples if sample.baseline_reward is None]
         if missing:
             raise ValueError(
-                f"--advantage-estimator remax: sample {missing[0]} has no baseline_reward, that of a greedy answer"
-                " to its prompt; the default rollout sets it, a function of --rollout-function-path has to"
+                f"--advantage-estimator {self.config.algorithm.advantage_estimator}: sample {missing[0]} has no"
+                " baseline_reward, that of a greedy answer to its prompt; the default rollout sets it, a function of"
+                " --rollout-function-path has to"
             )
         return np.array([sample.baseline_reward for sample in samples], np.float64)
 

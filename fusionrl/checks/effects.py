@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fusionrl.algorithms.estimators import names_where
 from fusionrl.config.config import Config
 from fusionrl.config.groups import CriticGroup, DataGroup, PrmGroup, RolloutGroup, WeightsGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parts import (
     changes_weights,
+    estimator_of,
     evaluates,
     generates,
     has_policy_loss,
+    needs_reference,
+    policy_loss_name,
     saves,
     uses_engines,
     uses_trainers,
@@ -85,9 +89,7 @@ def policy_loss(config: Config) -> str | None:
     a = config.algorithm
     if a.custom_policy_loss_path is not None or a.loss_type == "custom_loss":
         return None
-    if a.policy_loss != "auto":
-        return a.policy_loss
-    return a.advantage_estimator if a.advantage_estimator in ("gspo", "cispo") else "ppo"
+    return policy_loss_name(a)
 
 
 def _of_losses(*names: str) -> Scope:
@@ -108,9 +110,10 @@ def _may_be_agent(config: Config) -> bool:
     return bool(config.rollout.custom_generate_function_path or config.eval.eval_config or own != plain)
 
 
-def _needs_reference(config: Config) -> bool:
-    a = config.algorithm
-    return a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"
+def _of_estimators(*names: str) -> Scope:
+    *first, last = names
+    told = f"{', '.join(first)} or {last}" if first else last
+    return _beside(lambda c: c.algorithm.advantage_estimator in names, f"without --advantage-estimator {told}")
 
 
 MOVES = _beside(_moves, "with one optimizer step a rollout (its ratio to the policy that sampled is 1)")
@@ -118,23 +121,19 @@ CLIP = _of_losses("ppo", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov")
 DUAL_CLIP = _of_losses("ppo", "gspo", "gspo_token", "clip_cov")
 NOT_DPO = _beside(lambda c: c.algorithm.policy_loss != "dpo", "with --policy-loss dpo")
 KL_LOSS = _beside(lambda c: c.algorithm.use_kl_loss, "without --use-kl-loss")
-REFERENCE = _beside(_needs_reference, "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)")
+REFERENCE = _beside(
+    lambda c: needs_reference(c.algorithm), "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)"
+)
 ESTIMATOR = _beside(
     lambda c: c.reward.custom_reward_post_process_path is None, "with --custom-reward-post-process-path"
 )
-DEVIATION = _beside(
-    lambda c: c.algorithm.advantage_estimator in ("grpo", "gspo", "cispo"),
-    "without --advantage-estimator grpo, gspo or cispo",
-)
+DEVIATION = _of_estimators(*names_where(lambda estimator: estimator.plain_group is not None))
 OF_SAMPLES = _beside(
-    lambda c: c.algorithm.advantage_estimator not in ("ppo", "reinforce_plus_plus"),
-    "with --advantage-estimator ppo or reinforce_plus_plus",
+    lambda c: estimator_of(c.algorithm).group is not None,
+    f"with --advantage-estimator {' or '.join(names_where(lambda estimator: estimator.group is None))}",
 )
 WHITENS = _beside(
-    lambda c: (
-        c.algorithm.advantage_estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime")
-        or c.algorithm.normalize_advantages
-    ),
+    lambda c: not estimator_of(c.algorithm).is_whitened or c.algorithm.normalize_advantages,
     "with an --advantage-estimator that always whitens",
 )
 AGGREGATED = _beside(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusionrl.algorithms.estimators import names_where
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
+from fusionrl.config.parts import estimator_of
 from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files
@@ -30,8 +32,9 @@ def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
         errors += _teacher_errors(config, shape)
     else:
         errors += _without_effect(config.algorithm, AlgorithmGroup(), _OPD_FLAGS, "--use-opd")
-    if config.algorithm.advantage_estimator != "prime":
-        errors += _without_effect(config.prm, PrmGroup(), tuple(PrmGroup.model_fields), "--advantage-estimator prime")
+    if estimator_of(config.algorithm).role != "prm":
+        needed = "--advantage-estimator " + " or ".join(names_where(lambda estimator: estimator.role == "prm"))
+        errors += _without_effect(config.prm, PrmGroup(), tuple(PrmGroup.model_fields), needed)
     elif config.prm.prm_load is not None:
         errors += _process_model_errors(config, config.prm.prm_load, shape)
     return errors
@@ -71,7 +74,7 @@ def _reward_model_errors(config: Config, folder: str) -> list[str]:
 
 
 def _process_model_errors(config: Config, folder: str, shape: ModelShape | None) -> list[str]:
-    """What is wrong with PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
+    """Return the errors of PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
     where, policy = f"--prm-load {folder}", config.model.hf_checkpoint
     try:
         found = read_model_shape(folder, "--prm-load")
@@ -136,7 +139,7 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _megatron_teacher_errors(folder: str, shape: ModelShape, config: Config) -> list[str]:
-    """What is wrong with a teacher that the trainers compute: in place of their own weights, so of the same shape."""
+    """Return the errors of a teacher that the trainers compute: it replaces their weights for a while."""
     try:
         found = read_model_shape(folder, "--opd-teacher-load")
     except ValueError as error:

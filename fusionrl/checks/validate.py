@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fusionrl.algorithms.estimators import ACCURACY
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
@@ -19,7 +20,8 @@ from fusionrl.config.divisors import dividing
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import check_hook, flag_of, hook_paths
-from fusionrl.config.presets import ACCURACY, NONZERO_STD
+from fusionrl.config.parts import estimator_of
+from fusionrl.config.presets import NONZERO_STD
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
 from fusionrl.data.template_probe import TemplateProbe
@@ -169,7 +171,7 @@ def _check_required(config: Config, errors: list[str]) -> None:
     needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only and not own_rewards
     custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
     algorithm = config.algorithm
-    may_lack = algorithm.use_opd and algorithm.advantage_estimator != "prime"
+    may_lack = algorithm.use_opd and estimator_of(algorithm).role != "prm"
     needs_reward = needs_reward and not custom_rollout and not may_lack
     if needs_reward and config.reward.rm_type is None and config.reward.custom_rm_path is None:
         errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")

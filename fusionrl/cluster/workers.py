@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.base.environment import take_secrets
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.engines.http import EndpointError
 from fusionrl.observe.log import setup_logging, write_whole_lines
-from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.plan import Plan
 from fusionrl.trainer.critic import CriticTrainer
 from fusionrl.trainer.model_rank import ModelRank

@@ -7,9 +7,20 @@ all groups, so that hooks can be handed one flat namespace.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
+
+from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.config.presets import PRESETS
+
+# The tables decide what these flags take. A type checker cannot read a Literal of a table.
+if TYPE_CHECKING:
+    AlgorithmName = str
+    EstimatorName = str
+else:
+    AlgorithmName = Literal[tuple(PRESETS)]
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 
 
 class Group(BaseModel):
@@ -374,40 +385,11 @@ class RewardGroup(Group):
 class AlgorithmGroup(Group):
     """Algorithm"""
 
-    algorithm: (
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "gspo",
-            "cispo",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "remax",
-            "ppo",
-            "prime",
-            "dpo",
-        ]
-        | None
-    ) = Field(
+    algorithm: AlgorithmName | None = Field(
         None,
         description="Set the flags of a published algorithm (docs/algorithms.md); those that are given besides count.",
     )
-    advantage_estimator: Literal[
-        "grpo",
-        "dr_grpo",
-        "gspo",
-        "cispo",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "pass_at_k",
-        "ppo",
-        "prime",
-    ] = Field(
+    advantage_estimator: EstimatorName = Field(
         "grpo",
         description="Advantage estimator (docs/algorithms.md); gspo and cispo are grpo's with a policy loss of theirs.",
     )

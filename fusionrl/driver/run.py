@@ -19,6 +19,7 @@ from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.cluster.session import Session
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, hook_paths
+from fusionrl.config.parts import estimator_of
 from fusionrl.observe.advice import AdviceSettings, Watches
 from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.metrics import MetricsSink, read_metrics
@@ -197,6 +198,7 @@ def advice_settings(config: Config, path: Path) -> AdviceSettings:
     return AdviceSettings(
         run=str(path),
         estimator=algorithm.advantage_estimator,
+        compares_siblings=estimator_of(algorithm).compares_siblings,
         label_key=config.data.label_key,
         max_response_len=rollout.rollout_max_response_len,
         max_context_len=rollout.rollout_max_context_len,

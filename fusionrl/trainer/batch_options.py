@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.batch import BatchOptions, Slicing
 from fusionrl.trainer.model import Trained

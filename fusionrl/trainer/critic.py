@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.auxiliary import Role
 from fusionrl.trainer.columns import Handed, columns_of
 from fusionrl.trainer.trainer_base import TrainerBase
 

@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 
 TIMEOUT_S = 120.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, ClassVar, TypedDict
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fusionrl.config.parts import needs_reference
 from fusionrl.trainer.columns import Handed, SampleColumns, columns_of
 from fusionrl.trainer.model_rank import SetupFacts
 from fusionrl.trainer.push_source import PushSource
@@ -38,7 +39,7 @@ class PolicyTrainer(PushSource):
 
             assert self.shape.moe is not None, "the validation of flags asks for experts"
             self.trained.routing = RoutingReplay(self.trained.chunks, self.shape.moe.topk, self.device)
-        if algorithm.use_kl_loss or algorithm.kl_coef > 0 or algorithm.policy_loss == "dpo":
+        if needs_reference(algorithm):
             self._read_reference()
         if algorithm.use_opd and algorithm.opd_type == "megatron":
             assert algorithm.opd_teacher_load is not None

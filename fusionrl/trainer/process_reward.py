@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from fusionrl.plan.auxiliary import Role
+from fusionrl.algorithms.estimators import Role
 from fusionrl.trainer.columns import Handed, columns_of
 from fusionrl.trainer.model_rank import SetupFacts
 from fusionrl.trainer.trainer_base import TrainerBase

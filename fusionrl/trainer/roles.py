@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusionrl.plan.auxiliary import Role
+from fusionrl.algorithms.estimators import Role
 from fusionrl.trainer.critic import CriticTrainer
 from fusionrl.trainer.policy import PolicyTrainer
 from fusionrl.trainer.process_reward import ProcessRewardTrainer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import json
 import types
@@ -142,6 +143,30 @@ def parse_with(
     return {action.dest: getattr(parsed, action.dest)}
 
 
+def is_switch(parser: argparse.ArgumentParser, option: str) -> bool:
+    """Return whether upstream's option takes no value."""
+    action = parser._option_string_actions.get(option)
+    return action is not None and action.nargs == 0
+
+
+def check_field(kind: str, name: str) -> None:
+    """Check that fusionrl passes the field `name` on, as the config.json of a run has it.
+
+    Raises:
+        UpstreamError: the installed version has no such field, or fusionrl sets it.
+    """
+    if kind in ("sglang", "router"):
+        parser, owned = (sglang_parser(), SGLANG_OWNED) if kind == "sglang" else (router_parser(), ROUTER_OWNED)
+        known = {action.dest for action in parser._actions}
+    else:
+        known, owned = set(megatron_fields()[kind]), MEGATRON_OWNED
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        raise UpstreamError("the installed version has no such field" + "".join(f"; did you mean {x}?" for x in close))
+    if name in owned:
+        raise _owned(owned[name])
+
+
 def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:
     """The parser's options as fusionrl spells them, for 'did you mean'."""
     return [f"--{prefix}-{name[2:]}" for name in parser._option_string_actions if name.startswith("--")]
@@ -198,7 +223,7 @@ def parse_megatron(field: str, values: list[str]) -> dict[str, Any]:
     return {kind: _convert(fields[kind][name], values) for kind in kinds}
 
 
-def _convert(hint: Any, values: list[str]) -> Any:
+def _convert(hint: object, values: list[str]) -> Any:
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     options = tuple(option for option in options if option is not type(None))
     if not values:

@@ -10,9 +10,10 @@ import pytest
 
 from fusionrl.checks.effects import EFFECTS, EVERYWHERE, effect_warnings, policy_loss
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS, AlgorithmGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.config.parser import inner_type, read_args
+from fusionrl.config.parser import read_args
 from fusionrl.config.presets import PRESETS
 
 FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
@@ -169,13 +170,13 @@ def test_passed_through_to_several_classes_is_named_once() -> None:
 
 
 def test_the_policy_loss_is_that_of_the_trainers() -> None:
-    from fusionrl.trainer.loss import policy_loss_name
+    from fusionrl.trainer.loss import LossOptions
 
     fields = AlgorithmGroup.model_fields
     names = [typing.get_args(inner_type(fields[name])) for name in ("policy_loss", "advantage_estimator")]
     for loss, estimator in itertools.product(*names):
         config = Config.from_flat({"policy_loss": loss, "advantage_estimator": estimator})
-        assert policy_loss(config) == policy_loss_name(config.algorithm)
+        assert policy_loss(config) == LossOptions.from_config(config).policy_loss
 
 
 def test_the_hooks_that_whole_runs_call_are_not_claimed_to_be_silent(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.parts import needs_reference
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.batch import BatchPlan
@@ -221,7 +222,7 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     if plan.layout is None:
         return []
     a, is_rl = config.algorithm, config.run.mode == "rl"
-    uses_reference = a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"
+    uses_reference = needs_reference(a)
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
     stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
     groups = [_Group("trainers", stages, plan.trainer_bundles, num_sets)]
