@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fusionrl.trainer.columns import SampleColumns
-from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.sample_columns import sample_columns
 from fusionrl.trainer.stages import Prepared, StepsTaken, TrainReport
 from fusionrl.trainer.step_report import pooled_metrics
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.loss import LossOptions
 
 
 def report(

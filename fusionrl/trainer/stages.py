@@ -16,14 +16,17 @@ A critic and a process reward model have no advantages; their shards are prepare
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from fusionrl.data.train_batch import TrainShard, TrainStep
-from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.columns import SampleColumns
 from fusionrl.trainer.step_report import StepReport
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.batch import MicroBatch
 
 # The experts that routers chose when they were recorded: samples of a micro-batch → [tokens, mixtures, topk].
 Experts = dict[tuple[int, ...], Tensor]
