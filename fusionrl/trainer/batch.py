@@ -21,7 +21,7 @@ class Slicing:
 
     @property
     def multiple(self) -> int:
-        """What each sequence's length is padded to a multiple of."""
+        """Each sequence's length is padded to a multiple of this."""
         return (2 * self.cp_size if self.cp_size > 1 else 1) * self.sequence_parallel_size
 
 
@@ -84,7 +84,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What is the same for all micro-batches of a rank.
+    """Options that are the same for all micro-batches of a rank.
 
     all_responses: choose every response token (scoring), not only those that are trained on.
     share_prompts: compute a prompt once for all samples of a micro-batch that have it; the positions of rotary
@@ -109,5 +109,5 @@ class BatchOptions:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prompt is in fact computed once: the attention must be able to, and no sequence be needed whole."""
+        """Return whether a prompt is computed once: the attention can do it, and no sequence is needed whole."""
         return self.share_prompts and self.local_attention and self.slicing.cp_size == 1 and not self.whole_sequences

@@ -208,7 +208,7 @@ def get_log_probs_and_entropy(
 
 
 def _packed_starts(total_lengths: Sequence[int], size: int) -> list[int]:
-    """Where the samples start in a row of `size` tokens that holds them all, each padded as `Slicing` says."""
+    """Return where the samples start in a row of `size` tokens that holds them all, each padded as `Slicing` says."""
     cp, tp = parallel_state.get_context_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
     for sequence_parallel_size in (tp, 1):  # passed-through flags can switch sequence parallelism off
         multiple = Slicing(cp_size=cp, sequence_parallel_size=sequence_parallel_size).multiple

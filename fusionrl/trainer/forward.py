@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,25 +15,28 @@ from torch import Tensor
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.model import Trained
 
-LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
+T = TypeVar("T")
+LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, T]]
 
 
 def run_forward(
     trained: Trained,
     batches: list[MicroBatch],
-    loss: LossFunction,
+    loss: LossFunction[T],
     forward_only: bool,
     logits: bool = False,
     record: bool = False,
-) -> list[Any]:
-    """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list.
+) -> list[T]:
+    """Return what `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list.
 
     `logits`: it is given logits [1, T, V / tp] instead of what the selection asks for.
     `record`: routers write what they choose to the batches' experts.
     """
     routing = trained.routing
 
-    def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def forward(
+        iterator: Iterator[MicroBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, T]]]:
         batch = next(iterator)
         labels = None if logits else batch.selection
         if routing is not None:

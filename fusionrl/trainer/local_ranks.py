@@ -22,7 +22,7 @@ TIMEOUT_S = 120.0
 
 
 class Failed(Exception):
-    """What a worker raised: the name of its type, its message, and where."""
+    """An error that a worker raised: the name of its type, its message, and where."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
         super().__init__(f"{kind}: {message}\n{trace}")

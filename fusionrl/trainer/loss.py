@@ -41,7 +41,7 @@ CLIPS_SEQUENCES = ("gspo", "gspo_token")
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss needs of the configuration.
+    """The options of a loss.
 
     policy_loss      a name of POLICY_LOSSES, or "dpo"
     constants        of the policy losses

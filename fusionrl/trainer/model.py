@@ -41,7 +41,7 @@ from fusionrl.upstream.local_spec import add_output_norms, local_block_spec
 
 
 class ChosenOutputs(GPTModel):
-    """What makes a GPTModel's last stage give log-probs and entropies of chosen tokens instead of all logits.
+    """A GPTModel whose last stage gives log-probs and entropies of chosen tokens instead of all logits.
 
     Called with `labels=Selection`, it returns [2, N] fp32 (log-probs, entropies) on the last pipeline stage;
     without labels, logits [1, T, V/tp] as GPTModel does.
@@ -102,7 +102,7 @@ class ValueModel(PolicyModel):
             self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What a checkpoint holds; a GPTModel's own looks for the output layer."""
+        """Return the state of a checkpoint; a GPTModel's own looks for the output layer."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:

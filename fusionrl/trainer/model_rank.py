@@ -203,7 +203,7 @@ class ModelRank:
         )
 
     def is_saved(self) -> bool:
-        """Whether `finish_save` would return at once, as far as this rank goes. Not a collective."""
+        """Return whether `finish_save` would return at once, as far as this rank goes. Not a collective."""
         return self._saving is None or self._saving.is_done()
 
     def finish_save(self) -> None:

@@ -57,7 +57,7 @@ class PolicyTrainer(PushSource):
 
     @property
     def stepping(self) -> Stepping:
-        """What the optimizer steps need: with a user's functions in the loss, or in its place."""
+        """As of `TrainerBase`, with a user's functions in the loss, or in its place."""
         from fusionrl.trainer.custom_loss import CustomLossOptions
         from fusionrl.trainer.loss_hooks import LossHooks
         from fusionrl.trainer.settings import aggregation_of
@@ -142,7 +142,7 @@ class PolicyTrainer(PushSource):
         return Prepared(scored.shard, scored.experts, metrics)
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
-        """What training on `rollout_id`, the last rollout, found out about this rank's samples. Not a collective.
+        """Return values of this rank's single samples from training on `rollout_id`, the last one. Not a collective.
 
         {} where it was not trained on; and of each replica only one rank answers: the first of the last pipeline stage.
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.plan.plan import Plan
+from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.trainer.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
     from torch import Tensor
 
     from fusionrl.sync.disk import DiskWriter
@@ -25,27 +27,27 @@ class PushSource(TrainerBase):
     _sender: WeightSender | None = None
     _disk: DiskWriter | None = None
 
-    def prepare_push(self, targets: Sequence[Any], transport: str) -> None:
+    def prepare_push(self, targets: Sequence[EngineTarget], transport: str) -> None:
         """Do the part of a push that does not need paused engines."""
         if self._sender is None:
             self._sender = self._make_sender()
         self._sender.prepare(targets, transport)
 
     def push_weights(
-        self, targets: Sequence[Any], feeds: Sequence[Any], version: int, transport: str
+        self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str
     ) -> dict[str, Any]:
         """Send this rank's part of the weights, after `prepare_push`."""
         assert self._sender is not None, "prepare_push comes first"
         return self._sender.send(targets, feeds, version, transport)
 
-    def write_weights(self, version: int, engines: Sequence[Any]) -> dict[str, Any]:
+    def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> dict[str, Any]:
         """Write this rank's part of a version's files, and call the user's function after it; see `DiskWriter.write`.
 
         `engines` are for that function.
         """
         return self._after_write(self._disk_writer().write(version), engines)
 
-    def write_full_weights(self, version: int, engines: Sequence[Any]) -> dict[str, Any]:
+    def write_full_weights(self, version: int, engines: Sequence[ActorHandle]) -> dict[str, Any]:
         """The same of a full version in place of a delta; see `DiskWriter.write_full`."""
         return self._after_write(self._disk_writer().write_full(version), engines)
 
@@ -121,10 +123,10 @@ class PushSource(TrainerBase):
         return self._disk
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        """What the engines load, (Hugging Face name, full tensor) of every weight in their precision; collective."""
+        """Yield (Hugging Face name, full tensor) of every weight as the engines load it; collective."""
         return self._exporter().whole()
 
-    def _after_write(self, written: dict[str, Any], engines: Sequence[Any]) -> dict[str, Any]:
+    def _after_write(self, written: dict[str, Any], engines: Sequence[ActorHandle]) -> dict[str, Any]:
         if (path := self.config.weights.custom_update_weight_post_write_path) is not None:
             from fusionrl.config.hooks import call_hook
 

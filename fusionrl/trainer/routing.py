@@ -47,7 +47,7 @@ class RoutingReplay:
             router.router_replay = _Choice(self, index)
 
     def begin(self, experts: Tensor | None, record: bool = False) -> None:
-        """What the next passes are of: `experts` [tokens, layers, topk] to choose, or with `record` to write to.
+        """Say what the next passes are of: `experts` [tokens, layers, topk] to choose, or with `record` to write to.
 
         None lets the routers choose.
         """
@@ -80,7 +80,7 @@ class RoutingReplay:
 
 
 class _Choice:
-    """What Megatron-core asks in place of its own `RouterReplay`."""
+    """The object that Megatron-core asks in place of its own `RouterReplay`."""
 
     def __init__(self, replay: RoutingReplay, index: int) -> None:
         self._replay, self._index = replay, index

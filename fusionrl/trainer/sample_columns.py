@@ -1,4 +1,4 @@
-"""What training found out about single samples: cheap sums over each sample's tokens, for those who look at them."""
+"""Values of single samples that training found out: cheap sums over each sample's tokens, for people to look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer derives from the configuration: device, precision, Megatron's values, schedule, aggregation."""
+"""Values that the trainer derives from the configuration: device, precision, Megatron's values, aggregation."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def aggregation_of(config: Config) -> str:
 
 
 def loss_length(config: Config) -> float | None:
-    """What the aggregation `constant` divides by."""
+    """Return the divisor of the aggregation `constant`."""
     if config.algorithm.policy_loss == "dpo":
         return 1.0
     return config.algorithm.loss_length or config.rollout.rollout_max_response_len

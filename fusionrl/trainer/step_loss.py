@@ -31,12 +31,12 @@ class StepLoss:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether it is given logits instead of log-probs."""
+        """Return whether it is given logits instead of log-probs."""
         return self.custom is not None
 
     @property
     def names_may_differ(self) -> bool:
-        """Whether ranks may report different metrics: a user's function decides by what it sees."""
+        """Return whether ranks may report different metrics: a user's function decides by what it sees."""
         has_own_loss = self.options.custom_policy_loss_path is not None
         return self.custom is not None or self.hooks is not None or has_own_loss
 

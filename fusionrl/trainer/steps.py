@@ -24,7 +24,7 @@ from fusionrl.trainer.train_hooks import TrainHooks
 
 @dataclass(frozen=True)
 class Stepping:
-    """What a rank's optimizer steps need besides their micro-batches.
+    """The model, the loss and the hooks of a rank's optimizer steps.
 
     custom      of --loss-type custom_loss
     loss_hooks  a user's functions within the built-in loss

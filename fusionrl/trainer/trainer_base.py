@@ -54,7 +54,7 @@ class TrainerBase(ModelRank):
 
     @property
     def stepping(self) -> Stepping:
-        """What the optimizer steps of this role need."""
+        """The model, the loss and the hooks of this role's optimizer steps."""
         from fusionrl.trainer.steps import Stepping
 
         return Stepping(self.trained, self.device, self.loss, self.hooks, self._skips)
