@@ -27,7 +27,7 @@ from fusionrl.config.template import render_template
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
 from fusionrl.plan.devices import this_machine
-from fusionrl.plan.plan import Plan, make_plan, memory_warnings, pinned, plan_errors, render_plan
+from fusionrl.plan.plan import Plan, make_plan, memory_warnings, plan_errors, render_plan
 from fusionrl.plan.schedule import lr_decay_steps
 
 USAGE = """usage: fusionrl COMMAND [flags]
@@ -158,7 +158,7 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
         raise CommandLineError([str(error)]) from error
     if plan.layout is not None and config.run.num_rollout is not None:
         try:
-            lr_decay_steps(pinned(config, plan))
+            lr_decay_steps(config.train, plan.num_optimizer_steps)
         except ValueError as error:
             raise CommandLineError([str(error)]) from error
     if too_large := cluster_errors(cluster, plan.num_bundles):
@@ -231,7 +231,6 @@ def explain_metrics(names: Sequence[str]) -> int:
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
     """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
     assert plan.layout is not None
-    config = pinned(config, plan)
     groups = [("", config, plan.layout)]
     if plan.auxiliary is not None:
         role = plan.auxiliary.role
@@ -240,7 +239,7 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
     passed = config.passthrough
     for prefix, own, layout in groups:
         try:
-            lr_decay_steps(own, prefix)
+            lr_decay_steps(own.train, plan.num_optimizer_steps, prefix)
         except ValueError as error:
             errors.append(str(error))
         if passed.transformer or passed.optimizer or passed.ddp:
@@ -369,7 +368,7 @@ def run_command(config: Config, plan: Plan) -> int:
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
     from fusionrl.cluster.ray_cluster import root_cause
-    from fusionrl.driver.run import Terminated
+    from fusionrl.driver.signals import Terminated
 
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusionrl.plan.layout import sequence_multiple
 from fusionrl.upstream.local_spec import PackedLayout
 
 
@@ -22,7 +23,7 @@ class Slicing:
     @property
     def multiple(self) -> int:
         """Each sequence's length is padded to a multiple of this."""
-        return (2 * self.cp_size if self.cp_size > 1 else 1) * self.sequence_parallel_size
+        return sequence_multiple(self.cp_size, self.sequence_parallel_size)
 
 
 @dataclass

@@ -17,6 +17,9 @@ from typing import Any
 
 from fusionrl.base.quiet import quiet
 
+# An engine is one replica of tensor-parallel ranks: placement and weight push count on it.
+_MORE_ENGINES = "--rollout-num-gpus: more devices are more engines, behind one router"
+_TENSOR_PARALLEL = "--rollout-num-gpus-per-engine: an engine is divided by tensor parallelism alone"
 # Fields of ServerArgs that fusionrl sets itself, with what to use in their place.
 SGLANG_OWNED: dict[str, str] = {
     "model_path": "--hf-checkpoint",
@@ -29,10 +32,15 @@ SGLANG_OWNED: dict[str, str] = {
     "tp_size": "--rollout-num-gpus-per-engine",
     "tensor_parallel_size": "--rollout-num-gpus-per-engine",
     "base_gpu_id": "the placement",
+    "gpu_id_step": "the placement",
+    "nccl_port": "a free port",
     "nnodes": "the placement",
     "node_rank": "the placement",
     "dist_init_addr": "the placement",
     "random_seed": "--rollout-seed",
+    "dp_size": _MORE_ENGINES,
+    "enable_dp_attention": _MORE_ENGINES,
+    "pp_size": _TENSOR_PARALLEL,
 }
 ROUTER_OWNED: dict[str, str] = {
     "worker_urls": "the run's own engines",
