@@ -20,7 +20,7 @@ from pathlib import Path
 from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.actor import TrainerActor
+from fusionrl.trainer.model_rank import ModelRank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "precision": options.precision,
         "device": "cpu",
     }
-    actor = TrainerActor(Config.from_flat(values, PassThrough()), TrainerLayout(1), 0, "unused")
+    trainer = ModelRank(Config.from_flat(values, PassThrough()), TrainerLayout(1), 0, "unused")
     store = create_group_store("127.0.0.1", 600.0)
     try:
-        modules, transformer = actor.setup_model("127.0.0.1", store.port)
+        modules, transformer = trainer.setup_model("127.0.0.1", store.port)
         if options.direction == "to-megatron":
             from fusionrl.trainer.checkpoint import save_weights
 
@@ -53,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from fusionrl.models.hf_io import iter_hf_tensors, save_hf
 
-            tensors = iter_hf_tensors(modules, transformer, actor.shape)
+            tensors = iter_hf_tensors(modules, transformer, trainer.shape)
             save_hf(options.out, options.hf_checkpoint, tensors, write=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        actor.shutdown()
+        trainer.shutdown()
     print(options.out)
     return 0
 

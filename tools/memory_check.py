@@ -317,7 +317,8 @@ def kept_bytes(case: LayerCase, num_layers: int) -> tuple[float, int, float]:
     import torch
 
     from fusionrl.trainer.batch import BatchOptions as MicroBatchOptions
-    from fusionrl.trainer.batch import Slicing, build_micro_batch
+    from fusionrl.trainer.batch import Slicing
+    from fusionrl.trainer.pack import build_micro_batch
 
     shape, layout = layer_shape(case, num_layers), case.layout
     passthrough = PassThrough(transformer=case.transformer)
@@ -465,9 +466,11 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
 
     from fusionrl.trainer import model
     from fusionrl.trainer.batch import BatchOptions as MicroBatchOptions
-    from fusionrl.trainer.batch import Slicing, build_micro_batch
+    from fusionrl.trainer.batch import Slicing
     from fusionrl.trainer.loss import LossOptions
+    from fusionrl.trainer.pack import build_micro_batch
     from fusionrl.trainer.step import train_step
+    from fusionrl.trainer.step_loss import StepLoss
 
     layout, device, count = TrainerLayout(1), torch.device("cpu"), 2
     config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed))
@@ -484,7 +487,7 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
                 values = inner.optimizer.state[param].values()
                 states += sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
     with profile(profile_memory=True) as record:
-        train_step(trained, batches, LossOptions(mode="sft"), False, device)
+        train_step(trained, batches, StepLoss(LossOptions(mode="sft")), device)
     events = sorted(
         (event for event in record.kineto_results.events() if event.name() == "[memory]"),
         key=lambda event: event.start_ns(),

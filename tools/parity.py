@@ -297,10 +297,10 @@ def all_logits(actor: Any, shard: TrainShard, groups: list[list[int]]) -> list[n
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from fusionrl.trainer.batch import build_micro_batch
-    from fusionrl.trainer.step import forward_log_probs
+    from fusionrl.trainer.forward import forward_log_probs
+    from fusionrl.trainer.pack import build_micro_batch
 
-    options = actor._batch_options()
+    options = actor.batch_options
     batches = [dataclasses.replace(build_micro_batch(shard, ids, None, options), selection=None) for ids in groups]
     outputs = forward_log_probs(actor.trained, batches)  # without a selection the model gives logits
     found, group = [], parallel_state.get_tensor_model_parallel_group()

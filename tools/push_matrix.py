@@ -27,7 +27,7 @@ import numpy as np
 import ray
 
 from fusionrl.cluster.ray_cluster import LOOPBACK, actor_on, start_ray
-from fusionrl.cluster.workers import EngineWorker, TrainerWorker
+from fusionrl.cluster.workers import EngineWorker, PolicyWorker
 from fusionrl.config.config import Config
 from fusionrl.config.groups import WeightsGroup
 from fusionrl.engines.engine import EngineSpec
@@ -98,25 +98,27 @@ def rows() -> list[Row]:
     ]
 
 
-class Rank(TrainerWorker):
+class Rank(PolicyWorker):
     """A trainer rank's process that lives on from one layout to the next."""
 
     def __init__(self) -> None:
-        self._trainer = self._sender = None
+        self._has_begun = False
 
     def begin(self, *args: Any) -> None:
-        """Leave the layout before, and be what `TrainerWorker(*args)` is."""
+        """Leave the layout before, and be what `PolicyWorker(*args)` is."""
         if self._sender is not None:
             self._sender.disconnect()
-        if self._trainer is not None:
-            self._trainer.shutdown()
+        if self._has_begun:
+            self.shutdown()
+        self._sender = self._disk = None
+        self._has_begun = True
         super().__init__(*args)
 
     def read(self, folder: str) -> None:
         """Take the weights of a Hugging Face folder."""
         from fusionrl.models.hf_io import load_hf
 
-        load_hf(folder, self._trainer.trained.chunks, self._plan.shape)
+        load_hf(folder, self.trained.chunks, self.shape)
 
 
 def make_weights(model: str, folder: Path) -> tuple[list[Path], list[Any]]:

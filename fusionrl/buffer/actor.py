@@ -361,7 +361,7 @@ class BufferActor:
         return Rollout(rollout_id, shards, metrics, accepted, auxiliary_shards, facts=facts, glimpses=shown)
 
     async def add_trained(self, rollout_id: int, columns: Sequence[Any]) -> None:
-        """Write what the trainers found out about the samples of a rollout (`TrainerActor.sample_columns`).
+        """Write what the trainers found out about the samples of a rollout (`PolicyTrainer.sample_columns`).
 
         columns  one part a data-parallel rank, or Ray references to them
         """
@@ -599,7 +599,7 @@ class BufferActor:
         }
 
     async def validation_shards(self) -> dict[str, list[Any]]:
-        """--mode sft: set of --eval-prompt-data → one shard a rank, for `TrainerActor.evaluate_loss`; made once."""
+        """--mode sft: set of --eval-prompt-data → one shard a rank, for `PolicyTrainer.evaluate_loss`; made once."""
         if self._validation is None:
             self._validation = await asyncio.to_thread(self._make_validation_shards)
         return self._validation

@@ -27,7 +27,7 @@ from fusionrl.cluster.guard import Guard
 from fusionrl.cluster.private_folder import make_private_folder
 from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, start_ray
 from fusionrl.cluster.roster import Roster
-from fusionrl.cluster.workers import BufferWorker, EngineWorker, Settled, TrainerWorker
+from fusionrl.cluster.workers import TRAINER_WORKERS, BufferWorker, EngineWorker, Settled
 from fusionrl.config.config import Config
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
@@ -125,7 +125,7 @@ class Launcher:
             env = self._env(bundle.node_address)
             env["OMP_NUM_THREADS"] = str(self._plan.train_num_threads)
             log = self._log(f"{role or 'trainer'}-{rank}")
-            actor = actor_on(TrainerWorker, bundle, self._group, env=env, max_concurrency=1).remote(
+            actor = actor_on(TRAINER_WORKERS[role], bundle, self._group, env=env, max_concurrency=1).remote(
                 config,
                 self._plan,
                 rank,
@@ -133,7 +133,6 @@ class Launcher:
                 bundle.device_id,
                 self._host(bundle),
                 str(log),
-                role,
                 Settled(self._umask, self._hook_secrets),
             )
             self.roster.add(f"{role or 'trainer'} rank {rank}", actor, log)

@@ -282,17 +282,17 @@ EVERY_MODEL: Table = {
     "skipped": Entry(
         "steps", "Optimizer steps that were skipped because a loss or a gradient was not finite.", "trainer/step.py"
     ),
-    "num_tokens": Entry("tokens", "Tokens that were trained on, all steps together.", "trainer/actor.py"),
+    "num_tokens": Entry("tokens", "Tokens that were trained on, all steps together.", "trainer/steps.py"),
     "num_samples": Entry(
         "samples",
         "Samples of the optimizer steps: what the loss divides by with --loss-aggregation sequence_mean and "
         "constant. Samples without a trained token count.",
-        "trainer/actor.py",
+        "trainer/steps.py",
     ),
     "masked_samples": Entry(
         "samples",
         "Of these, samples without a trained token: removed by a filter, failed, or masked throughout.",
-        "trainer/actor.py",
+        "trainer/steps.py",
     ),
 }
 

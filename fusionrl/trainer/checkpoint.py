@@ -95,7 +95,7 @@ class Saving:
         self._rank, self._files, self._description = rank, files, description
 
     def is_done(self) -> bool:
-        """Whether `finish` would not wait for this rank's files."""
+        """Return whether `finish` would not wait for this rank's files."""
         return self._files.is_done()
 
     def finish(self) -> None:
@@ -175,7 +175,7 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def read_description(path: str) -> dict[str, Any]:
-    """What `fusionrl.json` of the checkpoint at `path` says.
+    """Read `fusionrl.json` of the checkpoint at `path`.
 
     Raises:
         ValueError: no complete checkpoint of this format is there.

@@ -38,7 +38,7 @@ _STOP_TIMEOUT_S = 5.0
 # ------------------------------------------------------------------------------------------------ one rank's files
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor stands in the memory that both processes see."""
+    """The place of a tensor in the memory that both processes see."""
 
     offset: int
     dtype: torch.dtype
@@ -143,7 +143,7 @@ class WriterProcess:
             os.close(descriptor)
 
     def is_done(self) -> bool:
-        """Whether what was submitted is written, or will never be."""
+        """Return whether everything that was submitted is written, or will never be."""
         poll = select.poll()  # select() takes no descriptor above 1023, which a rank with many groups has
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -230,7 +230,7 @@ class PendingFiles:
             self._error = error
 
     def is_done(self) -> bool:
-        """Whether `finish` would not wait for this rank."""
+        """Return whether `finish` would not wait for this rank."""
         return self._writer is None or self._writer.is_done()
 
     def finish(self) -> None:

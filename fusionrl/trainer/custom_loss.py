@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from fusionrl.algorithms.aggregation import token_weights
+from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.trainer.batch import MicroBatch, Slicing
 from fusionrl.trainer.loss import LossSums
 from fusionrl.trainer.rollout_data import as_rollout_data
+from fusionrl.trainer.settings import aggregation_of, loss_length
 from fusionrl.upstream.local_spec import zigzag_positions
 
 FIELD = "custom_loss_function_path"
+
+
+@dataclass(frozen=True)
+class CustomLossOptions:
+    """The user's function and what it is called with.
+
+    make_args              gives a fresh copy of the flags
+    aggregation, constant  of `algorithms.aggregation`
+    """
+
+    path: str
+    make_args: Callable[[], Any]
+    vocab_size: int
+    aggregation: str
+    constant: float | None = None
+
+    @classmethod
+    def of(cls, config: Config, make_args: Callable[[], Any], vocab_size: int) -> CustomLossOptions | None:
+        """Those of the configuration; None where the loss is a built-in one."""
+        path = config.algorithm.custom_loss_function_path
+        if config.run.mode != "rl" or config.algorithm.loss_type != "custom_loss":
+            return None
+        assert path is not None
+        return cls(path, make_args, vocab_size, aggregation_of(config), loss_length(config))
 
 
 class CustomLoss:
@@ -40,31 +67,23 @@ class CustomLoss:
         HookError: the function raised, or what it returned is no loss.
     """
 
-    def __init__(
-        self,
-        path: str,
-        make_args: Callable[[], Any],
-        shard: TrainShard,
-        step: TrainStep,
-        *,
-        weigh: Callable[..., np.ndarray],
-        vocab_size: int,
-    ) -> None:
-        self.path, self.make_args, self.step = path, make_args, step
-        self.weigh, self.vocab_size = weigh, vocab_size
+    def __init__(self, options: CustomLossOptions, shard: TrainShard, step: TrainStep) -> None:
+        self.options, self.step = options, step
         self._data = as_rollout_data(shard)
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, LossSums]:
         """As `loss.micro_batch_loss`; `output` [1, T, V / tp] are the logits of this rank's tokens."""
         peak = output.new_zeros(1, dtype=torch.float64)
         if not batch.samples:
-            counts = {"tokens": peak[0]}, {"sequences": peak[0]}
-            return output.sum() * 0.0, LossSums({}, counts[0], peak, sequence_sums=counts[1])
+            empty = LossSums({}, {"tokens": peak[0]}, peak, sequence_sums={"sequences": peak[0]})
+            return output.sum() * 0.0, empty
         logits = _whole_row(self._without_padding(output), batch)
         data = self._of(batch)
         counts = {"tokens": torch.cat(data["loss_masks"]).sum()}
-        counts["sequences"] = sum(mask.any() for mask in data["loss_masks"])
-        found = call_hook(FIELD, self.path, self.make_args(), data, logits, self._reducer(data["loss_masks"]))
+        counts["sequences"] = torch.stack([mask.any() for mask in data["loss_masks"]]).sum()
+        found = call_hook(
+            FIELD, self.options.path, self.options.make_args(), data, logits, self._reducer(data["loss_masks"])
+        )
         loss, metrics = self._checked(found)
         # Every context-parallel rank has computed all of it, and each one's gradient reaches all of them.
         size = parallel_state.get_context_parallel_world_size()
@@ -76,14 +95,14 @@ class CustomLoss:
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
-        num_valid = self.vocab_size - group.rank() * logits.size(-1)
+        num_valid = self.options.vocab_size - group.rank() * logits.size(-1)
         if num_valid >= logits.size(-1):
             return logits
         padding = torch.arange(logits.size(-1), device=logits.device) >= num_valid
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 4)
 
     def _checked(self, found: Any) -> tuple[Tensor, dict[str, Any]]:
-        where = f"{flag_of(FIELD)} {self.path}"
+        where = f"{flag_of(FIELD)} {self.options.path}"
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
             raise HookError(f"{where}: it returned {type(found).__name__}; expected (loss, dict of metrics)")
         loss, metrics = found
@@ -108,9 +127,9 @@ class CustomLoss:
         return chosen
 
     def _reducer(self, masks: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        counts = {"num_tokens": self.step.num_tokens, "num_samples": self.step.num_samples}
-        parts = [torch.from_numpy(self.weigh(mask.cpu().numpy(), **counts)).to(mask) for mask in masks]
-        weights = torch.cat(parts)
+        options, step = self.options, self.step
+        given = (options.aggregation, step.num_tokens, step.num_samples, options.constant)
+        weights = torch.cat([torch.from_numpy(token_weights(m.cpu().numpy(), *given)).to(m) for m in masks])
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             # Not a product: what is masked may be anything, and 0 times infinity is no number.
@@ -189,7 +208,7 @@ def get_log_probs_and_entropy(
 
 
 def _packed_starts(total_lengths: Sequence[int], size: int) -> list[int]:
-    """Where the samples start in a row of `size` tokens that holds them all, each padded as `Slicing` says."""
+    """Return where the samples start in a row of `size` tokens that holds them all, each padded as `Slicing` says."""
     cp, tp = parallel_state.get_context_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
     for sequence_parallel_size in (tp, 1):  # passed-through flags can switch sequence parallelism off
         multiple = Slicing(cp_size=cp, sequence_parallel_size=sequence_parallel_size).multiple

@@ -12,17 +12,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.layout import TrainerLayout
 
 TIMEOUT_S = 120.0
 
 
 class Failed(Exception):
-    """What a worker raised: the name of its type, its message, and where."""
+    """An error that a worker raised: the name of its type, its message, and where."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
         super().__init__(f"{kind}: {message}\n{trace}")
@@ -34,7 +34,7 @@ def serve(connection: Any) -> None:
     import warnings
 
     warnings.filterwarnings("ignore")
-    from fusionrl.trainer.actor import TrainerActor
+    from fusionrl.trainer.roles import TRAINERS
     from fusionrl.upstream import cpu_megatron
 
     cpu_megatron.install()
@@ -51,7 +51,7 @@ def serve(connection: Any) -> None:
                 if actor is not None:
                     actor.shutdown()
                 config, layout, rank, address, port, role = args
-                actor = TrainerActor(config, layout, rank, "unused", role=role)
+                actor = TRAINERS[role](config, layout, rank, "unused")
                 result = actor.setup(address, port)
             elif command == "call":
                 result = getattr(actor, args[0])(*args[1:])
@@ -63,7 +63,7 @@ def serve(connection: Any) -> None:
 
 
 class LocalRanks:
-    """`count` processes; rank i of a group of `TrainerActor`s is in process i.
+    """`count` processes; rank i of a group of trainers is in process i.
 
     Raises (by every method that asks the processes for something):
         Failed: one of them raised.

@@ -157,7 +157,7 @@ def chunked_log_probs(
     Returns:
         (log_probs [N], entropies [N]) in nats, fp32, equal on all ranks of `group`.
     """
-    width, num_kept = block_sizes(*hidden.shape, weight.size(0), chunk_size)
+    width, num_kept = block_sizes(hidden.size(0), hidden.size(1), weight.size(0), chunk_size)
     num_kept = num_kept if torch.is_grad_enabled() else 0
     return _ChunkedLogProbs.apply(
         hidden, weight, targets, vocab_size, temperature, width, num_kept, entropy_grad, group

@@ -39,7 +39,7 @@ from fusionrl.trainer.step_report import MISMATCH
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss needs of the configuration.
+    """The options of a loss.
 
     policy_loss      a name of LOSSES
     constants        of the policy losses
@@ -204,19 +204,21 @@ def micro_batch_loss(
     """
     mask = batch.fields["loss_mask"]
     of_sequences: dict[str, Tensor] = {}
+    means: dict[str, Tensor] = {}
     if options.mode == "sft":
         losses = sft_loss(log_probs)
         loss = (batch.weights * losses).sum()
-        sums, means = {"loss": loss}, {}
+        sums = {"loss": loss}
     elif options.mode == "value":
         returns = batch.fields["returns"]
         losses, means = value_loss(log_probs, batch.fields["values"], returns, options.value_clip)
         loss = (batch.weights * losses).sum()
         error = (batch.fields["values"] - returns).abs()
-        sums, means = {"loss": loss}, means | {"value_error": error, "return_mean": returns, "value_mean": log_probs}
+        sums = {"loss": loss}
+        means |= {"value_error": error, "return_mean": returns, "value_mean": log_probs}
     elif options.mode == "outcome":
         losses, sums, of_sequences = _outcome_terms(log_probs, batch, options.prm_beta)
-        loss, means = sums["loss"], {}
+        loss = sums["loss"]
     else:
         loss, losses, sums, means = _policy_terms(log_probs, entropy, batch, options, hooks)
         if LOSSES[options.policy_loss].clips_sequences:
@@ -277,8 +279,7 @@ def _policy_terms(
         losses, means = torch.where(keep, losses * weights, 0.0), means | found
     if options.opsm_delta is not None:
         acted = fields.get("rollout_log_probs", old)  # with one step a rollout, `old` is the policy as it is
-        given = (log_probs.detach(), acted, advantages, mask, sequences)
-        keep, found = opsm_mask(*given, options.opsm_delta)
+        keep, found = opsm_mask(log_probs.detach(), acted, advantages, mask, sequences, options.opsm_delta)
         losses, means = torch.where(keep, losses, 0.0), means | found
     loss = (batch.weights * losses).sum()
     if hooks is not None:

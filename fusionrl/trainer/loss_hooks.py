@@ -40,7 +40,8 @@ class LossHooks:
             HookError: a function raised, or returned what does not fit.
             ValueError: the engine's log-probs are to be corrected for, and the shard has none.
         """
-        sizes, found = batch.response_lengths, {}
+        sizes = batch.response_lengths
+        found: dict[str, Tensor] = {}
         whole, masks = self._whole(losses, batch), self._whole(batch.fields["loss_mask"], batch)
         lists = {"loss_masks": list(masks.split(sizes))}
         lists |= {"total_lengths": batch.total_lengths, "response_lengths": sizes}

@@ -41,7 +41,7 @@ from fusionrl.upstream.local_spec import add_output_norms, local_block_spec
 
 
 class ChosenOutputs(GPTModel):
-    """What makes a GPTModel's last stage give log-probs and entropies of chosen tokens instead of all logits.
+    """A GPTModel whose last stage gives log-probs and entropies of chosen tokens instead of all logits.
 
     Called with `labels=Selection`, it returns [2, N] fp32 (log-probs, entropies) on the last pipeline stage;
     without labels, logits [1, T, V/tp] as GPTModel does.
@@ -102,7 +102,7 @@ class ValueModel(PolicyModel):
             self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What a checkpoint holds; a GPTModel's own looks for the output layer."""
+        """Return the state of a checkpoint; a GPTModel's own looks for the output layer."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:
@@ -327,6 +327,18 @@ def gather_params(chunks: list[DistributedDataParallel]) -> None:
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
+
+def take_apart(trained: Trained) -> None:
+    """Give the memory of a model back that is not needed any more.
+
+    Autograd keeps the hooks of every parameter, and the hooks keep the wrapper of the model, so that no collector finds
+    it unused: with it would stay the weights, and threads and descriptors of each group.
+    """
+    for chunk in trained.chunks:
+        for param in chunk.parameters():
+            param.data, param.main_grad = torch.empty(0, device=param.device, dtype=param.dtype), None
+        vars(chunk).clear()
 
 
 def unwrap(module: torch.nn.Module) -> ChosenOutputs:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
-from fusionrl.data.train_batch import FIELDS, TrainShard
+from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
 
 # Where slime calls a field otherwise. What has a value for each response token stands as a tensor [response_length].
 NAMES = {"loss_mask": "loss_masks", "raw_rewards": "raw_reward", "sample_index": "sample_indices"}
+_TENSOR_TYPES: dict[type, torch.dtype] = {np.int32: torch.int64, np.int16: torch.int16}
 _FREE = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "teacher_log_probs", "rollout_log_probs")
 
 
@@ -32,7 +36,7 @@ def as_rollout_data(shard: TrainShard) -> dict[str, Any]:
             data[NAMES.get(name, name)] = array.tolist()
         else:
             parts = shard.split(name)[: shard.num_samples]
-            kind = {np.int32: torch.int64, np.int16: torch.int16}.get(FIELDS[name].dtype, torch.float32)
+            kind = _TENSOR_TYPES.get(FIELDS[name].dtype, torch.float32)
             data[NAMES.get(name, name)] = [torch.tensor(part, dtype=kind) for part in parts]
     return data
 
@@ -76,3 +80,13 @@ def take_back(shard: TrainShard, data: dict[str, Any], flag: str) -> None:
         for name, value in data.items()
         if name not in known and isinstance(value, list | tuple) and len(value) == shard.num_samples
     }
+
+
+def recounted(shard: TrainShard, device: torch.device) -> list[TrainStep]:
+    """The shard's steps with the number of tokens of the masks that it has now, over all data-parallel ranks."""
+    sums = [float(mask.sum()) for mask in shard.split("loss_mask")]
+    local = [[sums[i] for bins in step.micro_batches for i in bins] for step in shard.steps]
+    counts = torch.tensor([sum(tokens) for tokens in local], dtype=torch.float64).to(device)
+    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    # The number of samples stays: also one without trained tokens counts.
+    return [replace(step, num_tokens=round(tokens)) for step, tokens in zip(shard.steps, counts.tolist(), strict=True)]

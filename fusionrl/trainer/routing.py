@@ -47,7 +47,7 @@ class RoutingReplay:
             router.router_replay = _Choice(self, index)
 
     def begin(self, experts: Tensor | None, record: bool = False) -> None:
-        """What the next passes are of: `experts` [tokens, layers, topk] to choose, or with `record` to write to.
+        """Say what the next passes are of: `experts` [tokens, layers, topk] to choose, or with `record` to write to.
 
         None lets the routers choose.
         """
@@ -80,7 +80,7 @@ class RoutingReplay:
 
 
 class _Choice:
-    """What Megatron-core asks in place of its own `RouterReplay`."""
+    """The object that Megatron-core asks in place of its own `RouterReplay`."""
 
     def __init__(self, replay: RoutingReplay, index: int) -> None:
         self._replay, self._index = replay, index
@@ -114,9 +114,9 @@ def check_rollout_routing(shard: TrainShard, shape: ModelShape) -> None:
             f"{FLAG}: {name} has {experts.shape[1]} layers of {experts.shape[2]} experts; the model has"
             f" {want[0]} layers (those without experts count) of {want[1]}"
         )
-    for sample, part in enumerate(shard.split(name)[: shard.num_samples]):
-        message = _first_fault(part[:, list(shape.moe.layers)], shape.moe)
-        if message:
+    layers, ends = list(shape.moe.layers), np.cumsum(shard.total_lengths)
+    for sample, (end, length) in enumerate(zip(ends, shard.total_lengths, strict=True)):
+        if message := _first_fault(experts[end - length : end, layers], shape.moe):
             raise ValueError(f"{FLAG}: {name} of sample {int(shard.fields['sample_index'][sample])}: {message}")
 
 
@@ -132,21 +132,3 @@ def _first_fault(experts: np.ndarray, moe: MoEShape) -> str | None:
             shown = experts[token, layer].tolist()
             return f"token {token} has {what} in layer {moe.layers[layer]} ({shown}); was that layer recorded?"
     return None
-
-
-def pack_routing(experts: list[np.ndarray], rows: list[np.ndarray], num_tokens: int, layers: list[int]) -> np.ndarray:
-    """The experts of packed tokens; where samples share a token, those of the first of them.
-
-    Args:
-        experts: [tokens, layers, topk] of each sample.
-        rows: where its tokens stand in the packed row; a last token that is not fed has no place.
-        num_tokens: length of the packed row.
-        layers: those that are wanted.
-
-    Returns:
-        [num_tokens, len(layers), topk] int16, `FREE` for tokens of no sample.
-    """
-    packed = np.full((num_tokens, len(layers), experts[0].shape[-1]), FREE, np.int16)
-    for part, row in reversed(list(zip(experts, rows, strict=True))):
-        packed[row] = part[: row.size, layers]
-    return packed

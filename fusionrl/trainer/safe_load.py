@@ -49,7 +49,7 @@ _METADATA_CLASSES = {
 _ARRAYS = [
     np.ndarray,
     np.dtype,
-    np._core.multiarray._reconstruct,
+    np.empty(0).__reduce__()[0],  # numpy._core.multiarray._reconstruct
     *{type(np.dtype(kind)) for kind in ("u4", "i4", "i8", "u8", "f4", "f8", "b1")},
 ]
 
@@ -90,7 +90,7 @@ def only_data() -> Iterator[None]:
             raise pickle.UnpicklingError(f"an object in it is no plain data ({(named or [''])[0][:200]})") from None
 
     # The functions of pickle that torch's module calls; `load` is the one that is not trusted.
-    filesystem.pickle = types.SimpleNamespace(**{**vars(pickle), "load": read_metadata})  # type: ignore[assignment]
+    filesystem.pickle = types.SimpleNamespace(**{**vars(pickle), "load": read_metadata})
     torch.load = load
     try:
         with torch.serialization.safe_globals(_ARRAYS):

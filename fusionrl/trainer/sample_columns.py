@@ -1,40 +1,14 @@
-"""What training found out about single samples: cheap sums over each sample's tokens, for those who look at them."""
+"""Values of single samples that training found out: cheap sums over each sample's tokens, for people to look at."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.trainer.columns import Columns
-from fusionrl.trainer.loss import LossSums
+from fusionrl.trainer.columns import SampleColumns
 
 
-class Differences:
-    """Sums over each sample's tokens of |trainer - engine|, as losses see them: this rank's part of the tokens."""
-
-    def __init__(self, num_samples: int, device: torch.device) -> None:
-        self._sums = torch.zeros(num_samples, 2, dtype=torch.float64, device=device)
-
-    def add(self, parts: list[LossSums]) -> None:
-        """The micro-batches of an optimizer step; [] but on the last pipeline stage."""
-        for part in parts:
-            if part.differences is not None and part.batch is not None and part.batch.samples:
-                places = torch.tensor(part.batch.samples, device=self._sums.device)
-                self._sums.index_add_(0, places, part.differences)
-
-    def means(self) -> np.ndarray:
-        """[num_samples] mean over the compared tokens, NaN without any. A collective of the context-parallel ranks."""
-        group = parallel_state.get_context_parallel_group()
-        if group.size() > 1:
-            dist.all_reduce(self._sums, group=group)
-        total, count = self._sums.cpu().numpy().T
-        return _over(total, count)
-
-
-def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> Columns:
+def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleColumns:
     """Of each sample of the shard, by its position in the rollout:
 
     num_trained     tokens that are trained on
@@ -58,7 +32,7 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> Columns
         found["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
     elif differences is not None:
         found["mismatch"] = differences
-    rows = [{"num_trained": int(n)} for n in counts]
+    rows: list[dict[str, float | int]] = [{"num_trained": int(n)} for n in counts]
     for name, values in found.items():
         for row, value in zip(rows, values.tolist(), strict=True):
             if value == value:  # not NaN

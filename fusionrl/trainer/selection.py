@@ -6,7 +6,7 @@ what comes of it is a column of the shard, so that no split over ranks and micro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -17,11 +17,13 @@ from fusionrl.algorithms.dpo import pair_slopes
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.trainer.loss import LossOptions
 
+T = TypeVar("T")
 
-def gathered(values: Any) -> list[Any]:
+
+def gathered(values: T) -> list[T]:
     """`values` of each data-parallel rank, on each of them, in their order."""
     group = parallel_state.get_data_parallel_group()
-    everywhere: list[Any] = [None] * group.size()
+    everywhere = [values] * group.size()
     dist.all_gather_object(everywhere, values, group=group)
     return everywhere
 

@@ -1,4 +1,4 @@
-"""What the trainer derives from the configuration: device, precision, Megatron's values, schedule, aggregation."""
+"""Values that the trainer derives from the configuration: device, precision, Megatron's values, aggregation."""
 
 from __future__ import annotations
 
@@ -233,12 +233,7 @@ def aggregation_of(config: Config) -> str:
 
 
 def loss_length(config: Config) -> float | None:
-    """What the aggregation `constant` divides by."""
+    """Return the divisor of the aggregation `constant`."""
     if config.algorithm.policy_loss == "dpo":
         return 1.0
     return config.algorithm.loss_length or config.rollout.rollout_max_response_len
-
-
-def hook_args(config: Config, rank: int, run_dir: str) -> Any:
-    """A fresh copy of the flags for one call of a hook in a trainer."""
-    return config.to_args(rank=rank, run_dir=run_dir, save=f"{run_dir}/checkpoints")

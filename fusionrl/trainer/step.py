@@ -1,4 +1,4 @@
-"""Forward and backward passes over micro-batches, and the optimizer step.
+"""One optimizer step over micro-batches, and its sums over all ranks.
 
 Gradients are summed, not averaged, over data- and context-parallel ranks, because the loss is already
 divided by the global count (`loss.py`): Megatron's `calculate_per_token_loss` sets its scaling to 1, and its
@@ -8,109 +8,20 @@ own division by a token count is left out (`model.build_training`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
 
-from fusionrl.config.user_code import HookError
 from fusionrl.trainer.batch import MicroBatch
-from fusionrl.trainer.loss import LossOptions, LossSums, micro_batch_loss
+from fusionrl.trainer.forward import forward_log_probs, run_forward
+from fusionrl.trainer.loss import LossSums
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport
-
-if TYPE_CHECKING:
-    from fusionrl.trainer.custom_loss import CustomLoss
-    from fusionrl.trainer.loss_hooks import LossHooks
-    from fusionrl.trainer.sample_columns import Differences
-
-LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
-
-
-def _run(
-    trained: Trained,
-    batches: list[MicroBatch],
-    loss: LossFunction,
-    forward_only: bool,
-    logits: bool = False,
-    record: bool = False,
-) -> list[Any]:
-    """What `loss` returns last for each micro-batch, on the last pipeline stage; elsewhere an empty list.
-
-    `logits`: it is given logits [1, T, V / tp] instead of what the selection asks for.
-    `record`: routers write what they choose to the batches' experts.
-    """
-    routing = trained.routing
-
-    def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = next(iterator)
-        labels = None if logits else batch.selection
-        if routing is not None:
-            routing.begin(batch.experts, record)
-        output = model(batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=batch.layout)
-        if routing is not None:
-            routing.again_in_backward(output, batch.experts)
-        return output, partial(loss, batch)
-
-    chunks = trained.chunks
-    iterators = [iter(batches) for _ in chunks]
-    found = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(batches),
-        seq_length=max(batch.tokens.size(1) for batch in batches) * trained.transformer.context_parallel_size,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-    if routing is not None:
-        routing.begin(None)
-    return found
-
-
-@torch.no_grad()
-def forward_log_probs(trained: Trained, batches: list[MicroBatch], record: bool = False) -> list[Tensor]:
-    """[2, N] log-probs and entropies of each micro-batch's chosen tokens; [] but on the last stage.
-
-    `record`: see `_run`.
-    """
-
-    def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), output
-
-    for chunk in trained.chunks:
-        chunk.eval()
-    try:
-        return _run(trained, batches, keep, forward_only=True, record=record)
-    finally:
-        for chunk in trained.chunks:
-            chunk.train()
-
-
-def _loss_function(
-    options: LossOptions, compare: bool, custom: CustomLoss | None, hooks: LossHooks | None
-) -> LossFunction:
-    def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-        try:
-            if custom is not None:
-                value, sums = custom(batch, output)
-            else:
-                # A critic gives values alone.
-                value, sums = micro_batch_loss(output[0], output[-1], batch, options, compare, hooks)
-        except HookError as error:
-            error.positions = list(batch.samples)
-            raise
-        # The count is of no use to us (see above), but without it Megatron divides by the micro-batches.
-        return value, torch.zeros((), dtype=torch.int, device=output.device), sums
-
-    return loss
-
 
 _KINDS = ("sums", "token_sums", "sequence_sums")
 
@@ -137,8 +48,8 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
             dist.all_reduce(values, group=group)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         total = dict(zip(names, values.tolist(), strict=True))
-        kinds = ({n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS)
-        found = [StepReport(*kinds, peak=float(peak))]
+        kinds = {kind: {n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS}
+        found = [StepReport(**kinds, peak=float(peak))]
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -146,45 +57,36 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
     return found[0]
 
 
-def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
-    """`tensor` as the last pipeline stage has it, on all stages."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() > 1:
-        dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-    return tensor
+@dataclass(frozen=True)
+class StepOutcome:
+    """The report of an optimizer step over all ranks, and this rank's sums, [] but on the last pipeline stage."""
+
+    report: StepReport
+    parts: list[LossSums]
+
+    def bad_samples(self) -> list[int]:
+        """Of a skipped step the shard's samples whose loss is not finite."""
+        if not self.report.numbers["skipped"]:
+            return []
+        return sorted({sample for part in self.parts for sample in part.bad_samples()})
 
 
 def train_step(
     trained: Trained,
     batches: list[MicroBatch],
-    options: LossOptions,
-    compare: bool,
+    loss: StepLoss,
     device: torch.device,
-    custom: CustomLoss | None = None,
-    hooks: LossHooks | None = None,
-    differences: Differences | None = None,
-) -> tuple[StepReport, list[int]]:
+) -> StepOutcome:
     """One optimizer step over this rank's micro-batches; its report over all ranks.
-
-    `custom` takes the place of the losses that `options` choose; `hooks` are a user's functions within them.
-    `differences` takes what the losses compared, sample by sample.
 
     A loss or a gradient that is not finite skips the step on all ranks: weights, optimizer and schedule stay
     as they are, and the report's number `skipped` is 1.
-
-    Returns:
-        The report; and of a skipped step the shard's samples whose loss is not finite, on the last pipeline stage.
     """
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
-    loss = _loss_function(options, compare, custom, hooks)
-    # A user's function may report on some ranks what it does not on others.
-    has_own = custom is not None or hooks is not None or options.custom_policy_loss_path is not None
-    parts = _run(trained, batches, loss, forward_only=False, logits=custom is not None)
-    report = reduce_sums(parts, device, same_names=not has_own)
-    if differences is not None:
-        differences.add(parts)
+    parts = run_forward(trained, batches, loss, forward_only=False, logits=loss.wants_logits)
+    report = reduce_sums(parts, device, same_names=not loss.names_may_differ)
     lr = float(trained.optimizer.param_groups[0]["lr"])
     found_inf = trained.optimizer.prepare_grads()
     norm = float(trained.optimizer.get_grad_norm())
@@ -193,9 +95,8 @@ def train_step(
         _clip(trained.optimizer, norm)
         trained.optimizer.step_with_ready_grads()
         trained.scheduler.step(1)
-    bad = [] if finite else sorted({sample for part in parts for sample in part.bad_samples()})
     report.numbers.update({"lr": lr, "grad_norm": norm, "skipped": 0.0 if finite else 1.0})
-    return report, bad
+    return StepOutcome(report, parts)
 
 
 def _clip(optimizer: Any, norm: float) -> None:

@@ -34,7 +34,7 @@ HOW = (
     "and run: python -m fusionrl.cli metrics > docs/metrics.md"
 )
 _METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm)/[\w{}/@]+")
-# `TrainerActor.evaluate_loss` answers with the first two; the driver reports them with the set's name. The last one is
+# `PolicyTrainer.evaluate_loss` answers with the first two; the driver reports them with the set's name. The last one is
 # filled in with "timeout" and "crash", see `RewardPool`.
 NO_METRICS = {"eval/loss", "eval/num_tokens", "eval/reward_{}"}
 

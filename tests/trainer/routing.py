@@ -52,8 +52,10 @@ def disturb(args: Any, rollout_id: int, step: int, chunks: Any, optimizer: Any, 
 
 
 def scores(actor: Any, shard: Any) -> list[np.ndarray]:
-    """What `_prepare` takes as the log-probs before the first step, sample by sample."""
-    return actor._score(shard, None, all_responses=True, replays=True)
+    """Log-probs as of before the first step, of every response token, sample by sample."""
+    from fusionrl.trainer.score import score_samples
+
+    return score_samples(shard, actor.scorer, all_responses=True, routing="fixed").samples
 
 
 @contextlib.contextmanager

@@ -28,6 +28,11 @@ def call(workers, layout, method, shards, *args):
     return [found[layout.ranks_of_dp(dp)[0]] for dp in range(layout.dp)]
 
 
+def columns(handed):
+    """The columns that each data-parallel rank hands over, beside its metrics."""
+    return [part for _, part in handed]
+
+
 def gae_by_loops(rewards, values, mask, gamma, lam, truncated=False):
     """(advantages, returns) at trained tokens of one sample, by the recursion in float64."""
     trained = np.flatnonzero(mask)
@@ -50,25 +55,25 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
     layout = TrainerLayout(2)
     config = config_of(tmp_path / "critic", **PPO, lr=2e-3)
     workers.start(config, layout, role="critic")
-    values = call(workers, layout, "values", shards_of(samples, 2))
+    values = columns(call(workers, layout, "values", shards_of(samples, 2)))
     everything = {position: columns["values"] for part in values for position, columns in part.items()}
     assert sorted(everything) == list(range(6))
 
     # The actor has another layout: its ranks find their own samples' values.
     actor_layout = TrainerLayout(2, pp=2)
     workers.start(config_of(folder, **PPO), actor_layout)
-    prepared = call(workers, actor_layout, "prepare", shards_of(samples, 1), 0, values)
-    (columns,) = prepared
+    prepared = columns(call(workers, actor_layout, "prepare", shards_of(samples, 1), 0, values))
+    (targets,) = prepared
     for i in range(6):
         trained = samples.mask[i] > 0
         _, returns = gae_by_loops(samples.rewards[i], everything[i], samples.mask[i], 0.95, 0.9)
-        assert np.abs(columns[i]["returns"][trained] - returns).max() < 1e-5
-        assert np.all(columns[i]["returns"][~trained] == 0)
+        assert np.abs(targets[i]["returns"][trained] - returns).max() < 1e-5
+        assert np.all(targets[i]["returns"][~trained] == 0)
     metrics = workers.train(shards_of(samples, 1), actor_layout, 0)
     wanted = [gae_by_loops(r, everything[i], samples.mask[i], 0.95, 0.9)[0] for i, r in enumerate(samples.rewards)]
     assert metrics["train/advantage_mean"] == pytest.approx(np.concatenate(wanted).mean(), abs=1e-5)
 
-    errors = [columns[i]["returns"] - everything[i] for i in range(6)]
+    errors = [targets[i]["returns"] - everything[i] for i in range(6)]
     masked = np.concatenate([error[mask > 0] for error, mask in zip(errors, samples.mask, strict=True)])
     reference = None
     for layout in LAYOUTS:
@@ -82,9 +87,9 @@ def test_values_to_advantages_to_a_trained_critic(workers, hf, tmp_path):
         if reference is None:
             reference = weights
         assert max(np.abs(weights[name] - tensor).max() for name, tensor in reference.items()) < 2e-5, layout
-        again = call(workers, layout, "values", shards)
+        again = columns(call(workers, layout, "values", shards))
         after = {position: found["values"] for part in again for position, found in part.items()}
-        gap = np.concatenate([(after[i] - columns[i]["returns"])[samples.mask[i] > 0] for i in range(6)])
+        gap = np.concatenate([(after[i] - targets[i]["returns"])[samples.mask[i] > 0] for i in range(6)])
         assert np.mean(gap**2) < np.mean(masked**2), "a step brings the values nearer to the returns"
 
 
@@ -92,8 +97,8 @@ def test_a_critic_that_has_no_head_yet_starts_with_values_of_zero(workers, hf):
     folder, _ = hf("llama", True)
     samples = Samples(3, seed=72)
     workers.start(config_of(folder, **PPO), TrainerLayout(1), role="critic")
-    (values,) = call(workers, TrainerLayout(1), "values", shards_of(samples, 1))
-    assert all(not columns["values"].any() for columns in values.values())
+    (values,) = columns(call(workers, TrainerLayout(1), "values", shards_of(samples, 1)))
+    assert all(not one["values"].any() for one in values.values())
 
 
 def test_values_that_are_not_finite_are_named(workers, hf):
@@ -116,7 +121,7 @@ def test_a_response_cut_at_its_limit_is_worth_its_last_value(workers, hf):
     found = {}
     for bootstraps in (True, False):
         workers.start(config_of(folder, **PPO, bootstrap_truncated=bootstraps), TrainerLayout(1))
-        ((found[bootstraps],),) = [call(workers, TrainerLayout(1), "prepare", [shard], 0, [values])]
+        (found[bootstraps],) = columns(call(workers, TrainerLayout(1), "prepare", [shard], 0, [values]))
         for i, cut in enumerate(truncated):
             given = (samples.rewards[i], values[i]["values"], samples.mask[i], 0.95, 0.9, cut and bootstraps)
             _, returns = gae_by_loops(*given)

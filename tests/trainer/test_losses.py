@@ -48,8 +48,8 @@ def gradients_of(actor, shard, thetas, olds, group_index):
     import torch
 
     from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
-    from fusionrl.trainer.batch import build_micro_batches
     from fusionrl.trainer.loss import LossOptions, micro_batch_loss
+    from fusionrl.trainer.pack import build_micro_batches
     from fusionrl.trainer.selection import pair_advantages, select_tokens
 
     config = actor.config
@@ -68,7 +68,7 @@ def gradients_of(actor, shard, thetas, olds, group_index):
         # The pre-pass sees the policy as it is now.
         pair_advantages(shard, step, flat[0], 0.3, config.algorithm.dpo_label_smoothing)
     leaves = {i: torch.tensor(thetas[i], requires_grad=True) for i in names}
-    for batch in build_micro_batches(shard, step, actor._batch_options(), actor.layout):
+    for batch in build_micro_batches(shard, step, actor.batch_options, actor.layout):
         batch.fields = {name: value.double() for name, value in batch.fields.items()}
         batch.weights = batch.weights.double()
         whole = torch.cat([torch.zeros(0), *(leaves[names[i]] for i in batch.samples)]).double()

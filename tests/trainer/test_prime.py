@@ -137,15 +137,10 @@ def advantages_by_loops(process: dict[int, np.ndarray], samples: Samples) -> np.
 
 def advantages_of(actor, shard, columns):
     """Advantages as `train` makes them of the shard and the columns."""
-    import dataclasses
+    from fusionrl.trainer.columns import columns_of
+    from fusionrl.trainer.pull import pull
 
-    from fusionrl.trainer.columns import columns_of, take_columns
-    from fusionrl.trainer.loss import LossOptions
-
-    shard = dataclasses.replace(shard, fields=dict(shard.fields))
-    take_columns(shard, columns)
-    actor._prepare(1, shard, LossOptions.from_config(actor.config))
-    return columns_of(shard, ("advantages",))
+    return columns_of(actor._prepare(1, pull(shard, columns)).shard, ("advantages",))
 
 
 def columns_from(samples: Samples, seed: int) -> list[dict]:

@@ -16,8 +16,10 @@ from tools.parity import checkpoint_gradients
 
 def train_on_squares(actor, shard) -> float:
     """One backward pass of the sum of squared values; a stand-in for a critic's loss that needs nothing else."""
-    from fusionrl.trainer.batch import build_micro_batches
-    from fusionrl.trainer.step import _run
+    from dataclasses import replace
+
+    from fusionrl.trainer.forward import run_forward
+    from fusionrl.trainer.pack import build_micro_batches
 
     def squares(batch, output):
         loss = (output[0] ** 2).sum()
@@ -28,9 +30,9 @@ def train_on_squares(actor, shard) -> float:
     batches = [
         batch
         for step in shard.steps
-        for batch in build_micro_batches(shard, step, actor._batch_options(all_responses=True), actor.layout)
+        for batch in build_micro_batches(shard, step, replace(actor.batch_options, all_responses=True), actor.layout)
     ]
-    return float(sum(_run(actor.trained, batches, squares, forward_only=False)))
+    return float(sum(run_forward(actor.trained, batches, squares, forward_only=False)))
 
 
 def critic_folder(folder, family):

@@ -1,0 +1,62 @@
+"""The trainer of PPO's critic: it tells values, and learns the returns that the policy's trainers make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from fusionrl.algorithms.estimators import Role
+from fusionrl.models.shape import ModelShape
+from fusionrl.trainer.columns import Handed, columns_of
+from fusionrl.trainer.trainer_base import TrainerBase
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.pull import ColumnSource, ShardSource
+
+
+class CriticTrainer(TrainerBase):
+    """A rank of the critic: its model has a value head in place of the output layer; zeros, where the checkpoint has
+    none."""
+
+    role: ClassVar[Role | None] = "critic"
+
+    def read_shape(self) -> ModelShape:
+        """The shape of --critic-load, with a value head."""
+        return super().read_shape().with_value_head()
+
+    def values(self, shard: ShardSource) -> Handed:
+        """Tell the value before each response token that is trained on, of this rank's shard.
+
+        Returns:
+            No metrics; the column values.
+        """
+        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.score import score_samples
+
+        self.reload()
+        pulled = pull(shard)
+        pulled.fields["values"] = score_samples(pulled, self.scorer).flat
+        return {}, columns_of(pulled, ("values",))
+
+    def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
+        """Learn the returns of this rank's shard: one optimizer step for each of its steps.
+
+        Args:
+            rollout_id: kept with the checkpoint.
+            shard: the shard, or `[ref]` with a Ray reference to it.
+            columns: what the policy's `prepare` gave on each of its data-parallel ranks: values and returns.
+
+        Returns:
+            `critic/…` metrics over all ranks; the same on every rank.
+
+        Raises:
+            ValueError: a shard that no loss can be computed from.
+        """
+        from fusionrl.trainer.naming import naming_samples
+        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.stages import Prepared
+
+        self.reload()
+        pulled = pull(shard, columns)
+        with naming_samples(self.run_dir, pulled, rollout_id):
+            return self.learn(rollout_id, Prepared(pulled)).metrics

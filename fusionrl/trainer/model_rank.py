@@ -1,0 +1,278 @@
+"""One rank's part of a model with its optimizer: it is built, given away and taken back, saved and loaded.
+
+This module and those of the roles import torch and Megatron only within their methods: the driver imports the classes,
+and it starts without either. Megatron-core is imported by `setup`, after the CPU layer is in place.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, ClassVar, TypedDict
+
+from fusionrl.algorithms.estimators import Role
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import register_hooks
+from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.plan.layout import TrainerLayout
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    from fusionrl.trainer.checkpoint import Saving
+    from fusionrl.trainer.checkpoint_io import WriterProcess
+    from fusionrl.trainer.model import Trained
+    from fusionrl.trainer.offload import Offload
+    from fusionrl.trainer.train_hooks import TrainHooks
+    from fusionrl.trainer.weight_sets import WeightSet
+
+
+class SetupFacts(TypedDict):
+    """Facts of a rank that is set up: parameters of the whole model, "local" or "transformer_engine", …"""
+
+    num_parameters: int
+    device: str
+    impl: str
+    precision: str
+
+
+class ModelRank:
+    """Rank `rank` of `layout`; the base of every trainer.
+
+    Its methods are collectives, if they do not say otherwise: the driver calls them on all ranks at once.
+
+    Args:
+        config: the run's configuration.
+        layout: parallel sizes; its dp is the number of shards of a rollout.
+        rank: global rank, 0 … layout.world_size - 1.
+        run_dir: the run's folder.
+        device_id: GPU of this rank on its node, as the placement says; without one, ranks go round the node's GPUs.
+    """
+
+    role: ClassVar[Role | None] = None
+
+    def __init__(
+        self, config: Config, layout: TrainerLayout, rank: int, run_dir: str, device_id: int | None = None
+    ) -> None:
+        self.config, self.layout, self.rank, self.run_dir = config, layout, rank, run_dir
+        self.device: torch.device
+        self.shape: ModelShape
+        self.trained: Trained
+        self.weight_sets: dict[str, WeightSet] = {}
+        self.counters = {"rollout_id": -1, "optimizer_steps": 0, "skipped": 0}
+        self._device_id = device_id
+        self._offload: Offload | None = None
+        self._writer: WriterProcess | None = None
+        self._saving: Saving | None = None
+        register_hooks(vars(config.to_args()))  # shards may hold objects of classes in hooks' files
+
+    @property
+    def hooks(self) -> TrainHooks:
+        """A user's functions."""
+        from fusionrl.trainer.train_hooks import TrainHooks
+
+        return TrainHooks(self.config, self.rank, self.run_dir)
+
+    def read_shape(self) -> ModelShape:
+        """The shape of the model that is trained."""
+        if self.config.model.hf_checkpoint is None:
+            raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
+        return read_model_shape(self.config.model.hf_checkpoint)
+
+    def setup(self, master_addr: str, master_port: int) -> SetupFacts:
+        """Join the other ranks, build the model from --hf-checkpoint, its optimizer and its schedule.
+
+        The ranks meet in the store at this address, which `create_group_store` made.
+
+        Raises:
+            ValueError: a checkpoint or a flag that does not fit; names it.
+        """
+        config = self.config
+        if config.checkpoint.async_save and not config.checkpoint.no_save:
+            from fusionrl.trainer.checkpoint_io import WriterProcess
+
+            self._writer = WriterProcess()
+        modules, transformer = self.setup_model(master_addr, master_port)
+        from fusionrl.trainer.model import build_training
+        from fusionrl.trainer.settings import resolve_impl, resolve_precision
+
+        self.trained = build_training(config, modules, transformer, self.device)
+        return {
+            "num_parameters": self.shape.num_parameters,
+            "device": str(self.device),
+            "impl": resolve_impl(config, self.device),
+            "precision": resolve_precision(config, self.device),
+        }
+
+    def setup_model(self, master_addr: str, master_port: int) -> tuple[list[torch.nn.Module], TransformerConfig]:
+        """Join the other ranks and read this rank's part of the model: for conversion that is all.
+
+        Returns:
+            The model's pipeline chunks, and Megatron's TransformerConfig.
+
+        Raises:
+            ValueError: see `setup`.
+        """
+        import torch
+
+        from fusionrl.trainer import process_groups, settings
+
+        config, layout = self.config, self.layout
+        self.shape = self.read_shape()
+        self.device = settings.resolve_device(config, self.rank if self._device_id is None else self._device_id)
+        local_ranks = min(layout.world_size, config.cluster.actor_num_gpus_per_node)
+        torch.set_num_threads(settings.resolve_num_threads(config, local_ranks))
+        process_groups.join_ranks(
+            layout,
+            self.rank,
+            self.device,
+            (master_addr, master_port),
+            seed=config.run.seed,
+            timeout_minutes=config.cluster.distributed_timeout_minutes,
+        )
+        self.hooks.initialized()
+        from fusionrl.models.hf_io import load_hf
+        from fusionrl.trainer import checkpoint, model
+
+        modules, transformer = model.build_model(config, self.shape, layout, self.device)
+        if config.model.debug_random_weights:
+            model.randomize(modules)
+        elif config.model.megatron_checkpoint is not None:
+            checkpoint.load_weights(config.model.megatron_checkpoint, modules)
+        else:
+            assert config.model.hf_checkpoint is not None, "read_shape has asked for it"
+            load_hf(config.model.hf_checkpoint, modules, self.shape)
+        return modules, transformer
+
+    # ---------------------------------------------------------------------------- memory, and sets of weights
+    def offload(self, keep_weights: bool = False) -> int:
+        """Give this rank's memory of weights, gradients and optimizer away until it is needed again. Returns bytes.
+
+        Every other method takes back what it needs by itself.
+        """
+        from fusionrl.trainer.offload import Offload
+
+        if self._offload is None:
+            self._offload = Offload(self.trained, self.device, folder=self.config.cluster.offload_folder)
+        return self._offload.offload(keep_weights=keep_weights)
+
+    def reload(self, only_weights: bool = False) -> None:
+        """Take the memory back that `offload` gave away; nothing to do if it is there."""
+        if self._offload is not None:
+            self._offload.reload(only_weights=only_weights)
+
+    def read_weights(self, name: str, folder: str, flag: str) -> None:
+        """Keep the weights of a Hugging Face folder in host memory as the set `name`, for `score`.
+
+        Raises:
+            ValueError: they are not of this model's shape; names `flag`.
+        """
+        from fusionrl.trainer.weight_sets import WeightSet
+
+        shape = read_model_shape(folder, flag)
+        if (shape.with_value_head() if self.shape.value_head else shape) != self.shape:
+            raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
+        self.reload()
+        self.weight_sets[name] = WeightSet(folder, self.trained.chunks, self.shape, flag)
+
+    def keep_weights(self, name: str) -> None:
+        """Keep the weights that the model has now in host memory as the set `name`, for `score`."""
+        from fusionrl.trainer.model import gather_params
+        from fusionrl.trainer.weight_sets import WeightSet
+
+        self.reload()
+        gather_params(self.trained.chunks)
+        if name in self.weight_sets:
+            self.weight_sets[name].update()
+        else:
+            self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+    def begin_save(self, path: str, rollout_id: int) -> None:
+        """Settle what a checkpoint at `path` holds; with --async-save a process of this rank writes it from now on.
+
+        A save that is under way is finished first.
+        """
+        from fusionrl.trainer import checkpoint
+
+        self.finish_save()
+        self.reload()
+        counters = self.counters | {"rollout_id": rollout_id}
+        self._saving = checkpoint.begin_save(
+            path, self.trained, self.layout, self.shape, self.rank, counters, self._writer
+        )
+
+    def is_saved(self) -> bool:
+        """Return whether `finish_save` would return at once, as far as this rank goes. Not a collective."""
+        return self._saving is None or self._saving.is_done()
+
+    def finish_save(self) -> None:
+        """Publish the checkpoint that `begin_save` began, complete or not at all; nothing to do without one.
+
+        Raises:
+            OSError: a rank could not write its files.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    def save(self, path: str, rollout_id: int) -> None:
+        """Write a checkpoint at `path`, complete or not at all (see `checkpoint.py`)."""
+        self.begin_save(path, rollout_id)
+        self.finish_save()
+
+    def load(self, path: str) -> dict[str, int]:
+        """Restore weights, optimizer, schedule, RNG and counters.
+
+        Returns:
+            rollout_id, optimizer_steps, skipped, and rng_restored (False where the layout is another one).
+
+        Raises:
+            ValueError: no complete checkpoint of this model is at `path`.
+        """
+        from fusionrl.trainer import checkpoint
+
+        self.reload()
+        restored = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank)
+        self.counters = {name: int(restored[name]) for name in self.counters}
+        return restored
+
+    def save_hf(self, path: str) -> None:
+        """Write the weights as a Hugging Face folder, with the other files of --hf-checkpoint.
+
+        Raises:
+            ValueError: `path` is there already.
+        """
+        import torch.distributed as dist
+
+        from fusionrl.models.hf_io import iter_hf_tensors, save_hf
+
+        self.reload()
+        source = self.config.model.hf_checkpoint
+        assert source is not None
+        tensors = iter_hf_tensors(self.trained.chunks, self.trained.transformer, self.shape)
+        save_hf(path, source, tensors, write=self.rank == 0)
+        dist.barrier()
+
+    def state_hashes(self) -> dict[str, str]:
+        """SHA-256 of this rank's weights, optimizer state and RNG states (`state_hashes.py`)."""
+        from fusionrl.trainer.state_hashes import state_hashes
+
+        self.reload()
+        return state_hashes(self.trained)
+
+    def shutdown(self) -> None:
+        """Leave the process groups. A save that was not finished is not published."""
+        from fusionrl.trainer.process_groups import leave_ranks
+
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if hasattr(self, "trained"):
+            from fusionrl.trainer.model import take_apart
+
+            take_apart(self.trained)
+            del self.trained
+            self.weight_sets, self._offload, self._saving = {}, None, None
+            gc.collect()
+        leave_ranks()

@@ -1,0 +1,169 @@
+"""The trainer of the policy; in mode sft, of a model that learns given answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fusionrl.config.parts import needs_reference
+from fusionrl.trainer.columns import Handed, SampleColumns, columns_of
+from fusionrl.trainer.model_rank import SetupFacts
+from fusionrl.trainer.push_source import PushSource
+
+if TYPE_CHECKING:
+    from fusionrl.data.train_batch import TrainShard
+    from fusionrl.trainer.pull import ColumnSource, ShardSource
+    from fusionrl.trainer.stages import Prepared, TrainReport
+    from fusionrl.trainer.steps import Stepping
+
+
+class PolicyTrainer(PushSource):
+    """A rank of the policy.
+
+    _prepared   with a critic: what `prepare` made for the `train` of this rollout
+    _report     of the last rollout, and its number
+    """
+
+    _prepared: tuple[int, Prepared] | None = None
+    _report: tuple[int, TrainReport] | None = None
+
+    def setup(self, master_addr: str, master_port: int) -> SetupFacts:
+        """Set up the model, and the reference and the teacher that the flags ask for."""
+        facts = super().setup(master_addr, master_port)
+        algorithm = self.config.algorithm
+        if self.config.run.mode != "rl":
+            return facts
+        if algorithm.use_routing_replay or algorithm.use_rollout_routing_replay:
+            from fusionrl.trainer.routing import RoutingReplay
+
+            assert self.shape.moe is not None, "the validation of flags asks for experts"
+            self.trained.routing = RoutingReplay(self.trained.chunks, self.shape.moe.topk, self.device)
+        if needs_reference(algorithm):
+            self._read_reference()
+        if algorithm.use_opd and algorithm.opd_type == "megatron":
+            assert algorithm.opd_teacher_load is not None
+            self.read_weights("teacher", algorithm.opd_teacher_load, "--opd-teacher-load")
+        return facts
+
+    def _read_reference(self) -> None:
+        model = self.config.model
+        if (model.megatron_checkpoint is not None or model.debug_random_weights) and model.ref_load is None:
+            self.keep_weights("ref")
+            return
+        folder = model.ref_load or model.hf_checkpoint
+        assert folder is not None
+        self.read_weights("ref", folder, "--ref-load" if model.ref_load else "--hf-checkpoint")
+
+    @property
+    def stepping(self) -> Stepping:
+        """As of `TrainerBase`, with a user's functions in the loss, or in its place."""
+        from fusionrl.trainer.custom_loss import CustomLossOptions
+        from fusionrl.trainer.loss_hooks import LossHooks
+        from fusionrl.trainer.settings import aggregation_of
+
+        hooks, per_token = self.hooks, aggregation_of(self.config) == "token_mean"
+        return replace(
+            super().stepping,
+            custom=CustomLossOptions.of(self.config, hooks.args, self.shape.vocab_size),
+            loss_hooks=LossHooks.of(self.config, hooks.args(), per_token),
+        )
+
+    def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
+        """Train on this rank's shard of a rollout: one optimizer step for each of its steps.
+
+        Args:
+            rollout_id: kept with the checkpoint.
+            shard: the shard, or `[ref]` with a Ray reference to it.
+            columns: what a process reward model's `process_rewards` gave on each of its data-parallel ranks.
+
+        Returns:
+            `train/…` metrics over all ranks, pooled over the optimizer steps (see `step_report.py`); the same on every
+            rank.
+
+        Raises:
+            ValueError: a shard that no loss can be computed from.
+        """
+        from fusionrl.trainer.naming import naming_samples
+        from fusionrl.trainer.pull import pull
+
+        self.reload()
+        pulled = pull(shard, columns)
+        with naming_samples(self.run_dir, pulled, rollout_id):
+            prepared = self._prepare(rollout_id, pulled)
+            report = self.learn(rollout_id, prepared)
+        self._report = rollout_id, report
+        return report.metrics
+
+    def prepare(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource]) -> Handed:
+        """With a critic: compute the advantages for the `train` that follows, and the critic's targets.
+
+        Args:
+            rollout_id: as of `train`.
+            shard: as of `train`.
+            columns: what the critic's `values` gave on each of its data-parallel ranks, or references to it.
+
+        Returns:
+            No metrics: `train` reports them; the columns values and returns.
+        """
+        from fusionrl.trainer.naming import naming_samples
+        from fusionrl.trainer.pull import pull
+
+        self.reload()
+        pulled = pull(shard, columns)
+        self._prepared = None
+        with naming_samples(self.run_dir, pulled, rollout_id):
+            prepared = self._prepare(rollout_id, pulled)
+        self._prepared = rollout_id, prepared
+        return {}, columns_of(prepared.shard, ("values", "returns"))
+
+    def _prepare(self, rollout_id: int, shard: TrainShard) -> Prepared:
+        """The stages score and advantages: what `prepare` made of this rollout already, is given away.
+
+        Given answers (mode sft) need neither.
+        """
+        from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
+        from fusionrl.trainer.routing import check_rollout_routing
+        from fusionrl.trainer.score import ScoreNeeds, score
+        from fusionrl.trainer.stages import Prepared
+
+        earlier, self._prepared = self._prepared, None
+        if earlier is not None and earlier[0] == rollout_id:
+            return earlier[1]
+        config, loss, hooks = self.config, self.loss, self.hooks
+        if loss.mode != "rl":
+            return Prepared(shard)
+        if config.algorithm.use_rollout_routing_replay:
+            check_rollout_routing(shard, self.shape)
+        options = AdvantageOptions.from_config(config)
+        scored = score(shard, self.scorer, ScoreNeeds.of(config, loss, options, len(shard.steps)), hooks)
+        metrics = add_advantages(scored.shard, options, self.device)
+        hooks.after_advantages(rollout_id, scored.shard, self.device)
+        return Prepared(scored.shard, scored.experts, metrics)
+
+    def sample_columns(self, rollout_id: int) -> SampleColumns:
+        """Return values of this rank's single samples from training on `rollout_id`, the last one. Not a collective.
+
+        {} where it was not trained on; and of each replica only one rank answers: the first of the last pipeline stage.
+
+        Returns:
+            Position in the rollout -> name -> value, see `sample_columns.sample_columns`.
+        """
+        return self._report[1].samples if self._report is not None and self._report[0] == rollout_id else {}
+
+    def evaluate_loss(self, shard: ShardSource) -> dict[str, float]:
+        """Validation loss: mean of -log p over all tokens with a loss mask, over all ranks; nothing is trained.
+
+        Returns:
+            eval/loss and eval/num_tokens.
+        """
+        from fusionrl.trainer.pack import build_micro_batches
+        from fusionrl.trainer.pull import pull
+        from fusionrl.trainer.step import evaluate
+
+        self.reload()
+        pulled = pull(shard)
+        options = replace(self.batch_options, replay_layers=None)
+        batches = [batch for step in pulled.steps for batch in build_micro_batches(pulled, step, options, self.layout)]
+        total, tokens = evaluate(self.trained, batches, self.device)
+        return {"eval/loss": total / max(tokens, 1.0), "eval/num_tokens": tokens}

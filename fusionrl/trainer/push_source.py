@@ -1,0 +1,135 @@
+"""A trainer whose weights engines receive: what a rank does in a push, over the network or by files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fusionrl.plan.plan import Plan
+from fusionrl.plan.push import EngineTarget, Feed
+from fusionrl.trainer.trainer_base import TrainerBase
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from torch import Tensor
+
+    from fusionrl.sync.disk import DiskWriter
+    from fusionrl.sync.export import Exporter
+    from fusionrl.sync.send import WeightSender
+
+
+class PushSource(TrainerBase):
+    """A rank that takes part in weight pushes. The process that has it sets `plan` and `host`, its node's address."""
+
+    plan: Plan
+    host: str
+    _sender: WeightSender | None = None
+    _disk: DiskWriter | None = None
+
+    def prepare_push(self, targets: Sequence[EngineTarget], transport: str) -> None:
+        """Do the part of a push that does not need paused engines."""
+        if self._sender is None:
+            self._sender = self._make_sender()
+        self._sender.prepare(targets, transport)
+
+    def push_weights(
+        self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str
+    ) -> dict[str, Any]:
+        """Send this rank's part of the weights, after `prepare_push`."""
+        assert self._sender is not None, "prepare_push comes first"
+        return self._sender.send(targets, feeds, version, transport)
+
+    def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> dict[str, Any]:
+        """Write this rank's part of a version's files, and call the user's function after it; see `DiskWriter.write`.
+
+        `engines` are for that function.
+        """
+        return self._after_write(self._disk_writer().write(version), engines)
+
+    def write_full_weights(self, version: int, engines: Sequence[ActorHandle]) -> dict[str, Any]:
+        """The same of a full version in place of a delta; see `DiskWriter.write_full`."""
+        return self._after_write(self._disk_writer().write_full(version), engines)
+
+    def drop_weights(self, keep: int | None) -> None:
+        """Remove the files of versions other than `keep`; asked of rank 0 alone."""
+        if self._disk is not None:
+            self._disk.drop(keep)
+
+    def weight_checksums(self, tp_size: int) -> list[dict[str, str]]:
+        """Return the checksums that each rank of an engine of `tp_size` should have; collective over the trainers."""
+        from fusionrl.models.fp8 import held
+        from fusionrl.sync.checksums import CPU_MULTIPLE, engine_checksums, hash_tensor, hash_words
+
+        tensors = held(self._exporter().full(), self.plan.quantization)
+        hash_of, multiple = (hash_tensor, CPU_MULTIPLE) if self.plan.device == "cpu" else (hash_words, 1)
+        return engine_checksums(tensors, self.shape, tp_size, hash_of, multiple)
+
+    def _exporter(self) -> Exporter:
+        from fusionrl.sync.export import Exporter
+
+        return Exporter(
+            self.trained.chunks,
+            self.trained.transformer,
+            self.shape,
+            self.layout,
+            self.rank,
+            "float32" if self.plan.rollout_dtype == "fp32" else "bfloat16",
+            self.device,
+            reload=lambda: self.reload(only_weights=True),
+            quantization=self.plan.quantization,
+        )
+
+    def _make_sender(self) -> WeightSender:
+        import ray
+        import torch.distributed as dist
+
+        from fusionrl.sync.send import WeightSender
+
+        return WeightSender(
+            rank=self.rank,
+            device=self.plan.device,
+            backend=self.plan.backend,
+            host=self.host,
+            exporter=self._exporter(),
+            buffer_size=self.config.weights.update_weight_buffer_size,
+            timeout_s=self.config.weights.update_weight_timeout_s,
+            node_id=ray.get_runtime_context().get_node_id(),
+            object_group=dist.new_group(backend="gloo"),
+        )
+
+    def _disk_writer(self) -> DiskWriter:
+        """The writer, made at the first call."""
+        if self._disk is not None:
+            return self._disk
+        import torch.distributed as dist
+
+        from fusionrl.sync.disk import DiskOptions, DiskWriter
+
+        weights, world_size = self.config.weights, self.layout.world_size
+        total = self.shape.num_parameters * (4 if self.plan.rollout_dtype == "fp32" else 2)
+        assert self.config.model.hf_checkpoint is not None
+        options = DiskOptions(
+            folder=weights.update_weight_disk_dir or str(Path(self.run_dir, "weights")),
+            source=self.config.model.hf_checkpoint,
+            keeps_base=weights.update_weight_mode == "delta",
+            encoding=weights.update_weight_delta_encoding,
+            checksum=weights.update_weight_delta_checksum,
+            # A small model, too, is work for every rank.
+            max_bytes=min(weights.update_weight_buffer_size, -(-total // world_size)),
+        )
+        group = dist.new_group(backend="gloo")
+        self._disk = DiskWriter(options, rank=self.rank, world_size=world_size, export=self._export, group=group)
+        return self._disk
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor) of every weight as the engines load it; collective."""
+        return self._exporter().whole()
+
+    def _after_write(self, written: dict[str, Any], engines: Sequence[ActorHandle]) -> dict[str, Any]:
+        if (path := self.config.weights.custom_update_weight_post_write_path) is not None:
+            from fusionrl.config.hooks import call_hook
+
+            field = "custom_update_weight_post_write_path"
+            call_hook(field, path, self.hooks.args(), written["folder"], engines)
+        return written

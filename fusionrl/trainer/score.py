@@ -1,0 +1,159 @@
+"""Stage 2, score: log-probs of a shard's tokens by forward passes (of a critic: values); nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fusionrl.config.config import Config
+from fusionrl.data.train_batch import TrainShard
+from fusionrl.plan.layout import TrainerLayout
+from fusionrl.trainer.advantages import AdvantageOptions
+from fusionrl.trainer.batch import BatchOptions
+from fusionrl.trainer.forward import forward_log_probs, whole_responses
+from fusionrl.trainer.loss import LossOptions
+from fusionrl.trainer.model import Trained
+from fusionrl.trainer.pack import pack_groups, round_up
+from fusionrl.trainer.stages import Experts, Scored
+from fusionrl.trainer.train_hooks import TrainHooks
+from fusionrl.trainer.weight_sets import WeightSet
+
+# Free: routers choose experts by themselves. Fixed: they choose as in the update, if that is held fixed there.
+# Recorded: they choose by themselves, and it is this choice that will be fixed.
+Routing = Literal["free", "fixed", "recorded"]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """The model of a rank as it scores; `options` are those of training."""
+
+    trained: Trained
+    layout: TrainerLayout
+    options: BatchOptions
+    weight_sets: Mapping[str, WeightSet] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a shard: of each sample [response_length] fp32; and the experts that were recorded."""
+
+    samples: list[np.ndarray]
+    experts: Experts = field(default_factory=dict)
+
+    @property
+    def flat(self) -> np.ndarray:
+        """[response tokens] as a column of the shard."""
+        return np.concatenate(self.samples) if self.samples else np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True)
+class ScoreNeeds:
+    """The log-probs that loss and advantages need of before the first step.
+
+    Those of a reference and a teacher are needed where the scorer has their weights.
+
+    own      the policy's
+    records  the experts of that pass are fixed in the update
+    """
+
+    own: bool
+    records: bool = False
+
+    @classmethod
+    def of(cls, config: Config, loss: LossOptions, advantages: AdvantageOptions, num_steps: int) -> ScoreNeeds:
+        """The needs of a rollout of `num_steps` optimizer steps.
+
+        A single step runs with the weights that the pass would run with: there is nothing to hold fixed.
+        """
+        algorithm = config.algorithm
+        records = algorithm.use_routing_replay and not algorithm.use_rollout_routing_replay
+        is_off_policy = num_steps > 1 and (records or not loss.use_rollout_log_probs)
+        needs = is_off_policy or loss.needs_log_probs or advantages.needs_log_probs
+        return cls(own=needs, records=records)
+
+
+def score(shard: TrainShard, scorer: Scorer, needs: ScoreNeeds, hooks: TrainHooks) -> Scored:
+    """Add the columns ref_log_probs, teacher_log_probs and log_probs to the shard, as far as they are needed."""
+    chunks = scorer.trained.chunks
+    for name, column, prefix in (("ref", "ref_log_probs", "ref_"), ("teacher", "teacher_log_probs", "teacher_")):
+        if name in scorer.weight_sets:
+            hooks.before_log_probs(chunks, prefix)
+            shard.fields[column] = score_samples(shard, scorer, weights=name).flat
+    if not needs.own:
+        return Scored(shard)
+    hooks.before_log_probs(chunks, "")
+    scores = score_samples(shard, scorer, routing="recorded" if needs.records else "fixed")
+    shard.fields["log_probs"] = scores.flat
+    return Scored(shard, scores.experts)
+
+
+def score_samples(
+    shard: TrainShard,
+    scorer: Scorer,
+    *,
+    weights: str | None = None,
+    all_responses: bool = False,
+    planned_only: bool = False,
+    routing: Routing = "free",
+    experts: Experts | None = None,
+) -> Scores:
+    """Score the tokens that are trained on; the others are 0. A collective of all ranks.
+
+    Args:
+        shard: this rank's.
+        scorer: see there.
+        weights: a set of its `weight_sets`; None is what is trained.
+        all_responses: score every response token.
+        planned_only: leave samples of no step of the shard 0.
+        routing: see `Routing`.
+        experts: for "fixed", those that an earlier pass recorded.
+    """
+    groups = _micro_batches(shard, planned_only, scorer)
+    options = _options(scorer, all_responses, routing)
+    batches = pack_groups(shard, groups, None, options, (experts or {}) if routing == "fixed" else {})
+    if routing == "recorded":
+        assert scorer.trained.routing is not None
+        for batch in batches:
+            own_tokens = batch.tokens.numel() // options.slicing.sequence_parallel_size
+            batch.experts = scorer.trained.routing.new_record(own_tokens)
+    with scorer.weight_sets[weights].lent() if weights is not None else nullcontext():
+        outputs = forward_log_probs(scorer.trained, batches, routing == "recorded") if batches else []
+    recorded = {tuple(one.samples): one.experts.cpu() for one in batches if one.samples and one.experts is not None}
+    samples = [np.zeros(n, dtype=np.float32) for n in shard.response_lengths]
+    for index, batch in enumerate(batches):
+        parts = whole_responses(batch, outputs[index] if outputs else None, options.device)
+        for sample, part in zip(batch.samples, parts, strict=True):
+            samples[sample] = part.numpy()
+    return Scores(samples, recorded if routing == "recorded" else {})
+
+
+def _micro_batches(shard: TrainShard, planned_only: bool, scorer: Scorer) -> list[list[int]]:
+    """The shard's samples by micro-batch. Experts are exchanged, so all ranks run as many as the busiest."""
+    groups = [group for step in shard.steps for group in step.micro_batches if group]
+    planned = {i for group in groups for i in group}
+    if not planned_only:
+        groups += [[i] for i in range(shard.num_samples) if i not in planned]
+    most = torch.tensor(len(groups), device=scorer.options.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return groups + [[]] * (round_up(int(most), scorer.layout) - len(groups))
+
+
+def _options(scorer: Scorer, all_responses: bool, routing: Routing) -> BatchOptions:
+    """The options of training, of which a pass with free routers needs neither experts nor whole sequences.
+
+    What is recorded in one pass is replayed in another: the packed tokens must be the same.
+    """
+    options = scorer.options
+    replays = routing != "free" and scorer.trained.routing is not None
+    return replace(
+        options,
+        all_responses=all_responses,
+        whole_sequences=options.whole_sequences and replays,
+        replay_layers=options.replay_layers if replays else None,
+    )

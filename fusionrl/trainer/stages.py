@@ -1,0 +1,89 @@
+"""The values that pass between the stages of a training step.
+
+    pull → score → advantages → pack → steps → report
+
+    pull        TrainShard, of which this rank may change the fields
+    score       Scored: log-probs of before the first step
+    advantages  Prepared: everything that the loss needs
+    pack        PackedStep, one for each optimizer step
+    steps       StepsTaken
+    report      TrainReport
+
+A stage is a function in a module of its name. Hooks are called at the borders between the stages (`train_hooks.py`).
+A critic and a process reward model have no advantages; their shards are prepared when they are pulled and scored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from fusionrl.data.train_batch import TrainShard, TrainStep
+from fusionrl.trainer.columns import SampleColumns
+from fusionrl.trainer.step_report import StepReport
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.batch import MicroBatch
+
+# The experts that routers chose when they were recorded: samples of a micro-batch → [tokens, mixtures, topk].
+Experts = dict[tuple[int, ...], Tensor]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A shard with the log-probs of before the first step, as far as loss and advantages need them."""
+
+    shard: TrainShard
+    experts: Experts = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A shard with everything that its loss needs, and the metrics of its making (without prefix)."""
+
+    shard: TrainShard
+    experts: Experts = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """The micro-batches of one optimizer step.
+
+    index       of the step in its rollout
+    look_ahead  metrics of what the loss had to know of the whole step
+    """
+
+    index: int
+    step: TrainStep
+    shard: TrainShard
+    batches: list[MicroBatch]
+    look_ahead: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepsTaken:
+    """The reports of a rollout's optimizer steps.
+
+    mean_differences  [num_samples] mean |trainer - engine| log-prob that the losses saw, NaN where they saw none; None:
+                      the losses compared nothing, or the shard has what is compared
+    """
+
+    reports: list[StepReport]
+    mean_differences: np.ndarray | None = None
+
+    @property
+    def num_skipped(self) -> int:
+        """Optimizer steps that changed nothing."""
+        return sum(int(report.numbers["skipped"]) for report in self.reports)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """The metrics of a rollout, the same on every rank, and values of this rank's single samples by their position."""
+
+    metrics: dict[str, float]
+    samples: SampleColumns = field(default_factory=dict)

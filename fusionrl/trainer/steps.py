@@ -1,0 +1,97 @@
+"""Stage 5, steps: one optimizer step for each packed step, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from fusionrl.trainer.custom_loss import CustomLoss, CustomLossOptions
+from fusionrl.trainer.loss import LossOptions, LossSums
+from fusionrl.trainer.loss_hooks import LossHooks
+from fusionrl.trainer.model import Trained
+from fusionrl.trainer.skips import SkipWatch
+from fusionrl.trainer.stages import PackedStep, StepsTaken
+from fusionrl.trainer.step import train_step
+from fusionrl.trainer.step_loss import StepLoss
+from fusionrl.trainer.step_report import StepReport
+from fusionrl.trainer.train_hooks import TrainHooks
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """The model, the loss and the hooks of a rank's optimizer steps.
+
+    custom      of --loss-type custom_loss
+    loss_hooks  a user's functions within the built-in loss
+    """
+
+    trained: Trained
+    device: torch.device
+    loss: LossOptions
+    hooks: TrainHooks
+    skips: SkipWatch
+    custom: CustomLossOptions | None = None
+    loss_hooks: LossHooks | None = None
+
+
+def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int) -> StepsTaken:
+    """Take the optimizer steps of a rollout; collective over all ranks.
+
+    Raises:
+        FloatingPointError: too many steps in a row were skipped.
+    """
+    reports: list[StepReport] = []
+    differences: _Differences | None = None
+    for one in packed:
+        fields = one.shard.fields
+        if one.index == 0 and stepping.loss.mode == "rl" and "rollout_log_probs" in fields:
+            # Where the shard has the trainers' log-probs, it has itself what is compared.
+            differences = None if "log_probs" in fields else _Differences(one.shard.num_samples, stepping.device)
+        stepping.hooks.before_step(rollout_id, one.index, stepping.trained)
+        loss = StepLoss(
+            options=stepping.loss,
+            # After the first step the weights are no longer those that the rollout was made with.
+            compare=one.index == 0 or "log_probs" in fields,
+            custom=None if stepping.custom is None else CustomLoss(stepping.custom, one.shard, one.step),
+            hooks=stepping.loss_hooks,
+        )
+        outcome = train_step(stepping.trained, one.batches, loss, stepping.device)
+        report, bad = outcome.report, [int(fields["sample_index"][i]) for i in outcome.bad_samples()]
+        if differences is not None:
+            differences.add(outcome.parts)
+        stepping.skips.see(rollout_id, one.index, report, bad)
+        report.numbers.update(
+            num_tokens=float(one.step.num_tokens),
+            num_samples=float(one.step.num_samples),
+            masked_samples=float(one.step.num_samples - round(report.sequence_sums["sequences"])),
+            **one.look_ahead,
+        )
+        reports.append(report)
+    return StepsTaken(reports, None if differences is None else differences.means())
+
+
+class _Differences:
+    """Sums over each sample's tokens of |trainer - engine|, as losses see them: this rank's part of the tokens."""
+
+    def __init__(self, num_samples: int, device: torch.device) -> None:
+        self._sums = torch.zeros(num_samples, 2, dtype=torch.float64, device=device)
+
+    def add(self, parts: Iterable[LossSums]) -> None:
+        """Add the micro-batches of an optimizer step; none but on the last pipeline stage."""
+        for part in parts:
+            if part.differences is not None and part.batch is not None and part.batch.samples:
+                places = torch.tensor(part.batch.samples, device=self._sums.device)
+                self._sums.index_add_(0, places, part.differences)
+
+    def means(self) -> np.ndarray:
+        """[num_samples] mean over the compared tokens, NaN without any. A collective of the context-parallel ranks."""
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(self._sums, group=group)
+        total, count = self._sums.cpu().numpy().T
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -1,0 +1,97 @@
+"""The stage score: which log-probs are needed, and that they are those of transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fusionrl.plan.layout import TrainerLayout
+from tests.trainer.hf_models import response_log_probs
+from tests.trainer.trainer_worker import Samples, config_of
+
+
+class Borders:
+    """In place of `TrainHooks`: notes the calls of a border."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[str] = []
+
+    def before_log_probs(self, chunks, prefix: str) -> None:
+        self.prefixes.append(prefix)
+
+
+def scored(actor, shard, own: bool):
+    """(columns that the stage added, the prefixes that hooks were told) on one rank."""
+    from fusionrl.trainer.pull import pull
+    from fusionrl.trainer.score import ScoreNeeds, score
+
+    hooks = Borders()
+    found = score(pull(shard), actor.scorer, ScoreNeeds(own), hooks)
+    assert found.experts == {}
+    return {name: found.shard.fields[name] for name in found.shard.fields.keys() - shard.fields.keys()}, hooks.prefixes
+
+
+@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2)], ids=str)
+def test_log_probs_of_policy_and_reference(workers, hf, layout):
+    folder, model = hf("qwen3", True)
+    reference, reference_model = hf("qwen3", True, seed=3)
+    samples = Samples(5, seed=31, share=2)
+    workers.start(config_of(folder, ref_load=str(reference), use_kl_loss=True, kl_loss_coef=0.1), layout)
+    (shard,) = samples.shards(micro=2)
+    for own in (True, False):
+        for columns, prefixes in workers.run(scored, shard, own):
+            assert prefixes == (["ref_", ""] if own else ["ref_"])
+            assert set(columns) == ({"ref_log_probs", "log_probs"} if own else {"ref_log_probs"})
+            models = {"log_probs": model, "ref_log_probs": reference_model}
+            for name, column in columns.items():
+                with torch.no_grad():
+                    wanted = [response_log_probs(models[name], samples, i)[0].numpy() for i in range(5)]
+                wanted = np.concatenate(wanted) * np.concatenate(samples.mask)
+                assert np.abs(column - wanted).max() < 1e-4, name
+                assert (column[np.concatenate(samples.mask) == 0] == 0).all()
+
+
+def of_planned(actor, shard):
+    from fusionrl.trainer.score import score_samples
+
+    return score_samples(shard, actor.scorer, planned_only=True).flat, score_samples(shard, actor.scorer).flat
+
+
+def test_samples_of_no_step_are_left_out_where_only_planned_ones_count(workers, hf):
+    folder, _ = hf("llama", True)
+    (shard,) = Samples(4, seed=32).shards(steps=2, micro=2)
+    shard.steps = shard.steps[:1]
+    workers.start(config_of(folder))
+    ((planned, every),) = workers.run(of_planned, shard)
+    ends = np.cumsum(shard.response_lengths)
+    assert np.allclose(planned[: ends[1]], every[: ends[1]], atol=1e-6) and planned[: ends[1]].any()
+    assert not planned[ends[1] :].any() and every[ends[1] :].any()
+
+
+def needs(actor, config, num_steps: int):
+    from fusionrl.trainer.advantages import AdvantageOptions
+    from fusionrl.trainer.loss import LossOptions
+    from fusionrl.trainer.score import ScoreNeeds
+
+    found = ScoreNeeds.of(config, LossOptions.from_config(config), AdvantageOptions.from_config(config), num_steps)
+    return found.own, found.records
+
+
+@pytest.mark.parametrize(
+    ("values", "num_steps", "wanted"),
+    [
+        ({}, 1, (False, False)),  # the step itself runs with these weights
+        ({}, 2, (True, False)),
+        ({"use_rollout_logprobs": True}, 2, (False, False)),
+        ({"use_rollout_logprobs": True, "use_routing_replay": True}, 2, (True, True)),
+        ({"use_routing_replay": True}, 1, (False, True)),
+        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, 1, (True, False)),
+        ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}, 1, (True, False)),
+    ],
+    ids=str,
+)
+def test_the_policys_log_probs_are_scored_where_they_are_needed(workers, hf, values, num_steps, wanted):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder))
+    assert workers.run(needs, config_of(folder, **values), num_steps) == [wanted]
