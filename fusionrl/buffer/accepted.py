@@ -45,23 +45,25 @@ class AcceptedSamples:
                 counts["below_threshold"] += 1
             else:
                 groups.setdefault(sample.group_index, []).append((reward, sample))
-        rows = []
+        rows: list[dict[str, Any]] = []
+        new: set[bytes] = set()
         for group in groups.values():
             taken = 0
             for reward, sample in sorted(group, key=lambda pair: -pair[0]):
                 row = _row(rollout_id, sample, reward)
                 answer = _digest(row)
-                if answer in known:
+                if answer in known or answer in new:
                     counts["duplicates"] += 1
                 elif taken == self.per_prompt:
                     counts["surplus"] += 1
                 else:
-                    known.add(answer)
+                    new.add(answer)
                     rows.append(row)
                     taken += 1
         counts["accepted"] = len(rows)
         with self.path.open("ab") as out:
             out.writelines(map(json_line, rows))
+        known |= new  # after the write: an answer that could not be written is no duplicate when it comes again
         self._count(rollout_id, counts)
         return counts
 

@@ -32,6 +32,7 @@ from fusionrl.buffer.build import build_shards, take_shards
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.buffer.rollout_facts import glimpses, rollout_facts
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics, rollout_metrics, set_metrics
+from fusionrl.buffer.staleness import staleness_metrics, training_version
 from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
@@ -40,7 +41,7 @@ from fusionrl.data.checked import read_samples
 from fusionrl.data.convert import check_rewards, samples_of
 from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.prompts import PromptColumns, load_conversations
-from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.data.sample import Sample, Status, lacks_reward, response_mask
 from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
@@ -277,8 +278,10 @@ class BufferActor:
         return (shape.num_layers, shape.moe.topk) if asks and shape.moe is not None else None
 
     # -------------------------------------------------------------------------------- rollouts
-    async def generate(self, rollout_id: int) -> Rollout:
+    async def generate(self, rollout_id: int, pushed_version: int | None = None) -> Rollout:
         """Make rollout `rollout_id`: groups → rewards → shards in the object store.
+
+        pushed_version  of the weights that the engines have, and that will train; None: the newest that a token has
 
         Raises:
             HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept. A HookError
@@ -289,7 +292,7 @@ class BufferActor:
         start = time.perf_counter()
         try:
             with self._writing_blamed(rollout_id, "failed"):
-                rollout = await asyncio.to_thread(self._generate, rollout_id)
+                rollout = await asyncio.to_thread(self._generate, rollout_id, pushed_version)
         finally:
             self._set_phase("idle")
         if self._source is not None:
@@ -301,17 +304,19 @@ class BufferActor:
         self._last_metrics = rollout.metrics
         return rollout
 
-    def _generate(self, rollout_id: int) -> Rollout:
+    def _generate(self, rollout_id: int, pushed_version: int | None) -> Rollout:
         mode = self.config.run.mode
         metrics: dict[str, float] = {}
         facts, shown = None, list[Glimpse]()
         if self.config.run.load_debug_rollout_data:
             samples = self._load_saved(rollout_id)
+            pushed_version = None  # their versions are those of another run
         else:
             samples, metrics = self._collect_samples(rollout_id)
             asyncio.run(score_samples(self._args(), samples))  # those of a user's rollout function
         if self.config.run.save_debug_rollout_data:
             self._save_samples(rollout_id, samples)
+        version = training_version(samples, pushed_version)
         if mode == "sft":
             raw = rewards = [0.0] * len(samples)
             metrics["rollout/num_samples"] = float(len(samples))
@@ -321,7 +326,7 @@ class BufferActor:
             usual = rollout_metrics(samples, raw, indices)
             if self._logs_itself(rollout_id, samples, metrics):
                 usual = {name: usual[name] for name in ("rollout/num_samples", "rollout/num_tokens")}
-            metrics.update(usual)
+            metrics.update(usual | staleness_metrics(samples, version))
             metrics.update({f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()})
             if len(self.config.data.prompt_data or []) > 1:
                 metrics.update(set_metrics(samples, raw))
@@ -345,7 +350,7 @@ class BufferActor:
                 samples, rewards, raw, extra = samples_of(data, samples, where)
                 check_samples(field, path, samples, self._args())
                 has_indices = "sample_indices" in data
-            named: dict[str, Any] = {"rollout_id": rollout_id}
+            named: dict[str, Any] = {"rollout_id": rollout_id, "weight_version": version}
             if mode == "rl" and self.config.algorithm.policy_loss == "dpo":
                 samples, rewards, raw, extra = self._pairs(samples, rewards, raw, extra)
                 named["by_groups"] = True
@@ -514,8 +519,7 @@ class BufferActor:
             raw, rewards = [float(r) for r in raw], [float(r) for r in rewards]
             check_rewards(raw, rewards, f"--custom-reward-post-process-path {path}")
             return raw, rewards
-        failed = (Status.FAILED, Status.ABORTED)
-        raw = [0.0 if s.status in failed and s.reward is None else s.get_reward_value(args) for s in samples]
+        raw = [0.0 if lacks_reward(s) else s.get_reward_value(args) for s in samples]
         longest = self.config.rollout.rollout_max_response_len
         shaped = [
             r + length_reward(s.response_length, longest, self.config.reward) for s, r in zip(samples, raw, strict=True)
@@ -539,6 +543,7 @@ class BufferActor:
             lengths=np.array([response_mask(sample).sum() for sample in samples]),
             baselines=self._baselines(samples) if name == "remax" else None,
             k=algorithm.pass_k,
+            scored=np.array([not lacks_reward(sample) for sample in samples], bool),
         )
         return GROUP_ADVANTAGES[name](batch).tolist()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fusionrl.buffer.staleness import is_current
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
@@ -31,6 +32,7 @@ def build_shards(
     rollout_id: int,
     extra: dict[str, list[Any]] | None = None,
     by_groups: bool = False,
+    weight_version: int | None = None,
 ) -> list[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
 
@@ -38,13 +40,15 @@ def build_shards(
              where the step's size allows it.
     extra    a user's columns: one value a sample.
     by_groups  no step begins within a group.
+    weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
 
     Raises:
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
             micro-batch may be.
     """
     given = (list(samples), rewards, raw_rewards, plan, balance)
-    return list(take_shards(*given, rollout_id=rollout_id, extra=extra, by_groups=by_groups))
+    named: dict[str, Any] = {"extra": extra, "by_groups": by_groups, "weight_version": weight_version}
+    return list(take_shards(*given, rollout_id=rollout_id, **named))
 
 
 def take_shards(
@@ -57,6 +61,7 @@ def take_shards(
     rollout_id: int,
     extra: dict[str, list[Any]] | None = None,
     by_groups: bool = False,
+    weight_version: int | None = None,
     freed: Callable[[], None] | None = None,
 ) -> Iterator[TrainShard]:
     """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
@@ -71,7 +76,11 @@ def take_shards(
         for name, spec in FIELDS.items()
         if spec.required or (not spec.is_derived and all(_has(s, name) for s in samples))
     }
-    given = {"rewards": rewards, "raw_rewards": raw_rewards}
+    given: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
+    if weight_version is not None:
+        current = [is_current(sample, weight_version) for sample in samples]
+        if not all(tokens.all() for tokens in current):  # else the field says nothing, and is left out
+            given["current"], present["current"] = current, ()
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
         yield _take_shard(samples, members, given, present, steps=own_steps, **named)
@@ -164,7 +173,7 @@ def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
 def _take_shard(
     samples: list[Sample],
     members: Sequence[int],
-    given: dict[str, Sequence[float]],
+    given: dict[str, Sequence[Any]],
     present: dict[str, tuple[int, ...]],
     *,
     rollout_id: int,

@@ -10,7 +10,7 @@ import numpy as np
 
 from fusionrl.config.config import Config
 from fusionrl.data.pairs import best_and_worst
-from fusionrl.data.sample import Sample, Status, is_trained_on
+from fusionrl.data.sample import Sample, Status, is_trained_on, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.text import ending, shorten
 from fusionrl.rollout.types import NO_ROOM_AFTER
@@ -30,7 +30,8 @@ def rollout_facts(
     groups: dict[Any, list[int]] = {}
     for i, sample in enumerate(samples):
         groups.setdefault(sample.group_index, []).append(i)
-    equal = [g for g in groups.values() if np.ptp([raw[i] for i in g]) < _EQUAL]
+    scored = {name: [raw[i] for i in members if not lacks_reward(samples[i])] for name, members in groups.items()}
+    equal = [groups[name] for name, values in scored.items() if not values or np.ptp(values) < _EQUAL]
     longest, most = config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
     example = _example(samples, equal)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
-from fusionrl.buffer.build import response_mask
-from fusionrl.data.sample import Sample, Status
+from fusionrl.data.sample import Sample, Status, lacks_reward, response_mask
 from fusionrl.rewards.code_run import REASONS
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
@@ -20,7 +19,8 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index
     """Means over the samples of one rollout, and the share of groups whose rewards are all equal."""
     rewards = np.asarray(raw, np.float64)
     lengths = np.array([s.response_length for s in samples])
-    groups = [rewards[group_index == g] for g in np.unique(group_index)]
+    scored = np.array([not lacks_reward(s) for s in samples], bool)
+    groups = [rewards[(group_index == g) & scored] for g in np.unique(group_index)]
     parts: dict[str, list[float]] = {}  # of a weighted sum in --rm-type
     for sample in samples:
         graded = (sample.metadata or {}).get("rewards")  # a user's data may have a column of that name
@@ -38,7 +38,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index
         "rollout/response_len/max": float(lengths.max()),
         "rollout/truncated_ratio": float(np.mean([s.status == Status.TRUNCATED for s in samples])),
         "rollout/failed": float(sum(s.status in (Status.FAILED, Status.ABORTED) for s in samples)),
-        "rollout/zero_std_groups": float(np.mean([np.ptp(g) < 1e-8 for g in groups])),
+        "rollout/zero_std_groups": float(np.mean([not g.size or np.ptp(g) < 1e-8 for g in groups])),
         "rollout/num_samples": float(len(samples)),
         "rollout/num_tokens": float(lengths.sum()),
     }

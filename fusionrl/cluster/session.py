@@ -493,7 +493,7 @@ class Session:
         self._restore()
         self.trainers.offload()
         before = self._faults()
-        rollout = self._watched(self.buffer.generate.remote(rollout_id))
+        rollout = self._watched(self.buffer.generate.remote(rollout_id, self._version))
         self._add_faults(rollout.metrics, "rollout", before)
         for text in rollout.warnings:
             logger.warning("%s", text)

@@ -211,7 +211,8 @@ POLICY: Table = {
 ENGINE_AGAINST_TRAINER: Table = {
     "logprob_diff_mean": Entry(
         "nats",
-        "Mean over tokens of |log p(trainer) - log p(engine)|.",
+        "Mean of |log p(trainer) - log p(engine)| over the trained tokens that the current weights sampled. As the"
+        " other metrics of this table, it leaves out tokens of older weights (--partial-rollout).",
         "algorithms/mismatch.py",
         "mode rl, where the engines' log-probs are known",
     ),
@@ -352,7 +353,7 @@ ROLLOUTS: Table = {
     "rollout/zero_std_groups": Entry(
         "share",
         "Share of groups whose raw rewards are all equal: of them nothing is learnt by estimators that compare "
-        "within a group.",
+        "within a group. Samples without a reward do not count.",
         "buffer/rollout_metrics.py",
     ),
     "rollout/response_len/mean": Entry(
@@ -413,6 +414,43 @@ ROLLOUTS: Table = {
         "Groups that were generated and not used, by reason: that of --dynamic-sampling-filter-path, `filtered` "
         "without one, `surplus` where there were more than enough.",
         "rollout/sglang_rollout.py",
+        "when it happens",
+    ),
+    "rollout/staleness/token_mean": Entry(
+        "pushes",
+        "Staleness of a trained token: pushes between the weights that sampled it and those that train on it; 0 where"
+        " they are the same. Mean over the trained tokens.",
+        "buffer/staleness.py",
+        "known weight versions",
+    ),
+    "rollout/staleness/token_max": Entry(
+        "pushes", "Staleness of the oldest trained token.", "buffer/staleness.py", "known weight versions"
+    ),
+    "rollout/staleness/sample_mean": Entry(
+        "pushes",
+        "Mean over the samples; a sample is as stale as its oldest trained token.",
+        "buffer/staleness.py",
+        "known weight versions",
+    ),
+    "rollout/staleness/sample_max": Entry(
+        "pushes", "As rollout/staleness/token_max.", "buffer/staleness.py", "known weight versions"
+    ),
+    "rollout/staleness/tokens/<k>": Entry(
+        "share",
+        "Share of trained tokens with staleness k; 8 also counts what is older.",
+        "buffer/staleness.py",
+        "known weight versions, where there are such tokens; k = 0 always",
+    ),
+    "rollout/staleness/samples/<k>": Entry(
+        "share",
+        "Share of samples with staleness k; 8 also counts what is older.",
+        "buffer/staleness.py",
+        "known weight versions, where there are such samples; k = 0 always",
+    ),
+    "rollout/staleness/unknown": Entry(
+        "share",
+        "Share of trained tokens whose weight version is not known; the metrics above leave them out.",
+        "buffer/staleness.py",
         "when it happens",
     ),
     "rollout/partial_samples": Entry(
