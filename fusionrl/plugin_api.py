@@ -13,7 +13,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from fusionrl.config.hooks import load_function
@@ -39,6 +39,9 @@ from fusionrl.rollout.sglang_rollout import (
 from fusionrl.rollout.tools import ToolError, function_schema
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 from fusionrl.rollout.versions import note_answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "DynamicFilterOutput",
@@ -90,7 +93,7 @@ class GenerateState:
     """
 
     args: Any
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     processor: None
     sampling_params: dict[str, Any]
     semaphore: asyncio.Semaphore

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number."""
+"""Aggregation of the losses of tokens into one number."""
 
 from __future__ import annotations
 

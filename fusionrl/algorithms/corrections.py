@@ -31,7 +31,7 @@ MODES = ("truncate", "mask", "none")
 
 @dataclass(frozen=True)
 class CorrectionOptions:
-    """How `importance_weights` weighs and what it drops.
+    """Settings of `importance_weights`: its weights and what it drops.
 
     level   of the weight: each token's ratio, the product over its sequence, or the geometric mean over it
     mode    "truncate": the ratio moved into low … high; "mask": ratios outside of low … high have weight 0;

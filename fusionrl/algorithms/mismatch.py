@@ -1,4 +1,4 @@
-"""How far the engine's log-probs are from the trainer's for the same tokens under the same weights."""
+"""Distance of the engine's log-probs from the trainer's for the same tokens under the same weights."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Responses:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Where the trained tokens stand among the N [M]."""
+        """Positions of the trained tokens among the N [M]."""
         return self.mask.nonzero()[:, 0]
 
     @cached_property
@@ -45,7 +45,7 @@ class Responses:
 
     @cached_property
     def last(self) -> Tensor:
-        """Where, among the M trained tokens, the last of each sample stands that has one."""
+        """Positions, among the M trained tokens, of the last one of each sample that has one."""
         return (self.counts.cumsum(0) - 1)[self.counts > 0]
 
     def pick(self, values: Tensor, name: str) -> Tensor:

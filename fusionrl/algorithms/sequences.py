@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which of `count` S sequences each of N tokens belongs to.
+    """Index of the sequence, among `count` S, to which each of N tokens belongs.
 
     Example: two sequences of 2 and 3 tokens have index [0, 0, 1, 1, 1] and count 2. A sequence may have no token here:
     all are masked, or they are on another rank.

@@ -1,4 +1,4 @@
-"""Which secrets a process of a run inherits.
+"""The secrets that a process of a run inherits.
 
 The shell that starts a run often holds keys: HF_TOKEN, WANDB_API_KEY, those of a cloud. A process gets the secrets in
 its row of `NEEDS` and no others; what is no secret is inherited as usual.

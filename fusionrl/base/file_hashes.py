@@ -32,7 +32,7 @@ class Written:
     files: Facts = field(default_factory=dict)
 
 
-def plain_name(name: Any, where: str) -> str:
+def plain_name(name: object, where: str) -> str:
     """`name` if it is the name of a file in the folder itself.
 
     Raises:
@@ -83,7 +83,7 @@ def facts_of(folder: Path, names: Iterable[str]) -> Facts:
     return {name: [(folder / name).stat().st_size, hash_file(folder / name, kind)] for name in names}
 
 
-def check_facts(folder: Path, facts: Any, where: str) -> None:
+def check_facts(folder: Path, facts: object, where: str) -> None:
     """Compare files with their `Facts`, several at a time.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 LENGTH = struct.Struct("!Q")
 
 
-def frame(message: Any) -> bytes:
+def frame(message: object) -> bytes:
     """A message as it is sent."""
     data = pickle.dumps(message)
     return LENGTH.pack(len(data)) + data

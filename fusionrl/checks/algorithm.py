@@ -1,4 +1,4 @@
-"""What is wrong with the flags of the algorithm."""
+"""Errors of the algorithm's flags."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def algorithm_errors(config: Config) -> list[str]:
 
 
 def algorithm_warnings(config: Config) -> list[str]:
-    """What is allowed and hardly meant."""
+    """Return a line for each setting that is allowed but probably not meant."""
     a, rollout, reward = config.algorithm, config.rollout, config.reward
     may_be_otherwise = (  # whoever set one of these may make groups, rewards or advantages of their own
         a.use_opd or a.disable_rewards_normalization or a.loss_type != "policy_loss",

@@ -81,12 +81,12 @@ def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config,
 
 
 def is_model_name(value: str) -> bool:
-    """Whether `value` is no path that exists, and may be OWNER/NAME of the Hub."""
+    """Return whether `value` is no existing path and may be OWNER/NAME of the Hub."""
     return _MODEL.fullmatch(value) is not None and not Path(value).exists()
 
 
 def is_data_name(spec: str) -> bool:
-    """Whether a set of prompts is no path that exists, and may be OWNER/NAME[/CONFIGURATION] of the Hub."""
+    """Return whether a set of prompts is no existing path and may be OWNER/NAME[/CONFIGURATION] of the Hub."""
     match = _DATA.fullmatch(spec)
     if match is None or Path(spec).exists():
         return False
@@ -164,7 +164,7 @@ def _folder_of(files: list[Path]) -> Path:
 
 
 def _has_other_format(folder: Path) -> bool:
-    """Whether there are rows in a format that the package `datasets` reads and fusionrl does not."""
+    """Return whether there are rows in a format that the package `datasets` reads and fusionrl does not."""
     return folder.is_dir() and any(path.suffix in _OTHER_FORMATS for path in folder.rglob("*"))
 
 
@@ -241,7 +241,7 @@ def _partial_snapshot(name: str, kind: str) -> Path | None:
 
 
 def _why_not_reached(name: str, kind: str) -> str | None:
-    """Why the Hub gives nothing of a repository; None: it answers, and has it."""
+    """Return the reason why the Hub gives nothing of a repository; None if it answers and has it."""
     answer: list[str | None] = []
 
     def ask() -> None:

@@ -176,7 +176,7 @@ def _micro_batch(config: Config) -> Limit:
 
 
 def _by_flags(config: Config, response: tuple[int, str], limits: list[Limit]) -> list[str]:
-    """Where the prompts are not known before the run: what the flags allow."""
+    """Check the lengths that the flags allow, where the prompts are not known before the run."""
     prompt, (length, flag) = config.data.rollout_max_prompt_len, response
     limit = min(limits, key=lambda one: one.num_tokens, default=None)
     if prompt is None or limit is None or prompt + length <= limit.num_tokens:

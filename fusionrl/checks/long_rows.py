@@ -1,4 +1,4 @@
-"""How long a text a model takes, and which rows of a set of prompts are the longest."""
+"""The longest text that a model takes, and the longest rows of a set of prompts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from fusionrl.upstream import cpu_megatron
 
 
 def megatron_errors(config: Config, shape: ModelShape, layout: TrainerLayout, device: str) -> list[str]:
-    """What Megatron refuses, one line each with the flag that is to blame, where a single one is.
+    """Return a line for each setting that Megatron refuses, with the flag that causes it if it is a single one.
 
     Args:
         config: with the plan's answers in place of `auto`.
@@ -60,7 +60,7 @@ def megatron_errors(config: Config, shape: ModelShape, layout: TrainerLayout, de
 
 
 def _refusal(build: Callable[[Config], Any], config: Config) -> str | None:
-    """Why Megatron refuses, in one line; None where it does not."""
+    """Return Megatron's reason to refuse in one line; None if it does not."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Whether a run executes programs of the model, and whether this machine can keep them in the sandbox."""
+"""Check that this machine can keep a model's programs in the sandbox, if the run executes any."""
 
 from __future__ import annotations
 

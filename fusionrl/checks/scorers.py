@@ -71,7 +71,7 @@ def _reward_model_errors(config: Config, folder: str) -> list[str]:
 
 
 def _process_model_errors(config: Config, folder: str, shape: ModelShape | None) -> list[str]:
-    """What is wrong with PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
+    """Return the errors of PRIME's reward model: the trainers read it, and it sees the policy's own tokens."""
     where, policy = f"--prm-load {folder}", config.model.hf_checkpoint
     try:
         found = read_model_shape(folder, "--prm-load")
@@ -136,7 +136,7 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _megatron_teacher_errors(folder: str, shape: ModelShape, config: Config) -> list[str]:
-    """What is wrong with a teacher that the trainers compute: in place of their own weights, so of the same shape."""
+    """Return the errors of a teacher that the trainers compute: it replaces their weights for a while."""
     try:
         found = read_model_shape(folder, "--opd-teacher-load")
     except ValueError as error:

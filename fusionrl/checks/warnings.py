@@ -1,4 +1,4 @@
-"""What is allowed and hardly meant: said with the plan, and when a run starts."""
+"""Warnings of settings that are allowed but probably not meant, shown with the plan and when a run starts."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _place(file: Path) -> tuple[Path, str]:
 
 
 def _is_found_by_python(name: str, folder: Path, file: Path) -> bool:
-    """Whether `import name` gives the `file` of a package in `folder` by sys.path alone."""
+    """Return whether `import name` gives the `file` of a package in `folder` by sys.path alone."""
     top = name.partition(".")[0]
     # In this order: to look for a part of a package, Python runs the package's __init__.py.
     return _origin(top) == folder / top / "__init__.py" and _origin(name) == file

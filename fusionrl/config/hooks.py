@@ -165,7 +165,7 @@ def register_hooks(args: Mapping[str, Any]) -> None:
 
 
 def check_hook(field: str, path: str) -> str | None:
-    """What is wrong with the hook `path` of the flag of `field`, or None: it loads and takes the call made of it."""
+    """Return the error of the hook `path` of the flag of `field`, or None if it loads and takes its call."""
     flag = flag_of(field)
     num_positional, keywords, readable = SIGNATURES[field]
     try:

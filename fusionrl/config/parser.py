@@ -126,7 +126,7 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
 
 
 def _read_custom(path: str, errors: list[str]) -> dict[str, Any]:
-    """What --custom-config-path adds to the `args` of hooks."""
+    """Read the values that --custom-config-path adds to the `args` of hooks."""
     import yaml  # tenths of a second: only where there is such a file
 
     where = f"--custom-config-path {path}"

@@ -1,4 +1,4 @@
-"""Which parts a run has: engines, trainers, and what they do. It follows from the mode and the --debug-… flags."""
+"""The parts of a run (engines, trainers) and their work, by the mode and the --debug-… flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fusionrl.config.groups import RolloutGroup
 
 
 def uses_trainers(config: Config) -> bool:
-    """Whether the mode has trainers (the table of modes)."""
+    """Return whether the mode has trainers (the table of modes)."""
     run = config.run
     if run.mode == "eval" or run.debug_rollout_only:
         return False
@@ -15,45 +15,45 @@ def uses_trainers(config: Config) -> bool:
 
 
 def uses_engines(config: Config) -> bool:
-    """Whether the mode has engines (the table of modes)."""
+    """Return whether the mode has engines (the table of modes)."""
     return config.run.mode != "sft" and not config.run.debug_train_only
 
 
 def changes_weights(config: Config) -> bool:
-    """Whether optimizer steps are made; --mode reject-sampling has trainers only to push a checkpoint."""
+    """Return whether optimizer steps are made; --mode reject-sampling has trainers only to push a checkpoint."""
     return uses_trainers(config) and config.run.mode in ("rl", "sft")
 
 
 def has_policy_loss(config: Config) -> bool:
-    """Whether the trainers learn from rewards: the policy, or with --advantage-estimator ppo at least the critic."""
+    """Return whether trainers learn from rewards: the policy, or with --advantage-estimator ppo at least the critic."""
     algorithm = config.algorithm
     is_sft = algorithm.loss_type == "sft_loss" and algorithm.advantage_estimator != "ppo"
     return changes_weights(config) and config.run.mode == "rl" and not is_sft
 
 
 def generates(config: Config) -> bool:
-    """Whether engines answer prompts to train on or to choose from."""
+    """Return whether engines answer prompts to train on or to choose from."""
     return uses_engines(config) and config.run.mode != "eval"
 
 
 def evaluates(config: Config) -> bool:
-    """Whether engines answer the evaluation sets, where there are any."""
+    """Return whether engines answer the evaluation sets, if there are any."""
     run = config.run
     return run.mode == "eval" or (run.mode == "rl" and not (run.debug_rollout_only or run.debug_train_only))
 
 
 def validates(config: Config) -> bool:
-    """Whether trainers report the loss of the evaluation sets, where there are any."""
+    """Return whether trainers report the loss of the evaluation sets, if there are any."""
     return config.run.mode == "sft" and not config.run.debug_rollout_only
 
 
 def saves(config: Config) -> bool:
-    """Whether the loop comes to points where a checkpoint may be saved."""
+    """Return whether the loop comes to points where a checkpoint may be saved."""
     return config.run.mode != "eval" and not config.run.debug_rollout_only
 
 
 def asks_for_routing(config: Config) -> bool:
-    """Whether the default rollout is to ask the engines which experts they chose: no function or file says so."""
+    """Return whether the default rollout asks the engines which experts they chose: no function or file tells it."""
     others = (
         config.rollout.custom_generate_function_path,
         config.reward.custom_convert_samples_to_train_data_path,

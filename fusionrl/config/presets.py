@@ -59,7 +59,7 @@ OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens
 
 
 def with_preset(values: dict[str, Any]) -> dict[str, Any]:
-    """What `values` (flags that were given) come to with the preset that they name, if it is one."""
+    """Return `values` (flags that were given) completed by the preset that they name, if they name one."""
     name = values.get("algorithm")
     preset = dict(PRESETS.get(str(name), {}))
     longest = str(values.get("rollout_max_response_len", ""))

@@ -1,4 +1,4 @@
-"""How on/off flags are spelled: `--x` and `--no-x`; a field `no_x` is one flag, `--no-x`, which turns it on."""
+"""Spelling of on/off flags: `--x` and `--no-x`; a field `no_x` is one flag, `--no-x`, which turns it on."""
 
 from __future__ import annotations
 

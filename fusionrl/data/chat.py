@@ -8,14 +8,17 @@ not where a way says it is, the conversation is an error, never a wrong mask.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from fusionrl.data.sample import Sample, Status
 from fusionrl.data.tokenizer import TemplateError, call_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters of the rendered conversation, the end excluded
 STEP_LOSS_MASK = "step_loss_mask"  # key of a message: 0 trains on nothing of that turn
@@ -23,7 +26,7 @@ STEP_LOSS_MASK = "step_loss_mask"  # key of a message: 0 trains on nothing of th
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands before and behind each turn of the assistant. The end is generated too, so it is trained on."""
+    """The text before and after each turn of the assistant. The end is generated too, so it is trained on."""
 
     header: str
     ends: tuple[str, ...]
@@ -61,7 +64,12 @@ class MultiTurnLossMaskGenerator:
         ValueError: an unknown type, or a tokenizer that has no chat template or gives no character offsets.
     """
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "auto", template_kwargs: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tokenizer_type: str = "auto",
+        template_kwargs: Mapping[str, object] | None = None,
+    ):
         if tokenizer_type not in LOSS_MASK_TYPES:
             known = ", ".join(LOSS_MASK_TYPES)
             raise ValueError(f"--loss-mask-type {tokenizer_type}: unknown; known are {known}")
@@ -235,8 +243,8 @@ class MultiTurnLossMaskGenerator:
         return mask
 
 
-def is_trained(message: dict[str, Any]) -> bool:
-    """Whether the turn of an assistant's message is trained on, by its `step_loss_mask`.
+def is_trained(message: Mapping[str, object]) -> bool:
+    """Return whether the turn of an assistant's message is trained on, by its `step_loss_mask`.
 
     Raises:
         ValueError: the mask is neither 0 nor 1.
@@ -248,7 +256,7 @@ def is_trained(message: dict[str, Any]) -> bool:
 
 
 def _said(message: dict[str, Any]) -> list[str]:
-    """What must stand in the rendered turn, whatever the template: the text behind a thought, and names of tools."""
+    """Return the texts that every template must render in the turn: the text after a thought, and names of tools."""
     content = message.get("content") or ""
     parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
@@ -285,7 +293,7 @@ _MARK = "assistantsays"
 
 def tokens_after_assistant(
     messages: list[dict[str, Any]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     end_token: int | None,
     template_kwargs: dict[str, Any] | None = None,
@@ -318,7 +326,7 @@ def tokens_after_assistant(
     )
 
 
-def _dummies(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _dummies(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
     """Assistant messages with the mark near their end: one that calls tools, as templates may demand; a plain one."""
     calls = [
         {
@@ -336,11 +344,11 @@ def _dummies(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _continuation(
     assistant: dict[str, Any],
     messages: list[dict[str, Any]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     end_token: int | None,
     kwargs: dict[str, Any],
 ) -> list[int]:
-    def render(conversation: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def render(conversation: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **kwargs}
         return call_template(tokenizer.apply_chat_template, conversation, **options)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ _LISTS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teache
 _TEXTS: dict[str, tuple[type, ...]] = {"response": (str,), "prompt": (str, list)}
 
 
-def _check_row(row: dict[str, Any]) -> None:
+def _check_row(row: Mapping[str, object]) -> None:
     for name in _LISTS:
         values = row.get(name)
         if values is None:
@@ -144,7 +145,7 @@ def _check_row(row: dict[str, Any]) -> None:
         _check_reward(name, row.get(name))
 
 
-def _check_reward(name: str, reward: Any) -> None:
+def _check_reward(name: str, reward: object) -> None:
     """A dict may hold texts and null beside its numbers: the reward `dapo` keeps the answer that it found."""
     if isinstance(reward, dict) and name == "reward":
         for key, value in reward.items():

@@ -1,4 +1,4 @@
-"""What a user's conversion function returns (slime's dict of lists), as samples of which shards are made."""
+"""Samples from the return value of a user's conversion function (slime's dict of lists)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KNOWN = (
 
 
 def samples_of(
-    data: Any, originals: Sequence[Sample], flag: str
+    data: object, originals: Sequence[Sample], flag: str
 ) -> tuple[list[Sample], list[float], list[float], dict[str, list[Any]]]:
     """Samples, rewards, raw rewards and a user's own columns, of `data`: name -> list with one entry a sample.
 

@@ -36,7 +36,7 @@ class _Group:
 
 
 class Findings:
-    """What was found in the rows of one set."""
+    """Findings in the rows of one set."""
 
     def __init__(self) -> None:
         self.num_rows = 0

@@ -6,10 +6,10 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from fusionrl.data.template_probe import Messages, TemplateProbe, writes_parts_a
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["PromptColumns", "PromptDataset", "check_file", "load_conversations", "load_prompts", "render_prompt"]
 
 
@@ -42,7 +45,7 @@ class PromptDataset:
 
 @dataclass
 class FileCheck:
-    """What a look at all rows of a set found: one text a cause, each with its places."""
+    """Findings of one look at all rows of a set: one text a cause, each with its places."""
 
     num_rows: int
     errors: list[str]
@@ -102,13 +105,13 @@ def template_probe(
     return TemplateProbe(files, columns.chat_template_kwargs or {}, confirm, for_answer=not is_sft)
 
 
-def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Texts that a loaded tokenizer reads as one control token."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return tuple(sorted({*getattr(tokenizer, "all_special_tokens", ()), *(str(one) for one in added if one.special)}))
 
 
-def metadata_and_tools(row: dict[str, Any], columns: PromptColumns) -> tuple[dict[str, Any], list[Any] | None]:
+def metadata_and_tools(row: Mapping[str, object], columns: PromptColumns) -> tuple[dict[str, Any], list[Any] | None]:
     """Both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
 
     Raises:
@@ -141,7 +144,7 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
 
 
 def load_prompts(
-    path: str | Path, tokenizer: Any, columns: PromptColumns, flag: str = "--prompt-data"
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, flag: str = "--prompt-data"
 ) -> PromptDataset:
     """Read, render and tokenize every prompt of a file.
 
@@ -183,7 +186,7 @@ def load_prompts(
 
 
 def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
-    """Whether a text is over the limit of tokens by its characters alone: counting its tokens could take minutes.
+    """Return whether a text exceeds the limit of tokens by its characters alone: counting tokens could take minutes.
 
     Raises:
         ValueError: there is no limit, and the text has more characters than are counted.
@@ -198,7 +201,9 @@ def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
     return False
 
 
-def render_prompt(prompt: str | list[dict[str, Any]], tokenizer: Any, columns: PromptColumns, tools: Any = None) -> str:
+def render_prompt(
+    prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: Any = None
+) -> str:
     """The text of a prompt: by the chat template when asked, as it stands otherwise.
 
     Raises:

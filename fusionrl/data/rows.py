@@ -1,4 +1,4 @@
-"""Where prompts stand: `[NAME=]PATH[:SPLIT][@[START:STOP]]`, and the rows of what it names.
+"""Paths of prompts, `[NAME=]PATH[:SPLIT][@[START:STOP]]`, and the rows that such a path names.
 
 PATH is a .jsonl, .json or .parquet file, a folder of such files with its splits in their names (`data.shards`), or a
 folder that `datasets.save_to_disk` wrote. The last is read by pyarrow alone: its `state.json` lists Arrow stream files,
@@ -101,7 +101,7 @@ def read_rows(spec: str | Path, flag: str = "--prompt-data") -> Iterator[tuple[s
 
 
 def line_finding(error: ValueError) -> Finding:
-    """What is wrong with a line that is no row."""
+    """Return the finding of a line that is no row."""
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return Finding("not valid JSON", str(error))
     if isinstance(error, DuplicateKey):
@@ -242,7 +242,7 @@ def _numbered(batches: Iterable[Any]) -> Iterator[tuple[str, Row | ValueError]]:
 
 
 def _is_clean(column: Any, depth: int = 1) -> bool:
-    """Whether all values of a column are what a CleanRow may hold; False also where a quick look cannot say so."""
+    """Return whether a CleanRow may hold all values of a column; False also where a quick look cannot say so."""
     from pyarrow import types
 
     kind = column.type

@@ -14,7 +14,7 @@ from fusionrl.observe.values import to_jsonable
 
 
 class Status(str, Enum):
-    """How far a sample has come. FAILED: its generation or reward failed; it is reported and not trained on."""
+    """Progress of a sample. FAILED: its generation or reward failed; it is reported and not trained on."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -230,7 +230,7 @@ class Sample:
 
 
 def is_trained_on(sample: Sample) -> bool:
-    """Whether its tokens may be trained on, as far as its status goes: it is neither removed, failed nor aborted."""
+    """Return whether its status lets its tokens be trained on: it is neither removed, failed nor aborted."""
     return not sample.remove_sample and sample.status not in (Status.FAILED, Status.ABORTED)
 
 
@@ -279,7 +279,7 @@ def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.concatenate([first, second.astype(first.dtype, copy=False)])
 
 
-def reward_value(reward: Any, key: str | None, flag: str) -> float:
+def reward_value(reward: object, key: str | None, flag: str) -> float:
     """One number out of a reward that may be a dict.
 
     Raises:

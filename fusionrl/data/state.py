@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -30,7 +31,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     return {"status": Status(sample.status).value} | {name: pack(value) for name, value in values.items()}
 
 
-def unpack_sample(data: dict[str, Any]) -> Sample:
+def unpack_sample(data: Mapping[str, object]) -> Sample:
     """The inverse of `pack_sample`."""
     values = {name: unpack(value) for name, value in data.items()}
     values["status"] = Status(values["status"])
@@ -40,7 +41,7 @@ def unpack_sample(data: dict[str, Any]) -> Sample:
     return sample
 
 
-def pack(value: Any) -> Any:
+def pack(value: object) -> Any:
     """`value` for JSON."""
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -66,7 +67,7 @@ def pack(value: Any) -> Any:
     return to_jsonable(value)
 
 
-def unpack(value: Any) -> Any:
+def unpack(value: object) -> Any:
     """The inverse of `pack`."""
     if isinstance(value, list):
         return [unpack(item) for item in value]

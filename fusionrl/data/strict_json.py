@@ -86,7 +86,7 @@ def table_row(row: Row) -> Row:
 
 
 def _is_clean(num_keys: int, text: bytes) -> bool:
-    """Whether no key stands twice in an object, of which orjson takes the last, and no text has a NUL.
+    """Return whether no object has a key twice (orjson takes the last), and no text has a NUL.
 
     No key does where there are as many keys as colons; or, if texts have colons, as many as `":`, not counting a quote
     that is a text's own. White space before a colon, and a backslash before a quote that ends a text, would deceive.
@@ -117,7 +117,7 @@ def _num_keys(row: Row) -> int:
     return count
 
 
-def _is_exact(value: Any) -> bool:
+def _is_exact(value: object) -> bool:
     return type(value) is float and -_MAX_EXACT < value < _MAX_EXACT
 
 

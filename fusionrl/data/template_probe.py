@@ -30,15 +30,15 @@ class TemplateProbe:
     """
 
     def __init__(
-        self, files: TokenizerFiles, kwargs: Mapping[str, Any], confirm: Confirm, *, for_answer: bool = True
+        self, files: TokenizerFiles, kwargs: Mapping[str, object], confirm: Confirm, *, for_answer: bool = True
     ) -> None:
         self._files, self._kwargs, self._confirm, self._for_answer = files, dict(kwargs), confirm, for_answer
         self._compiled: dict[str, Any] = {}
         self._known: dict[Hashable, str | None] = {}
         self._num_odd = 0
 
-    def refusal(self, shape: Hashable, messages: Messages, tools: Any, is_odd: bool = False) -> str | None:
-        """Why the template refuses messages of this shape; None where it takes them.
+    def refusal(self, shape: Hashable, messages: Messages, tools: object, is_odd: bool = False) -> str | None:
+        """Return the reason why the template refuses messages of this shape; None if it takes them.
 
         is_odd  the words matter, too: ask the tokenizer about these very messages
         """
@@ -51,7 +51,7 @@ class TemplateProbe:
             self._known[key] = None if takes else self._confirm(messages, tools)
         return self._known.get(key)
 
-    def _renders(self, messages: Messages, tools: Any) -> bool:
+    def _renders(self, messages: Messages, tools: object) -> bool:
         if self._files.template(bool(tools)) is None:
             return True  # a missing template is an error of its own
         try:
@@ -60,7 +60,7 @@ class TemplateProbe:
             return False
         return not writes_parts_as_python(messages, rendered)
 
-    def render(self, messages: Messages, tools: Any) -> str:
+    def render(self, messages: Messages, tools: object) -> str:
         """The text of the messages; raises whatever the template raises."""
         text = self._files.template(bool(tools)) or ""
         variables: dict[str, Any] = {**self._files.named_tokens, **self._kwargs, "messages": messages, "tools": tools}
@@ -70,12 +70,12 @@ class TemplateProbe:
 
 
 def writes_parts_as_python(messages: Messages, rendered: str) -> bool:
-    """Whether a content that is a list of parts was written as Python prints a list, which no model has seen."""
+    """Return whether a content that is a list of parts was written as Python prints a list: no model has seen that."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     return any(repr(part) in rendered for part in parts if isinstance(part, dict))
 
 
-def signature(value: Any) -> Hashable:
+def signature(value: object) -> Hashable:
     """Kinds of values and keys of objects, down to the leaves; equal for values that differ in their texts alone."""
     if isinstance(value, dict):
         return tuple((key, signature(item)) for key, item in value.items())

@@ -19,7 +19,7 @@ def load_tokenizer(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def call_template(render: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def call_template(render: Callable[..., object], *args: object, **kwargs: object) -> str:
     """Return the text that `render(*args, **kwargs)` makes by a chat template.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a tokenizer's files say about chat templates and special tokens, without the seconds that loading it takes."""
+"""Chat templates and special tokens from a tokenizer's files, without the seconds that loading it takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_tokenizer_files(folder: str | Path) -> TokenizerFiles:
     return TokenizerFiles(_templates(folder, config), tokens, tuple(sorted(special - {""})))
 
 
-def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     found = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(found, str):
@@ -77,7 +77,7 @@ def _object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _text(token: Any) -> str | None:
+def _text(token: object) -> str | None:
     """Files hold a token as its text, or as an object with its text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None

@@ -113,7 +113,7 @@ class TrainShard:
         return np.split(self.fields[name], np.cumsum(lengths)[:-1])
 
 
-def flat_field(name: str, values: Sequence[Any]) -> np.ndarray:
+def flat_field(name: str, values: Sequence[object]) -> np.ndarray:
     """Join per-sample values of the field `name` into its flat array.
 
     Raises:

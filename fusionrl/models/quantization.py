@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fusionrl.models.shape import read_hf_config
 from fusionrl.models.weight_files import tensor_names
@@ -60,7 +60,7 @@ def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> Bloc
     return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", quantized)
 
 
-def _checked_block(quantization: dict[str, Any], where: str) -> tuple[int, int]:
+def _checked_block(quantization: Mapping[str, object], where: str) -> tuple[int, int]:
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8":
         raise ValueError(f"{where} quant_method {method!r}, which weights cannot be pushed in; {_CURE}")

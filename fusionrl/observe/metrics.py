@@ -48,7 +48,7 @@ class MetricsSink:
             # The attempt before was killed while it wrote: its half line must not swallow our first one.
             self._file.write(b"\n")
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, object]) -> None:
         """Append the metrics of `step`; may be called several times for one step (training, then evaluation).
 
         numpy and torch scalars are accepted. NaN and infinities are written as null and named under

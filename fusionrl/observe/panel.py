@@ -49,7 +49,7 @@ ASCII = Glyphs("_.:-=+*#", "-", "#", ".", "#=-", "|/-\\", "-", "~")
 
 @dataclass(frozen=True)
 class Look:
-    """How to write to a stream: glyphs, colour, number of columns."""
+    """Form of the output to a stream: glyphs, colour, number of columns."""
 
     glyphs: Glyphs
     color: bool

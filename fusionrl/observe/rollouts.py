@@ -119,7 +119,7 @@ class RolloutWriter:
             raise ValueError(f"rollout kind {kind!r} is no file name; use letters, digits, '_', '-'")
         return _write_rows(self.folder / f"step_{step_of(rollout_id, kind):06d}.{kind}.a{attempt}.jsonl", rows)
 
-    def write_trained(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    def write_trained(self, path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
         """Write what the trainers found out about the samples of the rollout file `path`; as `write`."""
         path = trained_file(path)
         path.parent.mkdir(exist_ok=True)
@@ -131,7 +131,7 @@ def trained_file(path: Path) -> Path:
     return path.parent / "trained" / path.name
 
 
-def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+def _write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
     if path.exists():
         raise FileExistsError(f"{path} exists; rollouts are never overwritten, a resume raises the attempt")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -74,7 +74,7 @@ class RunDir:
             folder.mkdir(exist_ok=True)
         self.attempt = next_attempt(self.path)
 
-    def write_config(self, config: Mapping[str, Any]) -> Path:
+    def write_config(self, config: Mapping[str, object]) -> Path:
         """Write the resolved configuration, less passwords in URLs, and return the file that holds it.
 
         A resume whose configuration equals the last one written adds no file.
@@ -227,7 +227,7 @@ def _alive(holder: Mapping[str, Any]) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process started, as "<boot id>/<clock ticks since boot>"; None where there is no /proc."""
+    """Return the start of the process as "<boot id>/<clock ticks since boot>"; None where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         stat = Path(f"/proc/{pid}/stat").read_text()

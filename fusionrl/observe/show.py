@@ -298,7 +298,7 @@ def _is_equal(group: Sequence[Entry]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) < _EQUAL
 
 
-def reward_number(reward: Any, key: str | None) -> float | None:
+def reward_number(reward: object, key: str | None) -> float | None:
     """A sample's reward as one number: of a dict that under `key`, or its only one; None where there is none."""
     if isinstance(reward, dict):
         only = next(iter(reward.values())) if len(reward) == 1 else None
@@ -340,7 +340,7 @@ def _field(name: str, text: str, limit: int, paint: Paint) -> list[str]:
     return [f"  {paint(f'{name:<9}', CYAN)}{first}", *(f"  {' ' * 9}{line}" for line in rest)]
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(part, dict) and "content" in part for part in value):
@@ -348,7 +348,7 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ("none" if value is None else json.dumps(value))
 
 

@@ -31,7 +31,7 @@ def to_scalar(key: str, value: object) -> Scalar:
     raise ValueError(f"metric {key!r} is a {type(value).__name__} ({value!r}); log a number or a string")
 
 
-def to_jsonable(value: Any) -> Any:
+def to_jsonable(value: object) -> Any:
     """`value` with arrays and tensors as nested lists, enums as their values, NaN and infinities as null.
 
     An object of no known kind (a user may put anything into a sample's metadata) becomes its `repr`: a file
@@ -67,7 +67,7 @@ def _key(key: object) -> str:
     return key if isinstance(key, str) else str(key)
 
 
-def json_line(row: Mapping[str, Any]) -> bytes:
+def json_line(row: Mapping[str, object]) -> bytes:
     """`row` as one line of strict JSON in UTF-8, newline included; NaN and infinities are null.
 
     Numbers of an array have as many digits as tell them from others of its type: those of a float32 array are read back

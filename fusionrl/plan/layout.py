@@ -111,7 +111,7 @@ class TrainerLayout:
         return [rank for rank in range(self.world_size) if self.coordinates(rank).dp == dp]
 
 
-def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
+def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, object]) -> list[str]:
     """List the sizes of the model that a layout does not divide, with the arithmetic, one line each.
 
     Args:

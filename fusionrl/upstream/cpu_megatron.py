@@ -70,36 +70,36 @@ def is_needed() -> bool:
 class _Event:
     """A CUDA event on a device where everything has happened by the time it is asked."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: object = None) -> None: ...
 
-    def wait(self, stream: Any = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, other: object) -> float:
         return 0.0
 
 
 class _Stream:
     """A CUDA stream on a device that runs everything in order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def __enter__(self) -> _Stream:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
+    def wait_event(self, event: object) -> None: ...
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: object = None) -> Any:
         return event or _Event()
 
     def synchronize(self) -> None: ...
@@ -130,10 +130,10 @@ def patch() -> None:
         return
     from megatron.core.tensor_parallel import random as tp_random
 
-    def get_rng_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_rng_state(device: object = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    def set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
     tp_random._get_cuda_rng_state, tp_random._set_cuda_rng_state = get_rng_state, set_rng_state
@@ -155,7 +155,7 @@ def _patch_exchange() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
@@ -196,7 +196,7 @@ def _install_cuda_functions() -> None:
     cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(int(seed)) and None
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"
@@ -205,7 +205,7 @@ def _is_cuda(device: Any) -> bool:
 def _install_factories() -> None:
     def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
             if kwargs:
                 if _is_cuda(kwargs.get("device")):
                     kwargs["device"] = "cpu"
@@ -226,14 +226,14 @@ def _install_factories() -> None:
 def _install_tensor_methods() -> None:
     tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if args and _is_cuda(args[0]):
             args = ("cpu", *args[1:])
         if kwargs and _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return tensor_to(self, *args, **kwargs)
 
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> Any:
         if dtype is None and not args and not kwargs:
             name = tensor_type(self)
             return name if self.is_cuda else name.replace("torch.", "torch.cuda.", 1)

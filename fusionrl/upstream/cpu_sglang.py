@@ -63,7 +63,7 @@ class _StandInModule(types.ModuleType):
         setattr(self, name, value)
         return value
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if not _is_triton(self.__name__):
             raise _refuse(self.__name__)
         if len(args) == 1 and callable(args[0]) and not kwargs:
@@ -81,12 +81,12 @@ def _is_triton(full_name: str) -> bool:
     return full_name.split(".")[0] == "triton"
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: object) -> Any:
     return value
 
 
 def _make_class(full_name: str) -> type:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
         # triton.Config(...) is built in decorator arguments at import time.
         if not _is_triton(full_name):
             raise _refuse(full_name)

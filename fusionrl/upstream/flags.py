@@ -198,7 +198,7 @@ def parse_megatron(field: str, values: list[str]) -> dict[str, Any]:
     return {kind: _convert(fields[kind][name], values) for kind in kinds}
 
 
-def _convert(hint: Any, values: list[str]) -> Any:
+def _convert(hint: object, values: list[str]) -> Any:
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     options = tuple(option for option in options if option is not type(None))
     if not values:

@@ -283,7 +283,7 @@ class _OutputNorm(MegatronModule):
         super().__init__(config, *args, **kwargs)
         self.output_norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         """Run the module, and normalise the first tensor that it returns, [s, b, h]."""
         output, bias = super().forward(*args, **kwargs)
         return self.output_norm(output), bias

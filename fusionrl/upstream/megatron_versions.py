@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -45,7 +46,7 @@ def without_te() -> None:
     resolver._mla_fused_linear_or_default = projection
 
 
-def save_request(state: dict[str, Any], folder: str, metadata: dict[str, Any]) -> Any:
+def save_request(state: Mapping[str, object], folder: str, metadata: Mapping[str, object]) -> Any:
     """Megatron's AsyncRequest for saving `state` in `folder`: planned over all ranks, nothing of it written yet."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy

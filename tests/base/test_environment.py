@@ -26,7 +26,7 @@ from fusionrl.base.environment import (
     without_secrets,
 )
 
-DOCS = Path(__file__).parents[1] / "docs" / "security.md"
+DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 SECRETS = """
     HF_TOKEN HUGGING_FACE_HUB_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN VAULT_TOKEN
     OPENAI_API_KEY GOOGLE_APPLICATION_CREDENTIALS AZURE_STORAGE_CONNECTION_STRING GITHUB_TOKEN MLFLOW_TRACKING_PASSWORD
@@ -131,7 +131,7 @@ def test_a_reward_worker_has_the_secrets_of_hooks_and_shows_none(
 
 def test_no_child_is_started_with_everything() -> None:
     """Whoever starts a process says its environment; the exceptions are programs that print what a GPU is."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     allowed = {"fusionrl/cli.py": 1}  # nvidia-smi -L
     found = {}
     for path in sorted((root / "fusionrl").rglob("*.py")):

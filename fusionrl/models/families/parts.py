@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.models.families.rules import Rule
@@ -45,7 +45,7 @@ def partial_rotary(raw: dict[str, Any], default: float) -> float:
     return rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or default
 
 
-def refuse(raw: dict[str, Any], *names: str) -> None:
+def refuse(raw: Mapping[str, object], *names: str) -> None:
     """Raise `ValueError` where config.json switches on something that the family's table does not have."""
     for name in names:
         if raw.get(name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
@@ -72,11 +71,11 @@ def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
         yield "--precision bf16 --rollout-dtype bf16", changed
 
 
-def _with(config: Config, group: str, **values: Any) -> Config:
+def _with(config: Config, group: str, **values: object) -> Config:
     return config.model_copy(update={group: getattr(config, group).model_copy(update=values)})
 
 
-def _passed(config: Config, **fields: Any) -> Config:
+def _passed(config: Config, **fields: object) -> Config:
     passed = config.passthrough
     transformer = {name: value for name, value in passed.transformer.items() if name != "recompute_modules"}
     return config.model_copy(update={"passthrough": passed.model_copy(update={"transformer": transformer | fields})})

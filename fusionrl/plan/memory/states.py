@@ -64,7 +64,7 @@ class StateOptions:
         )
 
 
-def _width(dtype: Any) -> int:
+def _width(dtype: object) -> int:
     name = str(dtype).lower()
     return 1 if "8" in name else 2 if "16" in name else 4
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, stage_layers
@@ -83,7 +82,7 @@ def trainer_memory(
     batch: BatchOptions,
     states: StateOptions,
     activations: ActivationOptions,
-    transformer: Mapping[str, Any],
+    transformer: Mapping[str, object],
 ) -> tuple[StageMemory, ...]:
     """Memory of a rank of each stage. `transformer`: passed-through fields of Megatron's TransformerConfig."""
     stages = stage_layers(layout, shape.num_layers, transformer) or even_stages(layout, shape.num_layers)
@@ -100,7 +99,7 @@ def _stage(
     batch: BatchOptions,
     states: StateOptions,
     activations: ActivationOptions,
-    transformer: Mapping[str, Any],
+    transformer: Mapping[str, object],
     stage: int,
     layers: Sequence[int],
     parameters: StageParameters,
@@ -184,7 +183,7 @@ def _weight_gradients(
     states: StateOptions,
     options: ActivationOptions,
     parameters: StageParameters,
-    transformer: Mapping[str, Any],
+    transformer: Mapping[str, object],
     table: int,
     is_last: bool,
 ) -> tuple[float, float]:

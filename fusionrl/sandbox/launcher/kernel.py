@@ -6,10 +6,6 @@ import ctypes
 import os
 import struct
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -19,14 +15,14 @@ class CannotStart(Exception):
     """The machine lacks something that the sandbox needs; the text is for the user."""
 
 
-def call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: object) -> None:
     """Call a libc function that returns 0. Raises OSError otherwise."""
     if getattr(libc, name)(*arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
-def syscall(name: str, number: int, *arguments: Any) -> int:
+def syscall(name: str, number: int, *arguments: object) -> int:
     """Make a system call by its number; integers travel as 64 bits. Raises OSError if it fails."""
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = int(libc.syscall(ctypes.c_long(number), *wide))

@@ -1,4 +1,4 @@
-"""Which files the code sees: system libraries, its interpreter and its own folder, and nothing else.
+"""The files that the code sees: system libraries, its interpreter and its own folder, and nothing else.
 
 With namespaces that is a root of its own, built of read-only binds; without, rules of Landlock.
 """
