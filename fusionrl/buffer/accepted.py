@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fusionrl.config.groups import RejectSamplingGroup
 from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.values import json_line, write_atomically
 
@@ -24,6 +25,15 @@ class AcceptedSamples:
         self.path, self.threshold, self.per_prompt = path, threshold, per_prompt
         self.summary_path = path.with_name(path.name + ".summary.json")
         self._known: set[bytes] | None = None  # answers that stand in the file; None: not read yet
+        self._is_clean = True  # False: rows of rollouts that are made again have not been dropped yet
+
+    @classmethod
+    def of(cls, flags: RejectSamplingGroup, run_dir: Path, attempt: int) -> AcceptedSamples:
+        """Make that of a run; a later attempt drops what it makes again before it adds its first rollout."""
+        path = Path(flags.reject_sampling_output or run_dir / "accepted.jsonl")
+        made = cls(path, flags.reject_sampling_threshold, flags.reject_sampling_per_prompt)
+        made._is_clean = attempt == 1
+        return made
 
     def add(self, rollout_id: int, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, int]:
         """Append what is accepted of a rollout. Counts of its samples:
@@ -35,6 +45,9 @@ class AcceptedSamples:
         surplus           good, but the prompt has `per_prompt` better ones
         accepted          written
         """
+        if not self._is_clean:
+            self.forget_after(rollout_id - 1)
+            self._is_clean = True
         counts = {"considered": len(samples), "unfinished": 0, "below_threshold": 0, "duplicates": 0, "surplus": 0}
         known = self._answers()
         groups: dict[Any, list[tuple[float, Sample]]] = {}

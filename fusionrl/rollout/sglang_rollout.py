@@ -292,7 +292,8 @@ async def _custom_generate(path: str, args: Any, sample: Sample, params: dict[st
     takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
     keywords = {"evaluation": evaluation} if takes_evaluation else {}
     field, before = "custom_generate_function_path", Before.of(sample)
-    with noting_answers(args) as answers:
+    urls = [getattr(args, "router_url", None), *(getattr(args, "engine_urls", None) or ())]
+    with noting_answers([url for url in urls if url]) as answers:
         result = await awaited_hook(field, path, args, sample, copy.deepcopy(params), **keywords)
     samples = result if isinstance(result, list) else [result]
     made = [one for one in samples if isinstance(one, Sample)]

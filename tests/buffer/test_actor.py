@@ -135,7 +135,7 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
     assert status["offset"] == 4
     assert run(made.status())["phase"] == "idle"
     # Its prompts came back, and the next rollout begins with them.
-    assert [group[0].prompt for group in made._source.buffer] == ["p0", "p1", "p2", "p3"]
+    assert [group[0].prompt for group in made.source.hooked.buffer] == ["p0", "p1", "p2", "p3"]
 
 
 def test_groups_that_are_missing_are_asked_for_again(buffer: MakeBuffer, notes: Any) -> None:
@@ -351,7 +351,7 @@ def test_a_users_own_data_source_keeps_its_own_state(buffer: MakeBuffer, tmp_pat
     run(made.save(str(tmp_path / "s.json"), 0))
     resumed = buffer(attempt=2, data_source_path=f"{HOOKS}:OwnSource")
     run(resumed.load(str(tmp_path / "s.json")))
-    assert resumed._source.position == 4
+    assert resumed.source.hooked.position == 4
 
 
 def test_a_source_derived_as_with_slime_saves_its_own_part_too(buffer: MakeBuffer, tmp_path: Path) -> None:
@@ -359,11 +359,11 @@ def test_a_source_derived_as_with_slime_saves_its_own_part_too(buffer: MakeBuffe
     made = buffer(data_source_path=path)
     run(made.generate(0))
     run(made.save(str(tmp_path / "s.json"), 0))
-    wanted = [[s.to_dict() for s in group] for group in made._source.get_samples(3)]
+    wanted = [[s.to_dict() for s in group] for group in made.source.hooked.get_samples(3)]
     resumed = buffer(attempt=2, data_source_path=path)
     run(resumed.load(str(tmp_path / "s.json")))
-    assert resumed._source.num_calls == 1
-    assert [[s.to_dict() for s in group] for group in resumed._source.get_samples(3)] == wanted
+    assert resumed.source.hooked.num_calls == 1
+    assert [[s.to_dict() for s in group] for group in resumed.source.hooked.get_samples(3)] == wanted
 
 
 def test_a_mixture_reports_each_set_and_goes_on_exactly(
@@ -386,7 +386,7 @@ def test_a_mixture_reports_each_set_and_goes_on_exactly(
     assert run(resumed.state_hash()) == run(made.state_hash())
     wanted, found = run(made.generate(1)), run(resumed.generate(1))
     assert [s.fields["rewards"].tolist() for s in found.shards] == [s.fields["rewards"].tolist() for s in wanted.shards]
-    assert resumed._source.num_drawn == made._source.num_drawn == {"math": 6, "code": 2}
+    assert resumed.source.hooked.num_drawn == made.source.hooked.num_drawn == {"math": 6, "code": 2}
     with pytest.raises(ValueError, match=r"--prompt-data-weights: .* \(3/4, 1/4\); a resume needs the same"):
         run(buffer(attempt=2, **flags | {"prompt_data_weights": [1, 1]}).load(str(tmp_path / "s.json")))
     with pytest.raises(ValueError, match="has 1 sets now, but had 2"):

@@ -19,6 +19,7 @@ from fusionrl.rollout import sglang_rollout, versions
 from fusionrl.rollout.versions import Answers, Before, fill_versions, note_answer, noting_answers, take_warnings
 
 URL = "http://engine:1"
+URLS = [URL, "http://engine:2"]
 ARGS = argparse.Namespace(router_url=URL, engine_urls=["http://engine:2"])
 
 
@@ -48,7 +49,7 @@ def forget_warnings() -> None:
 
 
 def filled(sample: Sample, *answers: dict[str, Any], before: Before | None = None, **options: Any) -> Any:
-    with noting_answers(ARGS, **options) as noted:
+    with noting_answers(URLS, **options) as noted:
         for one in answers:
             note_answer(f"{URL}/generate", one)
     fill_versions([sample], noted, "--custom-generate-function-path f", before)
@@ -121,7 +122,7 @@ def test_a_sample_of_an_earlier_rollout() -> None:
 
 
 def test_only_the_policys_engines_are_heard() -> None:
-    with noting_answers(ARGS) as noted:
+    with noting_answers(URLS) as noted:
         for number, url in enumerate(("http://judge:1", "http://engine:11", "http://engine:2", URL)):
             note_answer(f"{url}/generate", answer([5], str(number)))
         note_answer(f"{URL}/flush_cache", {"success": True})
@@ -129,7 +130,7 @@ def test_only_the_policys_engines_are_heard() -> None:
     assert noted.versions == {2, 3}
     note_answer(f"{URL}/generate", answer([5], "6"))
     assert noted.versions == {2, 3}, "the call is over"
-    with noting_answers(argparse.Namespace()) as nobody:
+    with noting_answers([]) as nobody:
         note_answer("http://anything/generate", answer([5], "6"))
     assert not nobody.versions
 
