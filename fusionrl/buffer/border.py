@@ -5,11 +5,37 @@ from __future__ import annotations
 import argparse
 import copy
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import call_hook, flag_of
 from fusionrl.plan.plan import Plan
+
+_GROUPS = ("rollout", "reward")  # of the flags of the Buffer's hooks
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A user's function of one flag. What it raises names the flag and the function."""
+
+    field: str
+    path: str
+
+    @property
+    def where(self) -> str:
+        """Flag and function, as messages begin."""
+        return f"{flag_of(self.field)} {self.path}"
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            HookError: whatever it raised.
+        """
+        return call_hook(self.field, self.path, *given)
 
 
 class HookBorder:
@@ -31,6 +57,11 @@ class HookBorder:
     def begin(self) -> None:
         """Begin a rollout or an evaluation: `args` are built anew."""
         self._built = None
+
+    def hook(self, field: str) -> Hook | None:
+        """Return the function of the flag of `field`; None where the user gives none."""
+        path = next(path for group in _GROUPS if (path := getattr(getattr(self._config, group), field, "")) != "")
+        return Hook(field, path) if path else None
 
     def args(self) -> argparse.Namespace:
         """Return a copy of the flags for one call of a hook, with slime's names for what the run adds."""

@@ -10,13 +10,12 @@ from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.functions import RolloutFunctions
 from fusionrl.buffer.source import PromptSource
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import call_hook
 from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import batched_async_rm
 from fusionrl.rollout.sglang_rollout import apply_filter
 from fusionrl.rollout.teacher import score_samples
-from fusionrl.rollout.types import RolloutFnTrainOutput, as_train_output, check_samples, flatten
+from fusionrl.rollout.types import Limits, RolloutFnTrainOutput, as_train_output, check_samples, flatten
 from fusionrl.rollout.versions import fill_versions, noting_answers
 
 DROPPED = "rollout/dropped_"  # metrics of this prefix count groups; they add up over calls
@@ -101,16 +100,22 @@ class Collector:
     def _choose(self, groups: list[list[Sample]]) -> list[Sample]:
         """Cut the groups to the batch, between the hooks that see all and that filter; number and check them."""
         assert self._plan.batch is not None
-        options, args = self._config.rollout, self._border.args()
-        if path := options.rollout_all_samples_process_path:
-            call_hook("rollout_all_samples_process_path", path, args, groups, self._source.hooked.get_samples)
+        border, path = self._border, self._config.rollout.rollout_function_path
+        if show_all := border.hook("rollout_all_samples_process_path"):
+            show_all(border.args(), groups, self._source.hooked.get_samples)
         groups = groups[: self._plan.batch.num_prompts]
-        if path := options.rollout_sample_filter_path:
-            call_hook("rollout_sample_filter_path", path, args, groups)
+        if mark_removed := border.hook("rollout_sample_filter_path"):
+            mark_removed(border.args(), groups)
         for position, group in enumerate(groups):
             _number_group(group, position)
-            check_samples("rollout_function_path", options.rollout_function_path, group, args)
+            check_samples("rollout_function_path", path, group, limits_of(self._plan))
         return flatten(groups)
+
+
+def limits_of(plan: Plan) -> Limits:
+    """Return the limits of the plan's model, against which numbers in samples are checked."""
+    moe = plan.shape.moe
+    return Limits(plan.shape.vocab_size, moe.num_experts if moe is not None else None)
 
 
 def _number_group(group: list[Sample], position: int) -> None:

@@ -13,7 +13,6 @@ from fusionrl.buffer.functions import RolloutFunctions
 from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.hooks import call_hook
 from fusionrl.data.prompts import PromptColumns, load_conversations
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.rollouts import RolloutWriter
@@ -53,9 +52,8 @@ class Evaluation:
             rows = (sample.to_row() for sample in found.get("samples", []))
             self._writer.write(rollout_id, self._attempt, rows, kind=f"eval-{name}")
         self._write_summary(rollout_id, result.data)
-        path, name = self._config.rollout.custom_eval_rollout_log_function_path, "custom_eval_rollout_log_function_path"
-        args = self._border.args()
-        itself = path is not None and call_hook(name, path, rollout_id, args, result.data, result.metrics)
+        log = self._border.hook("custom_eval_rollout_log_function_path")
+        itself = log is not None and log(rollout_id, self._border.args(), result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),
             **{f"eval/reward_{reason}": float(count) for reason, count in take_lost().items()},

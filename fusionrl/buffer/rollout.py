@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionrl.buffer.accepted import AcceptedSamples
-from fusionrl.buffer.batches import CutShards, cut, pair_up, training_samples
 from fusionrl.buffer.border import HookBorder
-from fusionrl.buffer.collect import Collected, Collector
+from fusionrl.buffer.build import CutShards, cut
+from fusionrl.buffer.choose import choose
+from fusionrl.buffer.collect import Collected, Collector, limits_of
 from fusionrl.buffer.replay import load_samples, save_samples
 from fusionrl.buffer.report import report
-from fusionrl.buffer.scores import Scored, score
-from fusionrl.buffer.staleness import training_version
+from fusionrl.buffer.scores import score
 from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
@@ -64,51 +64,40 @@ class RolloutStages:
         Raises:
             HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
         """
+        if self._config.run.load_debug_rollout_data:
+            pushed_version = None  # the versions in the file are those of another run
+        return self._pass_on(rollout_id, self._take(rollout_id), pushed_version, since)
+
+    def _take(self, rollout_id: int) -> Collected:
+        """Collect the samples, or read those of --load-debug-rollout-data."""
         run = self._config.run
         if run.load_debug_rollout_data:
             collected = Collected(load_samples(run.load_debug_rollout_data, rollout_id, self._plan))
-            pushed_version = None  # their versions are those of another run
         else:
             collected = self._collector.collect(rollout_id)
-        return self._pass_on(rollout_id, collected, pushed_version, since)
+        if run.save_debug_rollout_data:
+            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
+        return collected
 
     def _pass_on(self, rollout_id: int, collected: Collected, pushed_version: int | None, since: float) -> Rollout:
         """Take the samples through the stages behind the collection."""
-        run = self._config.run
-        if run.save_debug_rollout_data:
-            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
-        version = training_version(collected.samples, pushed_version)
-        scored = score(collected.samples, self._config, self._border)
-        told = report(rollout_id, scored, collected.metrics, version, since, self._border, self._config)
-        if run.mode != "sft":
-            self._write(rollout_id, scored)
-        counts: dict[str, int] = {}
-        if run.mode == "reject-sampling":
-            counts = self._accepted.add(rollout_id, scored.samples, scored.raw)
-        told.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
-        del collected  # `cut` takes the samples out of the last list that holds them
-        made = self._cut(rollout_id, scored, version)
+        config, border, mode = self._config, self._border, self._config.run.mode
+        samples = collected.samples
+        counts, made, path = dict[str, int](), CutShards[Any](), None
+        scored = score(samples, config, border)
+        told = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
+        if mode != "sft":
+            path = self._writer.write(rollout_id, self._attempt, (s.to_row() for s in samples), kind="train")
+        if mode == "reject-sampling":
+            counts = self._accepted.add(rollout_id, samples, scored.raw)
+            told.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
+        elif self._plan.balance is not None and self._plan.batch is not None and mode != "eval":
+            chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
+            if path is not None:
+                self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
+            del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
+            made = cut(chosen, self._plan, rollout_id, told.version, self._put)
+        accepted, shown = counts.get("accepted", 0), told.glimpses
         return Rollout(
-            rollout_id,
-            made.shards,
-            told.metrics,
-            counts.get("accepted", 0),
-            made.auxiliary,
-            facts=told.facts,
-            glimpses=told.glimpses,
+            rollout_id, made.shards, told.metrics, accepted, made.auxiliary, facts=told.facts, glimpses=shown
         )
-
-    def _write(self, rollout_id: int, scored: Scored) -> None:
-        rows = (sample.to_row() for sample in scored.samples)
-        path = self._writer.write(rollout_id, self._attempt, rows, kind="train")
-        self.trained.wrote(path, scored.samples)
-
-    def _cut(self, rollout_id: int, scored: Scored, version: int | None) -> CutShards[Any]:
-        """Cut what is trained on; no shards in a run without trainers, or whose trainers learn nothing."""
-        if self._plan.balance is None or self._plan.batch is None or self._config.run.mode not in ("rl", "sft"):
-            return CutShards()
-        chosen = training_samples(scored, self._config, self._border)
-        if self._config.run.mode == "rl" and self._config.algorithm.policy_loss == "dpo":
-            chosen = pair_up(chosen, self._plan.batch.num_steps)
-        self.trained.gave(rollout_id, chosen.samples, chosen.has_indices)
-        return cut(chosen, self._plan, rollout_id, version, self._put)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.config import Config
-from fusionrl.data.pairs import best_and_worst
 from fusionrl.data.sample import Sample, Status, is_trained_on, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.text import ending, shorten
@@ -74,7 +73,7 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     if not values.size:
         return True
     if algorithm.policy_loss == "dpo":
-        return not best_and_worst(samples, rewards)
+        return not _has_pair(samples, rewards)
     if algorithm.use_opd or estimator == "ppo" or (estimator == "prime" and config.prm.prm_process_coef != 0):
         return False
     tiny = 1e-12 * max(1.0, float(np.abs(values).max()))
@@ -84,6 +83,15 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     if estimator == "reinforce_plus_plus":
         is_whitened = algorithm.gamma == 1.0 and algorithm.kl_coef == 0
     return is_whitened and float(np.ptp(values)) <= tiny
+
+
+def _has_pair(samples: Sequence[Sample], rewards: Sequence[float]) -> bool:
+    """Return whether a group has two samples to train on with different rewards, as DPO compares them."""
+    groups: dict[int | None, set[float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        if is_trained_on(sample):
+            groups.setdefault(sample.group_index, set()).add(reward)
+    return any(len(values) > 1 for values in groups.values())
 
 
 def _has_trained_token(sample: Sample) -> bool:

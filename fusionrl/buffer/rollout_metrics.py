@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
-from fusionrl.data.sample import Sample, Status, lacks_reward, response_mask
+from fusionrl.data.sample import Sample, Status, lacks_reward
 from fusionrl.rewards.code_run import REASONS
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
 
 
-def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index: np.ndarray) -> dict[str, float]:
+def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
     """Means over the samples of one rollout, and the share of groups whose rewards are all equal."""
     rewards = np.asarray(raw, np.float64)
+    group_index = np.array([-1 if s.group_index is None else s.group_index for s in samples])
     lengths = np.array([s.response_length for s in samples])
     scored = np.array([not lacks_reward(s) for s in samples], bool)
     groups = [rewards[(group_index == g) & scored] for g in np.unique(group_index)]
@@ -30,7 +31,6 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index
     return {
         **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
         **_code_failures(samples),
-        **_distance_to_teacher(samples),
         "rollout/raw_reward": float(rewards.mean()),
         "rollout/raw_reward_std": float(rewards.std()),
         "rollout/accuracy": float((rewards >= ACCURATE).mean()),
@@ -52,17 +52,6 @@ def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
         if isinstance(reasons, dict):
             counts.update(name for name in reasons if name in REASONS)
     return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}
-
-
-def _distance_to_teacher(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean of log p(student) - log p(teacher) over the trained-on tokens: an estimate of their reverse KL (k1)."""
-    gaps = [np.zeros(0)]
-    for s in samples:
-        if s.teacher_log_probs is not None and s.rollout_log_probs is not None:
-            gap = np.asarray(s.rollout_log_probs, np.float64) - np.asarray(s.teacher_log_probs, np.float64)
-            gaps.append(gap[response_mask(s) > 0])
-    found = np.concatenate(gaps)
-    return {"rollout/opd_reverse_kl": float(found.mean())} if found.size else {}
 
 
 def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.border import HookBorder
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import HookError, call_hook
+from fusionrl.config.hooks import HookError
 from fusionrl.data.convert import check_rewards
 from fusionrl.data.sample import Sample, lacks_reward, response_mask, reward_value
 from fusionrl.rewards.length import length_reward
@@ -34,31 +34,38 @@ def score(samples: list[Sample], config: Config, border: HookBorder) -> Scored:
     """Return the rewards of a rollout's samples; those of --mode sft are 0.
 
     Raises:
-        HookError, ValueError: a reward is no number, or --custom-reward-post-process-path returned what does not fit.
+        HookError, ValueError: a reward is no number, the estimator cannot take it, or a user's function failed.
     """
-    path = config.reward.custom_reward_post_process_path
     if config.run.mode == "sft":
         zeros = [0.0] * len(samples)
         return Scored(samples, zeros, zeros)
-    if path is not None:
-        found = call_hook("custom_reward_post_process_path", path, border.args(), samples)
-        return Scored(samples, *_checked(found, len(samples), f"--custom-reward-post-process-path {path}"))
-    raw = [0.0 if lacks_reward(sample) else _value(sample, config.reward.reward_key) for sample in samples]
-    longest = config.rollout.rollout_max_response_len
-    shaped = [r + length_reward(s.response_length, longest, config.reward) for s, r in zip(samples, raw, strict=True)]
-    return Scored(samples, raw, group_advantages(samples, shaped, config))
+    post_process = border.hook("custom_reward_post_process_path")
+    if post_process is None:
+        raw = [0.0 if lacks_reward(sample) else _value(sample, config.reward.reward_key) for sample in samples]
+        return Scored(samples, raw, group_advantages(samples, _shaped(samples, raw, config), config))
+    return _post_processed(samples, post_process(border.args(), samples), post_process.where)
 
 
-def _checked(found: object, count: int, where: str) -> tuple[list[float], list[float]]:
-    """(raw rewards, rewards) as a user's function returned them."""
+def _post_processed(samples: list[Sample], found: object, where: str) -> Scored:
+    """Return the rewards as the function of --custom-reward-post-process-path returned them: (raw, rewards).
+
+    Raises:
+        HookError, ValueError: it returned no pair, of another length, or what is no number; names `where`.
+    """
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise HookError(f"{where}: it returned {type(found).__name__}; a tuple (raw rewards, rewards) is wanted")
     raw, rewards = found
-    if len(raw) != count or len(rewards) != count:
-        raise ValueError(f"{where}: it returned {len(raw)} raw and {len(rewards)} rewards for {count} samples")
+    if len(raw) != len(samples) or len(rewards) != len(samples):
+        raise ValueError(f"{where}: it returned {len(raw)} raw and {len(rewards)} rewards for {len(samples)} samples")
     raw, rewards = [float(r) for r in raw], [float(r) for r in rewards]
     check_rewards(raw, rewards, where)
-    return raw, rewards
+    return Scored(samples, raw, rewards)
+
+
+def _shaped(samples: Sequence[Sample], raw: Sequence[float], config: Config) -> list[float]:
+    """Add the penalties for length."""
+    longest = config.rollout.rollout_max_response_len
+    return [r + length_reward(s.response_length, longest, config.reward) for s, r in zip(samples, raw, strict=True)]
 
 
 def _value(sample: Sample, key: str | None) -> float:

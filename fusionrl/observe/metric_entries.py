@@ -406,7 +406,7 @@ ROLLOUTS: Table = {
     "rollout/opd_reverse_kl": Entry(
         "nats",
         "Mean over trained tokens of log p(engine) - log p(teacher): an estimate of KL(policy || teacher).",
-        "buffer/rollout_metrics.py",
+        "buffer/tokens.py",
         "samples with teacher_log_probs",
     ),
     "rollout/dropped_<reason>": Entry(
@@ -420,37 +420,37 @@ ROLLOUTS: Table = {
         "pushes",
         "Staleness of a trained token: pushes between the weights that sampled it and those that train on it; 0 where"
         " they are the same. Mean over the trained tokens.",
-        "buffer/staleness.py",
+        "buffer/tokens.py",
         "known weight versions",
     ),
     "rollout/staleness/token_max": Entry(
-        "pushes", "Staleness of the oldest trained token.", "buffer/staleness.py", "known weight versions"
+        "pushes", "Staleness of the oldest trained token.", "buffer/tokens.py", "known weight versions"
     ),
     "rollout/staleness/sample_mean": Entry(
         "pushes",
         "Mean over the samples; a sample is as stale as its oldest trained token.",
-        "buffer/staleness.py",
+        "buffer/tokens.py",
         "known weight versions",
     ),
     "rollout/staleness/sample_max": Entry(
-        "pushes", "As rollout/staleness/token_max.", "buffer/staleness.py", "known weight versions"
+        "pushes", "As rollout/staleness/token_max.", "buffer/tokens.py", "known weight versions"
     ),
     "rollout/staleness/tokens/<k>": Entry(
         "share",
         "Share of trained tokens with staleness k; 8 also counts what is older.",
-        "buffer/staleness.py",
+        "buffer/tokens.py",
         "known weight versions, where there are such tokens; k = 0 always",
     ),
     "rollout/staleness/samples/<k>": Entry(
         "share",
         "Share of samples with staleness k; 8 also counts what is older.",
-        "buffer/staleness.py",
+        "buffer/tokens.py",
         "known weight versions, where there are such samples; k = 0 always",
     ),
     "rollout/staleness/unknown": Entry(
         "share",
         "Share of trained tokens whose weight version is not known; the metrics above leave them out.",
-        "buffer/staleness.py",
+        "buffer/tokens.py",
         "when it happens",
     ),
     "rollout/partial_samples": Entry(

@@ -31,6 +31,7 @@ from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.types import (
     NO_ROOM_AFTER,
     DynamicFilterOutput,
+    Limits,
     RolloutAborted,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
@@ -298,7 +299,7 @@ async def _custom_generate(path: str, args: Any, sample: Sample, params: dict[st
     samples = result if isinstance(result, list) else [result]
     made = [one for one in samples if isinstance(one, Sample)]
     fill_versions(made, answers, f"--custom-generate-function-path {path}", before)
-    check_samples(field, path, samples, args)
+    check_samples(field, path, samples, Limits.of_args(args))
     return result
 
 
@@ -309,7 +310,7 @@ async def _hooked(args: Any, sample: Sample, evaluation: bool) -> Sample:
         rollout_id = getattr(args, "rollout_id", None)
         found = await awaited_hook(field, path, args, sample, rollout_id=rollout_id, evaluation=evaluation)
         sample = sample if found is None else found
-        check_samples(field, path, [sample], args)
+        check_samples(field, path, [sample], Limits.of_args(args))
     return sample
 
 

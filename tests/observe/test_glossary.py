@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -131,7 +130,7 @@ def test_what_rollouts_and_evaluations_report_is_documented(tmp_path: Path) -> N
         sample.metadata = {"data_source": "gsm8k", "rewards": {"math": 1.0}}
         sample.teacher_log_probs = sample.rollout_log_probs = [-1.0, -1.0]
     raw = [0.0, 1.0, 1.0, 1.0]
-    names = [*rollout_metrics(samples, raw, np.arange(4) // 2), *set_metrics(samples, raw)]
+    names = [*rollout_metrics(samples, raw), *set_metrics(samples, raw)]
     names += eval_metrics({"held-out": {"rewards": raw, "truncated": [False] * 4, "samples": samples}})
     counts = AcceptedSamples(tmp_path / "accepted.jsonl", 0.5, 1).add(0, samples, raw)
     names += [f"rollout/{name}" for name in counts]
