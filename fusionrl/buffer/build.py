@@ -43,14 +43,15 @@ def cut(
     put  puts a shard where trainers can pull it; no name holds a shard while the next one is made
     """
     assert plan.balance is not None and plan.batch is not None
-    given = (chosen.samples, chosen.rewards, chosen.raw)
-    named: dict[str, Any] = {"extra": chosen.extra, "by_groups": chosen.by_groups, "weight_version": version}
+    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
+    named["weight_version"] = version
     auxiliary: list[Ref] = []
-    if plan.auxiliary is not None:
-        assert plan.auxiliary.batch is not None
-        made = build_shards(*given, plan.auxiliary.batch, plan.auxiliary.balance, rollout_id=rollout_id, **named)
+    if (other := plan.auxiliary) is not None:
+        assert other.batch is not None
+        made = build_shards(chosen.samples, chosen.rewards, chosen.raw, other.batch, other.balance, **named)
         auxiliary = [put(shard) for shard in made]
-    taken = take_shards(*given, plan.batch, plan.balance, rollout_id=rollout_id, **named, freed=_give_memory_back)
+    named["freed"] = _give_memory_back
+    taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
     return CutShards(list(map(put, taken)), auxiliary)
 
 
@@ -78,9 +79,8 @@ def build_shards(
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
             micro-batch may be.
     """
-    given = (list(samples), rewards, raw_rewards, plan, balance)
     named: dict[str, Any] = {"extra": extra, "by_groups": by_groups, "weight_version": weight_version}
-    return list(take_shards(*given, rollout_id=rollout_id, **named))
+    return list(take_shards(list(samples), rewards, raw_rewards, plan, balance, rollout_id=rollout_id, **named))
 
 
 def take_shards(
@@ -101,13 +101,9 @@ def take_shards(
     Each is replaced by an empty one when it was packed; `freed` is called after some hundreds of them. All but a value
     that cannot be cast to its field's type is found before the first is taken.
     """
-    per_rank, steps = _plan_steps(_Sizes.of(samples), [s.index for s in samples], plan, balance, by_groups)
-    # A field stands in every shard or in none.
-    present = {
-        name: _trailing(samples, name)
-        for name, spec in FIELDS.items()
-        if spec.required or (not spec.is_derived and all(_has(s, name) for s in samples))
-    }
+    sizes = _Sizes.of(samples)
+    present = _present(samples, sizes)
+    per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, by_groups)
     given: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
     if weight_version is not None:
         current = [is_current(sample, weight_version) for sample in samples]
@@ -141,7 +137,7 @@ class _Sizes:
         return cls(
             np.array([len(sample.tokens) for sample in samples], np.int64),
             np.array([sample.response_length for sample in samples], np.int64),
-            np.array([response_mask(sample).sum() for sample in samples], np.int64),
+            np.array([response_mask(sample).sum() for sample in samples], np.float64),
             np.cumsum(first) - 1,
         )
 
@@ -157,7 +153,7 @@ def _plan_steps(
     for first, end in itertools.pairwise(bounds):
         lengths = sizes.lengths[first:end]
         prompts, siblings = lengths - sizes.responses[first:end], _siblings(sizes.groups[first:end])
-        num_tokens = int(sizes.trained[first:end].sum())
+        num_tokens = int(np.floor(sizes.trained[first:end]).sum())
         for rank, bins in enumerate(divide(lengths, prompts, siblings, plan.dp_size, balance)):
             members = sorted(i for b in bins for i in b)
             local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
@@ -201,9 +197,18 @@ def _siblings(groups: np.ndarray) -> list[list[int]]:
     return [list(range(first, end)) for first, end in itertools.pairwise([*starts.tolist(), len(groups)])]
 
 
-def _has(sample: Sample, name: str) -> bool:
-    """Whether the sample has the field; one that trains nothing does not need it."""
-    return getattr(sample, name, None) is not None or not response_mask(sample).any()
+def _present(samples: Sequence[Sample], sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    """Return the fields of the shards, and the dimensions behind the first; a field stands in every shard or in none.
+
+    A sample that trains nothing does not need a field that may be missing.
+    """
+    needed = [sample for sample, trained in zip(samples, sizes.trained, strict=True) if trained]
+
+    def is_whole(name: str) -> bool:
+        return all(getattr(sample, name, None) is not None for sample in needed)
+
+    names = [name for name, spec in FIELDS.items() if spec.required or (not spec.is_derived and is_whole(name))]
+    return {name: _trailing(samples, name) for name in names}
 
 
 def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
@@ -267,8 +272,6 @@ def _take_shard(
 def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[Any]:
     """A value a sample, for `flat_field`."""
     match name:
-        case "loss_mask":
-            return [response_mask(s) for s in samples]
         case "sample_index":
             return [_or(s.index, -1) for s in samples]
         case "group_index":
@@ -277,6 +280,8 @@ def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list
             return [s.status == Status.TRUNCATED for s in samples]
         case "rollout_routed_experts":
             return [_of_all_tokens(s.rollout_routed_experts, len(s.tokens), trailing) for s in samples]
+        case "loss_mask":
+            return [response_mask(s) for s in samples]
     values = [getattr(s, name, None) for s in samples]
     return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
 

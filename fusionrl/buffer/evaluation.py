@@ -9,8 +9,8 @@ from typing import Any
 
 from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.build import build_shards
+from fusionrl.buffer.eval_metrics import eval_metrics, eval_set_metrics
 from fusionrl.buffer.functions import RolloutFunctions
-from fusionrl.buffer.rollout_metrics import eval_metrics, eval_set_metrics
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.data.prompts import PromptColumns, load_conversations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ _EQUAL = 1e-8  # rewards closer than this are equal, as in `rollout_metrics`
 
 def rollout_facts(
     config: Config, samples: Sequence[Sample], raw: Sequence[float], rewards: Sequence[float]
-) -> RolloutFacts:
-    """Facts of one rollout.
+) -> tuple[RolloutFacts, list[Glimpse]]:
+    """Facts of one rollout, and --log-samples of its samples, spread evenly.
 
     raw      [n] rewards as the reward function gave them
     rewards  [n] what is trained on: penalties for length are in them, and for most estimators they are advantages
@@ -35,7 +36,7 @@ def rollout_facts(
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
     example = _example(samples, equal)
     trained = np.array([_has_trained_token(sample) for sample in samples], bool)
-    return RolloutFacts(
+    facts = RolloutFacts(
         num_samples=len(samples),
         num_groups=len(groups),
         num_equal_groups=len(equal),
@@ -50,8 +51,10 @@ def rollout_facts(
         teaches_nothing=teaches_nothing(config, samples, rewards, trained),
         lowest=float(min(raw, default=0.0)),
         highest=float(max(raw, default=0.0)),
-        example=None if example is None else glimpse(samples[example], raw[example]),
     )
+    places = [*spread(len(samples), config.run.log_samples), *([] if example is None else [example])]
+    shown = [glimpse(samples[i], raw[i]) for i in places]
+    return (facts, shown) if example is None else (replace(facts, example=shown.pop()), shown)
 
 
 def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence[float], trained: np.ndarray) -> bool:
@@ -112,11 +115,10 @@ def _has_own_advantages(config: Config) -> bool:
     )
 
 
-def glimpses(samples: Sequence[Sample], raw: Sequence[float], count: int) -> list[Glimpse]:
-    """`count` samples, spread evenly over the rollout."""
-    count = min(count, len(samples))
-    places = [i * len(samples) // count for i in range(count)]
-    return [glimpse(samples[i], raw[i]) for i in places]
+def spread(num_samples: int, count: int) -> list[int]:
+    """Return the positions of `count` samples, spread evenly over the rollout."""
+    count = min(count, num_samples)
+    return [i * num_samples // count for i in range(count)]
 
 
 def glimpse(sample: Sample, reward: float) -> Glimpse:

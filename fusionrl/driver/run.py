@@ -14,7 +14,7 @@ from typing import Any
 
 from fusionrl.algorithms.mismatch_report import mismatch_warning
 from fusionrl.buffer.actor import Rollout
-from fusionrl.buffer.rollout_metrics import eval_table
+from fusionrl.buffer.eval_metrics import eval_table
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.cluster.session import Session
 from fusionrl.config.config import Config

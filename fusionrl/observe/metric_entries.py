@@ -342,33 +342,31 @@ ROLLOUTS: Table = {
     "rollout/raw_reward": Entry(
         "reward",
         "Mean reward as the reward function gave it, before penalties and normalization; 0 for a failed sample.",
-        "buffer/rollout_metrics.py",
+        "buffer/report.py",
     ),
     "rollout/raw_reward_std": Entry(
-        "reward", "Standard deviation of these rewards over the samples.", "buffer/rollout_metrics.py"
+        "reward", "Standard deviation of these rewards over the samples.", "buffer/report.py"
     ),
-    "rollout/accuracy": Entry(
-        "share", "Share of samples with a raw reward of at least 1.", "buffer/rollout_metrics.py"
-    ),
+    "rollout/accuracy": Entry("share", "Share of samples with a raw reward of at least 1.", "buffer/report.py"),
     "rollout/zero_std_groups": Entry(
         "share",
         "Share of groups whose raw rewards are all equal: of them nothing is learnt by estimators that compare "
         "within a group. Samples without a reward do not count.",
-        "buffer/rollout_metrics.py",
+        "buffer/report.py",
     ),
     "rollout/response_len/mean": Entry(
-        "tokens", "Mean length of the responses, tools' tokens included.", "buffer/rollout_metrics.py"
+        "tokens", "Mean length of the responses, tools' tokens included.", "buffer/report.py"
     ),
-    "rollout/response_len/max": Entry("tokens", "The longest response.", "buffer/rollout_metrics.py"),
+    "rollout/response_len/max": Entry("tokens", "The longest response.", "buffer/report.py"),
     "rollout/truncated_ratio": Entry(
-        "share", "Share of responses that were cut off by the length limit.", "buffer/rollout_metrics.py"
+        "share", "Share of responses that were cut off by the length limit.", "buffer/report.py"
     ),
     "rollout/failed": Entry(
-        "samples", "Samples that failed or were aborted; they are not trained on.", "buffer/rollout_metrics.py"
+        "samples", "Samples that failed or were aborted; they are not trained on.", "buffer/report.py"
     ),
-    "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/rollout_metrics.py"),
+    "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/report.py"),
     "rollout/num_tokens": Entry(
-        "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/rollout_metrics.py"
+        "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/report.py"
     ),
     "rollout/reward_timeout": Entry(
         "samples",
@@ -385,24 +383,22 @@ ROLLOUTS: Table = {
     "rollout/code_failed/<reason>": Entry(
         "samples",
         "Samples with a program that failed for this reason (docs/rewards.md).",
-        "buffer/rollout_metrics.py",
+        "buffer/report.py",
         "--rm-type code, when it happens",
     ),
     "rollout/reward_<part>": Entry(
         "reward",
         "Mean of one part of a weighted sum of rewards, before its weight.",
-        "buffer/rollout_metrics.py",
+        "buffer/report.py",
         "several rewards in --rm-type",
     ),
     "rollout/<set>/raw_reward": Entry(
-        "reward", "As rollout/raw_reward, of one set.", "buffer/rollout_metrics.py", "several --prompt-data"
+        "reward", "As rollout/raw_reward, of one set.", "buffer/report.py", "several --prompt-data"
     ),
     "rollout/<set>/accuracy": Entry(
-        "share", "As rollout/accuracy, of one set.", "buffer/rollout_metrics.py", "several --prompt-data"
+        "share", "As rollout/accuracy, of one set.", "buffer/report.py", "several --prompt-data"
     ),
-    "rollout/<set>/num_samples": Entry(
-        "samples", "Samples of one set.", "buffer/rollout_metrics.py", "several --prompt-data"
-    ),
+    "rollout/<set>/num_samples": Entry("samples", "Samples of one set.", "buffer/report.py", "several --prompt-data"),
     "rollout/opd_reverse_kl": Entry(
         "nats",
         "Mean over trained tokens of log p(engine) - log p(teacher): an estimate of KL(policy || teacher).",
@@ -508,34 +504,34 @@ ROLLOUTS: Table = {
 }
 
 EVALUATIONS: Table = {
-    "eval/<set>/reward": Entry("reward", "Mean reward over all samples of the set.", "buffer/rollout_metrics.py"),
+    "eval/<set>/reward": Entry("reward", "Mean reward over all samples of the set.", "buffer/eval_metrics.py"),
     "eval/<set>/reward_ci95": Entry(
         "reward",
         "Half the 95 % interval of this mean: 1.96 standard errors with prompts as clusters.",
-        "buffer/rollout_metrics.py",
+        "buffer/eval_metrics.py",
         "more than one prompt",
     ),
-    "eval/<set>/accuracy": Entry("share", "Share of samples with a reward of at least 1.", "buffer/rollout_metrics.py"),
+    "eval/<set>/accuracy": Entry("share", "Share of samples with a reward of at least 1.", "buffer/eval_metrics.py"),
     "eval/<set>/accuracy_ci95": Entry(
         "share",
         "Half the 95 % interval of this share, in the same way.",
-        "buffer/rollout_metrics.py",
+        "buffer/eval_metrics.py",
         "more than one prompt",
     ),
     "eval/<set>/pass@<k>": Entry(
         "share",
         "Chance that at least one of k samples of a prompt is right: the unbiased estimate 1 - C(n-c, k) / C(n, k) "
         "(2107.03374), mean over prompts; k = 1, 2, 4, … up to the samples of a prompt.",
-        "buffer/rollout_metrics.py",
+        "buffer/eval_metrics.py",
     ),
-    "eval/<set>/num_prompts": Entry("prompts", "Prompts of the set.", "buffer/rollout_metrics.py"),
-    "eval/<set>/num_samples": Entry("samples", "Samples of the set.", "buffer/rollout_metrics.py"),
+    "eval/<set>/num_prompts": Entry("prompts", "Prompts of the set.", "buffer/eval_metrics.py"),
+    "eval/<set>/num_samples": Entry("samples", "Samples of the set.", "buffer/eval_metrics.py"),
     "eval/<set>/truncated_ratio": Entry(
-        "share", "Share of responses cut off by the length limit.", "buffer/rollout_metrics.py"
+        "share", "Share of responses cut off by the length limit.", "buffer/eval_metrics.py"
     ),
-    "eval/<set>/response_len": Entry("tokens", "Mean length of the responses.", "buffer/rollout_metrics.py"),
-    "eval/<set>/response_len_median": Entry("tokens", "Their median.", "buffer/rollout_metrics.py"),
-    "eval/<set>/response_len_max": Entry("tokens", "The longest.", "buffer/rollout_metrics.py"),
+    "eval/<set>/response_len": Entry("tokens", "Mean length of the responses.", "buffer/eval_metrics.py"),
+    "eval/<set>/response_len_median": Entry("tokens", "Their median.", "buffer/eval_metrics.py"),
+    "eval/<set>/response_len_max": Entry("tokens", "The longest.", "buffer/eval_metrics.py"),
     "eval/<set>/loss": Entry(
         "nats",
         "Validation loss: mean of -log p over the tokens that would be trained on.",

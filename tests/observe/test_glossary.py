@@ -18,7 +18,8 @@ from fusionrl.algorithms.policy_losses import POLICY_LOSSES
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.buffer.accepted import AcceptedSamples
-from fusionrl.buffer.rollout_metrics import eval_metrics, rollout_metrics, set_metrics
+from fusionrl.buffer.eval_metrics import eval_metrics
+from fusionrl.buffer.report import rollout_metrics, set_metrics
 from fusionrl.cli import main
 from fusionrl.data.sample import Sample
 from fusionrl.driver import run as train

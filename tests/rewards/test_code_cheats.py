@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fusionrl.buffer.rollout_metrics import rollout_metrics
+from fusionrl.buffer.report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code_run
 from fusionrl.rewards.calls import call_reward
@@ -368,7 +367,7 @@ def test_reasons_reach_the_sample_and_the_metrics() -> None:
     assert rewards == [0.0, 1.0, 0.0]
     assert [sample.metadata.get("code_failures") for sample in samples] == [{"wrong": 2}, None, {"wrong": 2}]
     assert metadata == {"shared": 1}, "the samples of a group share it"
-    metrics = rollout_metrics(samples, rewards, np.zeros(3))
+    metrics = rollout_metrics(samples, rewards)
     assert {name: value for name, value in metrics.items() if "code_failed" in name} == {
         "rollout/code_failed/wrong": 2.0
     }
