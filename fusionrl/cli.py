@@ -23,10 +23,11 @@ from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser, read_args
 from fusionrl.config.plan_flags import PLAN_FLAGS, imbalance_of, take_plan_flags
 from fusionrl.config.reference import render_reference
+from fusionrl.config.template import render_template
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
 from fusionrl.plan.devices import this_machine
-from fusionrl.plan.plan import Plan, make_plan, memory_warnings, pinned, plan_errors, render_plan
+from fusionrl.plan.plan import Plan, make_plan, memory_warnings, plan_errors, render_plan
 from fusionrl.plan.schedule import lr_decay_steps
 
 USAGE = """usage: fusionrl COMMAND [flags]
@@ -37,6 +38,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
+  fusionrl flags --template                             a commented file of all flags, for --config
   fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
 
 `fusionrl train --help` and `fusionrl show --help` list the flags."""
@@ -62,12 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if command == "flags":
-        print(render_reference(), end="")
+        print(render_template() if rest == ["--template"] else render_reference(), end="")
         return 0
     if command == "metrics":
         return explain_metrics(rest)
     if command == "data" and rest[:1] == ["check"] and not {"-h", "--help"} & set(rest):
-        return check_data(rest[1:])
+        try:
+            return check_data(rest[1:])
+        except CommandLineError as error:
+            for line in error.errors:
+                print(f"error: {line}", file=sys.stderr)
+            return EXIT_USER
     if command == "data":
         print(DATA_USAGE)
         return 0 if {"-h", "--help"} & set(rest) else EXIT_USER
@@ -151,7 +158,7 @@ def plan_elsewhere(argv: Sequence[str], own: dict[str, str]) -> int:
         raise CommandLineError([str(error)]) from error
     if plan.layout is not None and config.run.num_rollout is not None:
         try:
-            lr_decay_steps(pinned(config, plan))
+            lr_decay_steps(config.train, plan.num_optimizer_steps)
         except ValueError as error:
             raise CommandLineError([str(error)]) from error
     if too_large := cluster_errors(cluster, plan.num_bundles):
@@ -224,7 +231,6 @@ def explain_metrics(names: Sequence[str]) -> int:
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
     """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
     assert plan.layout is not None
-    config = pinned(config, plan)
     groups = [("", config, plan.layout)]
     if plan.auxiliary is not None:
         role = plan.auxiliary.role
@@ -233,7 +239,7 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
     passed = config.passthrough
     for prefix, own, layout in groups:
         try:
-            lr_decay_steps(own, prefix)
+            lr_decay_steps(own.train, plan.num_optimizer_steps, prefix)
         except ValueError as error:
             errors.append(str(error))
         if passed.transformer or passed.optimizer or passed.ddp:
@@ -362,7 +368,7 @@ def run_command(config: Config, plan: Plan) -> int:
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of the error that ended a run: the cause, out of Ray's wrapping."""
     from fusionrl.cluster.ray_cluster import root_cause
-    from fusionrl.driver.run import Terminated
+    from fusionrl.driver.signals import Terminated
 
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED, "interrupted"

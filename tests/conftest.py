@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # How long an example takes is a matter of what else runs; what has a limit in seconds is marked `timed`.
 hypothesis.settings.register_profile("fusionrl", deadline=None)
 hypothesis.settings.load_profile("fusionrl")
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Stop where a test file imports Megatron-core as it is collected: the CPU layer has to be there before it."""
+    if "megatron.core" not in sys.modules:
+        return
+    from fusionrl.upstream import cpu_megatron
+
+    if cpu_megatron.is_needed() and not cpu_megatron.is_installed():
+        pytest.exit(f"{report.nodeid} imports megatron.core; import it in the test, after cpu_megatron.install()", 4)
 
 
 @pytest.fixture(scope="session")

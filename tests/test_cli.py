@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -128,6 +129,42 @@ def test_a_plan_starts_nothing_and_writes_nothing(good: list[str], tmp_path: Pat
     assert "4 prompts x 2 samples = 8 samples" in done.stdout
     assert command("train", *good, "--dry-run").stdout == done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl"}
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "toml", "json"])
+def test_a_plan_from_a_file(good: list[str], suffix: str, tmp_path: Path) -> None:
+    """The same plan as from the command line; a flag there goes before the file."""
+    pairs = dict(zip(good[::2], good[1::2], strict=True))
+    separator = " = " if suffix == "toml" else ": "
+    lines = [f"{json.dumps(flag[2:])}{separator}{json.dumps(value)}" for flag, value in pairs.items()]
+    file = tmp_path / f"run.{suffix}"
+    file.write_text("{" + ",\n".join(lines) + "}" if suffix == "json" else "\n".join(lines))
+    done = command("plan", "--config", str(file), cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == command("plan", *good).stdout
+    done = command("plan", "--num-epoch", "4", "--config", str(file))
+    assert "10 rollout steps" in done.stdout
+
+
+def test_mistakes_in_a_file_are_told_with_the_others(
+    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: fast\nnum_epoc: 3\nglobal-batch-size: 3\n")
+    assert cli.main(["train", *good, "--config", str(file), "--seed", "x"]) == 2
+    found = messages(capsys)
+    for start in (f"{file}:1: --lr fast", f"{file}:2: --num-epoc", "--seed x", "--global-batch-size 3"):
+        assert sum(start in error for error in found) == 1, (start, found)
+    assert len(found) == 4
+    assert cli.main(["plan", "--config", "/no/run.yaml"]) == 2
+    assert len(messages(capsys)) == 1
+    assert cli.main(["data", "check", "x.jsonl", "--config", "/no/run.yaml"]) == 2
+    assert len(messages(capsys)) == 1
+
+
+def test_the_template_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flags", "--template"]) == 0
+    assert "\n#lr: 1e-06\n" in capsys.readouterr().out
 
 
 def test_a_plan_tells_what_is_hardly_meant(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,21 +1,16 @@
-"""All policy losses by name, made safe against log-probs that are not numbers."""
+"""The functions of all policy losses (`losses.py`), made safe against log-probs that are not numbers."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.cispo import cispo
-from fusionrl.algorithms.covariance import clip_cov, kl_cov
-from fusionrl.algorithms.gmpo import gmpo
-from fusionrl.algorithms.gspo import gspo, gspo_token
-from fusionrl.algorithms.policy_gradient import policy_gradient
-from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions, ppo
-from fusionrl.algorithms.sapo import sapo
+from fusionrl.algorithms.losses import LOSSES
+from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
 from fusionrl.algorithms.sequences import Sequences
-from fusionrl.algorithms.sft import cross_entropy
 
 
 def guarded(loss: PolicyLoss) -> PolicyLoss:
@@ -51,16 +46,12 @@ def guarded(loss: PolicyLoss) -> PolicyLoss:
     return checked
 
 
+def _loaded(function: str) -> PolicyLoss:
+    module, name = function.split(".")
+    loss: PolicyLoss = getattr(importlib.import_module(f"fusionrl.algorithms.{module}"), name)
+    return loss
+
+
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": guarded(ppo),
-    "gspo": guarded(gspo),
-    "gspo_token": guarded(gspo_token),
-    "cispo": guarded(cispo),
-    "sapo": guarded(sapo),
-    "gpg": guarded(policy_gradient),
-    "policy_gradient": guarded(policy_gradient),
-    "gmpo": guarded(gmpo),
-    "clip_cov": guarded(clip_cov),  # needs `selected`, see covariance.SELECTORS
-    "kl_cov": guarded(kl_cov),
-    "sft": guarded(cross_entropy),
+    name: guarded(_loaded(loss.function)) for name, loss in LOSSES.items() if loss.function is not None
 }

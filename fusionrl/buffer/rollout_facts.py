@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.config import Config
+from fusionrl.config.parts import estimator_of
 from fusionrl.data.sample import Sample, Status, is_trained_on, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.text import ending, shorten
@@ -69,7 +70,7 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     discount or a price for KL makes tokens differ. ppo's critic, prime's reward model and a teacher (--use-opd) give
     advantages of their own; so may a user's functions, which is why the answer is False with one of them.
     """
-    algorithm, estimator = config.algorithm, config.algorithm.advantage_estimator
+    algorithm, estimator = config.algorithm, estimator_of(config.algorithm)
     if config.run.mode != "rl" or algorithm.loss_type != "policy_loss" or _has_own_advantages(config):
         return False
     values = np.asarray(rewards, np.float64)[trained]
@@ -77,14 +78,16 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
         return True
     if algorithm.policy_loss == "dpo":
         return not _has_pair(samples, rewards)
-    if algorithm.use_opd or estimator == "ppo" or (estimator == "prime" and config.prm.prm_process_coef != 0):
+    if algorithm.use_opd or estimator.role == "critic":
+        return False
+    if estimator.role == "prm" and config.prm.prm_process_coef != 0:
         return False
     tiny = 1e-12 * max(1.0, float(np.abs(values).max()))
     if float(np.abs(values).max()) <= tiny:
-        return not (estimator == "reinforce_plus_plus" and algorithm.kl_coef > 0)
-    is_whitened = algorithm.normalize_advantages or estimator in ("reinforce_plus_plus_baseline", "prime")
-    if estimator == "reinforce_plus_plus":
-        is_whitened = algorithm.gamma == 1.0 and algorithm.kl_coef == 0
+        return not ("kl_coef" in estimator.reads and algorithm.kl_coef > 0)
+    is_whitened = estimator.is_whitened or algorithm.normalize_advantages
+    if estimator.group is None:  # the rewards of tokens are whitened, which a discount or a price makes unequal
+        is_whitened = is_whitened and algorithm.gamma == 1.0 and algorithm.kl_coef == 0
     return is_whitened and float(np.ptp(values)) <= tiny
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.border import HookBorder
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
+from fusionrl.config.parts import estimator_of
 from fusionrl.data.convert import check_rewards
 from fusionrl.data.sample import Sample, lacks_reward, response_mask, reward_value
 from fusionrl.rewards.length import length_reward
@@ -78,31 +78,29 @@ def _value(sample: Sample, key: str | None) -> float:
 def group_advantages(samples: Sequence[Sample], rewards: list[float], config: Config) -> list[float]:
     """Compare each sample's reward with its siblings'; untouched where the trainers' estimator does it."""
     algorithm = config.algorithm
-    alike = {"gspo": "grpo", "cispo": "grpo", "prime": "rloo"}
-    name = alike.get(algorithm.advantage_estimator, algorithm.advantage_estimator)
+    estimator = estimator_of(algorithm)
+    stage = estimator.group_stage(is_plain=algorithm.disable_grpo_std_normalization)
     is_left = algorithm.disable_rewards_normalization or algorithm.policy_loss == "dpo"
-    if is_left or name not in GROUP_ADVANTAGES or config.run.mode != "rl":
+    if is_left or stage is None or config.run.mode != "rl":
         return rewards
-    if name == "grpo" and algorithm.disable_grpo_std_normalization:
-        name = "dr_grpo"
     groups = [s.group_index if s.group_index is not None else -1 - i for i, s in enumerate(samples)]
     batch = SampleBatch(
         np.asarray(rewards, np.float64),
         np.array(groups),
         lengths=np.array([response_mask(sample).sum() for sample in samples]),
-        baselines=_baselines(samples) if name == "remax" else None,
+        baselines=_baselines(samples, algorithm.advantage_estimator) if estimator.needs_greedy_answer else None,
         k=algorithm.pass_k,
         scored=np.array([not lacks_reward(sample) for sample in samples], bool),
     )
-    return GROUP_ADVANTAGES[name](batch).tolist()
+    return stage(batch).tolist()
 
 
-def _baselines(samples: Sequence[Sample]) -> np.ndarray:
+def _baselines(samples: Sequence[Sample], estimator: str) -> np.ndarray:
     """[n] reward of the greedy answer to each sample's prompt, shaped as rewards are."""
     missing = [sample.index for sample in samples if sample.baseline_reward is None]
     if missing:
         raise ValueError(
-            f"--advantage-estimator remax: sample {missing[0]} has no baseline_reward, that of a greedy answer"
+            f"--advantage-estimator {estimator}: sample {missing[0]} has no baseline_reward, that of a greedy answer"
             " to its prompt; the default rollout sets it, a function of --rollout-function-path has to"
         )
     return np.array([sample.baseline_reward for sample in samples], np.float64)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from fusionrl.algorithms.estimators import names_where, readers_of
 from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup, CriticGroup, RolloutGroup
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.parts import estimator_of
 from fusionrl.models.shape import ModelShape
 
-# Estimators that measure a sample against its siblings: alone, it is worth 0.
-OF_GROUPS = ("grpo", "gspo", "cispo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus_baseline")
-PRICED = ("reinforce_plus_plus", "ppo")  # estimators whose rewards are token by token, with --kl-coef as a price
+# Estimators that measure a sample against its siblings and have nothing besides: alone, it is worth 0.
+OF_GROUPS = names_where(lambda estimator: estimator.compares_siblings and estimator.role is None)
+PRICED = readers_of("kl_coef")  # estimators whose rewards are token by token, with --kl-coef as a price
 
 
 def algorithm_errors(config: Config) -> list[str]:
@@ -27,16 +29,18 @@ def algorithm_errors(config: Config) -> list[str]:
             " tokens; use --use-kl-loss --kl-loss-coef, or the estimator " + " or ".join(PRICED)
         )
     samples = rollout.n_samples_per_prompt
-    if a.advantage_estimator == "pass_at_k" and a.pass_k > samples:
+    counts_tries = a.advantage_estimator in readers_of("pass_k")
+    if counts_tries and a.pass_k > samples:
         errors.append(f"--pass-k {a.pass_k} is over --n-samples-per-prompt {samples}: no group has so many answers")
-    if a.advantage_estimator != "pass_at_k" and a.pass_k != 1:
-        errors.append(f"--pass-k {a.pass_k} has no effect without --advantage-estimator pass_at_k; add it")
+    if not counts_tries and a.pass_k != 1:
+        errors.append(f"--pass-k {a.pass_k} has no effect without {_flag(readers_of('pass_k'))}; add it")
     if a.policy_loss == "dpo" and samples < 2:
         errors.append(
             f"--policy-loss dpo compares answers to one prompt; --n-samples-per-prompt {samples} must be over 1"
         )
-    if a.policy_loss == "dpo" and a.advantage_estimator == "prime":
-        errors.append("--advantage-estimator prime: --policy-loss dpo learns from pairs, not advantages; leave one out")
+    if a.policy_loss == "dpo" and estimator_of(a).role == "prm":
+        told = f"--advantage-estimator {a.advantage_estimator}"
+        errors.append(f"{told}: --policy-loss dpo learns from pairs, not advantages; leave one out")
     if a.policy_loss == "dpo" and a.loss_aggregation != "auto":
         errors.append(
             f"--loss-aggregation {a.loss_aggregation}: --policy-loss dpo has the mean over pairs; leave it out"
@@ -48,9 +52,9 @@ def algorithm_errors(config: Config) -> list[str]:
     if a.loss_type == "custom_loss" and config.run.mode != "rl":
         errors.append(f"--loss-type custom_loss belongs to --mode rl, not to {config.run.mode}")
     shaped = config.reward.length_penalty_coef or config.reward.overlong_buffer_len
-    if a.advantage_estimator == "pass_at_k" and shaped:
+    if counts_tries and shaped:
         errors.append(
-            "--advantage-estimator pass_at_k counts right and wrong answers; --length-penalty-coef and"
+            f"--advantage-estimator {a.advantage_estimator} counts right and wrong answers; --length-penalty-coef and"
             " --overlong-buffer-len change rewards: leave them out"
         )
     if a.policy_loss == "dpo":
@@ -87,16 +91,24 @@ def algorithm_warnings(config: Config) -> list[str]:
     ]
 
 
+def _flag(names: tuple[str, ...]) -> str:
+    return "--advantage-estimator " + " or ".join(names)
+
+
 def _without_effect(config: Config) -> list[str]:
     """Flags that were set and do nothing beside the others."""
     a, plain = config.algorithm, AlgorithmGroup()
-    is_ppo, is_priced = a.advantage_estimator == "ppo", a.advantage_estimator in PRICED
-    ppo, priced = "--advantage-estimator ppo", "--advantage-estimator " + " or ".join(PRICED)
+    critics = names_where(lambda estimator: estimator.role == "critic")
+    of_estimators = ((name, readers_of(name)) for name in ("lambd", "bootstrap_truncated", "gamma", "kl_coef_type"))
     groups = [
-        (config.critic, CriticGroup(), tuple(CriticGroup.model_fields), is_ppo, ppo),
-        (a, plain, ("lambd", "bootstrap_truncated"), is_ppo, ppo),
-        (a, plain, ("gamma",), is_priced or a.advantage_estimator == "prime", f"{priced} or prime"),
-        (a, plain, ("kl_coef_type",), is_priced, priced),
+        (
+            config.critic,
+            CriticGroup(),
+            tuple(CriticGroup.model_fields),
+            a.advantage_estimator in critics,
+            _flag(critics),
+        ),
+        *((a, plain, (name,), a.advantage_estimator in readers, _flag(readers)) for name, readers in of_estimators),
         (a, plain, ("tis_clip", "tis_clip_low", "tis_level", "tis_mode"), a.use_tis, "--use-tis"),
         (a, plain, ("rejection_low", "rejection_high"), a.rejection_level is not None, "--rejection-level"),
         (a, plain, ("opsm_delta",), a.use_opsm, "--use-opsm"),

@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fusionrl.algorithms.estimators import ACCURACY, ESTIMATORS, Role, names_where, readers_of
+from fusionrl.algorithms.losses import losses_that_read
 from fusionrl.config.config import Config
 from fusionrl.config.groups import CriticGroup, DataGroup, PrmGroup, RolloutGroup, WeightsGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parts import (
     changes_weights,
+    estimator_of,
     evaluates,
     generates,
     has_policy_loss,
+    needs_reference,
+    policy_loss_name,
     saves,
     uses_engines,
     uses_trainers,
     validates,
 )
-from fusionrl.config.presets import PRESETS
+from fusionrl.config.presets import NONZERO_STD, PRESETS
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,11 @@ def policy_loss(config: Config) -> str | None:
     a = config.algorithm
     if a.custom_policy_loss_path is not None or a.loss_type == "custom_loss":
         return None
-    if a.policy_loss != "auto":
-        return a.policy_loss
-    return a.advantage_estimator if a.advantage_estimator in ("gspo", "cispo") else "ppo"
+    return policy_loss_name(a)
 
 
-def _of_losses(*names: str) -> Scope:
+def _of_losses(field: str) -> Scope:
+    names = losses_that_read(field)
     return _beside(lambda c: policy_loss(c) in (None, *names), f"without --policy-loss {' or '.join(names)}")
 
 
@@ -108,33 +112,36 @@ def _may_be_agent(config: Config) -> bool:
     return bool(config.rollout.custom_generate_function_path or config.eval.eval_config or own != plain)
 
 
-def _needs_reference(config: Config) -> bool:
-    a = config.algorithm
-    return a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"
+def _corrects_itself(config: Config) -> bool:
+    return config.algorithm.custom_tis_function_path is not None
+
+
+def _with_role(role: Role) -> tuple[str, ...]:
+    return names_where(lambda estimator: estimator.role == role)
+
+
+def _of_estimators(*names: str) -> Scope:
+    *first, last = names
+    told = f"{', '.join(first)} or {last}" if first else last
+    return _beside(lambda c: c.algorithm.advantage_estimator in names, f"without --advantage-estimator {told}")
 
 
 MOVES = _beside(_moves, "with one optimizer step a rollout (its ratio to the policy that sampled is 1)")
-CLIP = _of_losses("ppo", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov")
-DUAL_CLIP = _of_losses("ppo", "gspo", "gspo_token", "clip_cov")
 NOT_DPO = _beside(lambda c: c.algorithm.policy_loss != "dpo", "with --policy-loss dpo")
 KL_LOSS = _beside(lambda c: c.algorithm.use_kl_loss, "without --use-kl-loss")
-REFERENCE = _beside(_needs_reference, "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)")
+REFERENCE = _beside(
+    lambda c: needs_reference(c.algorithm), "without --use-kl-loss, --kl-coef or --policy-loss dpo (no reference model)"
+)
 ESTIMATOR = _beside(
     lambda c: c.reward.custom_reward_post_process_path is None, "with --custom-reward-post-process-path"
 )
-DEVIATION = _beside(
-    lambda c: c.algorithm.advantage_estimator in ("grpo", "gspo", "cispo"),
-    "without --advantage-estimator grpo, gspo or cispo",
-)
+DEVIATION = _of_estimators(*names_where(lambda estimator: estimator.plain_group is not None))
 OF_SAMPLES = _beside(
-    lambda c: c.algorithm.advantage_estimator not in ("ppo", "reinforce_plus_plus"),
-    "with --advantage-estimator ppo or reinforce_plus_plus",
+    lambda c: estimator_of(c.algorithm).group is not None,
+    f"with --advantage-estimator {' or '.join(names_where(lambda estimator: estimator.group is None))}",
 )
 WHITENS = _beside(
-    lambda c: (
-        c.algorithm.advantage_estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime")
-        or c.algorithm.normalize_advantages
-    ),
+    lambda c: not estimator_of(c.algorithm).is_whitened or c.algorithm.normalize_advantages,
     "with an --advantage-estimator that always whitens",
 )
 AGGREGATED = _beside(
@@ -160,6 +167,24 @@ COLOCATED = _beside(lambda c: c.cluster.colocate, "without --colocate")
 OFFLOADS = _beside(lambda c: c.cluster.offload_train != "never", "with --offload-train never")
 LOCAL_RAY = _beside(lambda c: c.cluster.ray_address is None, "with --ray-address")
 OTHER_RAY = _beside(lambda c: c.cluster.ray_address is not None, "without --ray-address")
+FAULT_TOLERANCE = _beside(lambda c: c.rollout.use_fault_tolerance, "without --use-fault-tolerance")
+FILTERS = _beside(
+    lambda c: c.rollout.dynamic_sampling_filter_path not in (None, NONZERO_STD),
+    f"without --dynamic-sampling-filter-path {ACCURACY}",
+)
+REWARD_MODEL = _beside(lambda c: c.reward.rm_model is not None, "without --rm-model")
+OVERLONG = _beside(lambda c: c.reward.overlong_buffer_len is not None, "without --overlong-buffer-len")
+ON_GPUS = _beside(lambda c: c.cluster.device != "cpu", "with --device cpu")
+ON_A_CPU = _beside(lambda c: c.cluster.device != "cuda", "with --device cuda")
+PRICE = _beside(lambda c: c.algorithm.kl_coef > 0, "without --kl-coef")
+TIS = _beside(lambda c: c.algorithm.use_tis or _corrects_itself(c), "without --use-tis")
+REJECTION = _beside(
+    lambda c: c.algorithm.rejection_level is not None or _corrects_itself(c), "without --rejection-level"
+)
+OPSM = _beside(lambda c: c.algorithm.use_opsm, "without --use-opsm")
+DISTILLS = _beside(lambda c: c.algorithm.use_opd, "without --use-opd")
+TEACHER_ENGINES = _beside(lambda c: c.algorithm.opd_type == "sglang", "with --opd-type megatron")
+CONSTANT = _beside(lambda c: c.algorithm.loss_aggregation == "constant", "without --loss-aggregation constant")
 VERIFIES = _beside(lambda c: c.weights.verify_weights != "never", "with --verify-weights never")
 
 # Read in every run, or what they promise holds in every run.
@@ -202,9 +227,9 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
             "save_hf",
         ),
     ),
-    ((TRAINERS, OFFLOADS), ("offload_folder",)),
+    ((TRAINERS, OFFLOADS, ON_A_CPU), ("offload_folder",)),
     ((PUSHES,), ("colocate",)),
-    ((PUSHES, COLOCATED), ("offload_rollout",)),
+    ((PUSHES, COLOCATED, ON_GPUS), ("offload_rollout",)),
     ((POLICY, REFERENCE), ("ref_load",)),
     # ---- data, rollout and rewards
     ((PROMPTS,), ("prompt_data", "prompt_data_weights", "rollout_shuffle", "data_source_path", "buffer_filter_path")),
@@ -219,27 +244,27 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
             *("rollout_dtype", "custom_generate_function_path", "rollout_sample_hook_path", "rollout_top_p"),
             *("rollout_top_k", "rollout_min_response_len", "rollout_max_context_len", "rollout_stop"),
             *("rollout_stop_token_ids", "rollout_ignore_eos", "rollout_skip_special_tokens"),
-            *("sglang_server_concurrency", "stream_responses", "engine_start_timeout_s", "engine_num_threads"),
-            *("use_fault_tolerance", "rollout_health_check_interval", "rollout_health_check_timeout"),
-            *("rollout_health_check_first_wait", "rm_type", "rm_format_regex", "rm_url", "rm_model", "rm_input"),
-            *("rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args", "custom_rm_path", "group_rm"),
+            *("sglang_server_concurrency", "stream_responses", "engine_start_timeout_s"),
+            *("use_fault_tolerance", "rm_type", "rm_format_regex", "rm_url", "rm_model", "custom_rm_path", "group_rm"),
             *("reward_timeout_s", "reward_failure_value", "reward_num_processes", "pause_generation_mode"),
             "allow_weak_sandbox",
         ),
     ),
+    ((ENGINES, ON_A_CPU), ("engine_num_threads",)),
+    (
+        (ENGINES, FAULT_TOLERANCE),
+        ("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
+    ),
+    ((ENGINES, REWARD_MODEL), ("rm_input", "rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args")),
     ((ENGINES, AGENT), ("tools_path", "tool_call_parser", "max_turns", "max_tool_response_len", "tool_timeout_s")),
     ((NOT_SFT,), ("rollout_temperature", "rollout_max_response_len", "reward_key")),
-    (
-        (GENERATES,),
-        (
-            *("partial_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path"),
-            *("accuracy_lower_bound", "accuracy_upper_bound"),
-        ),
-    ),
+    ((GENERATES,), ("partial_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path")),
+    ((GENERATES, FILTERS), ("accuracy_lower_bound", "accuracy_upper_bound")),
     ((GENERATES, PARTIAL), ("mask_offpolicy_in_partial_rollout",)),
     ((SCORES,), ("log_samples",)),
     ((SCORES,), ("n_samples_per_prompt", "custom_rollout_log_function_path", "custom_reward_post_process_path")),
-    ((RL,), ("overlong_buffer_len", "overlong_penalty_factor", "length_penalty_coef")),
+    ((RL,), ("overlong_buffer_len", "length_penalty_coef")),
+    ((RL, OVERLONG), ("overlong_penalty_factor",)),
     ((TRAINS, RL), ("custom_convert_samples_to_train_data_path",)),
     # ---- algorithm
     ((PRESET,), ("algorithm",)),
@@ -247,33 +272,40 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     (
         (POLICY,),
         (
-            *("gamma", "lambd", "bootstrap_truncated", "kl_coef", "kl_coef_type", "custom_policy_loss_path"),
-            *("custom_pg_loss_reducer_function_path", "use_tis", "tis_clip", "tis_clip_low", "tis_level", "tis_mode"),
-            *("tis_veto", "rejection_level", "rejection_low", "rejection_high", "custom_tis_function_path"),
-            *("use_opsm", "opsm_delta", "use_kl_loss", "entropy_coef", "use_rollout_logprobs"),
-            *("dpo_beta", "dpo_label_smoothing", "custom_advantage_function_path", "rollout_data_postprocess_path"),
+            *("kl_coef", "custom_policy_loss_path", "custom_pg_loss_reducer_function_path", "use_tis", "tis_veto"),
+            *("rejection_level", "custom_tis_function_path", "use_opsm", "use_kl_loss", "entropy_coef"),
+            *("use_rollout_logprobs", "custom_advantage_function_path", "rollout_data_postprocess_path"),
             "custom_megatron_before_log_prob_hook_path",
         ),
     ),
     (
         (TRAINS, RL),
-        (
-            *("policy_loss", "loss_aggregation", "loss_length", "use_routing_replay", "use_rollout_routing_replay"),
-            *("use_opd", "opd_type", "opd_kl_coef", "opd_teacher_load", "opd_teacher_num_gpus"),
-            *("opd_teacher_num_gpus_per_engine", "opd_teacher_server_args"),
-            *(*CriticGroup.model_fields, *PrmGroup.model_fields),
-        ),
+        (*("policy_loss", "loss_aggregation", "use_routing_replay", "use_rollout_routing_replay", "use_opd"),),
     ),
-    ((POLICY, KL_LOSS), ("kl_loss_coef", "kl_loss_type", "use_unbiased_kl")),
+    ((TRAINS, RL, CONSTANT), ("loss_length",)),
+    ((TRAINS, RL, DISTILLS), ("opd_type", "opd_kl_coef", "opd_teacher_load")),
+    (
+        (TRAINS, RL, DISTILLS, TEACHER_ENGINES),
+        ("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine", "opd_teacher_server_args"),
+    ),
+    ((TRAINS, RL, _of_estimators(*_with_role("critic"))), tuple(CriticGroup.model_fields)),
+    ((TRAINS, RL, _of_estimators(*_with_role("prm"))), tuple(PrmGroup.model_fields)),
+    ((POLICY,), ("gamma", "lambd", "bootstrap_truncated")),
     ((POLICY, ESTIMATOR), ("pass_k",)),
+    ((POLICY, PRICE), ("kl_coef_type",)),
+    ((POLICY, TIS), ("tis_clip", "tis_clip_low", "tis_level", "tis_mode")),
+    ((POLICY, REJECTION), ("rejection_low", "rejection_high")),
+    ((POLICY, OPSM), ("opsm_delta",)),
+    ((POLICY, _of_losses("dpo_beta")), ("dpo_beta", "dpo_label_smoothing")),
+    ((POLICY, KL_LOSS), ("kl_loss_coef", "kl_loss_type", "use_unbiased_kl")),
     ((POLICY, WHITENS), ("normalize_advantages",)),
     ((POLICY, ESTIMATOR, NOT_DPO, DEVIATION), ("disable_grpo_std_normalization",)),
     ((POLICY, ESTIMATOR, NOT_DPO, OF_SAMPLES), ("disable_rewards_normalization",)),
-    ((POLICY, CLIP, MOVES), ("eps_clip", "eps_clip_high")),
-    ((POLICY, DUAL_CLIP, MOVES), ("eps_clip_c",)),
-    ((POLICY, _of_losses("sapo"), MOVES), ("sapo_tau_pos", "sapo_tau_neg")),
-    ((POLICY, _of_losses("clip_cov")), ("clip_cov_fraction", "clip_cov_low", "clip_cov_high")),
-    ((POLICY, _of_losses("kl_cov"), MOVES), ("kl_cov_fraction", "kl_cov_coef")),
+    ((POLICY, _of_losses("eps_clip"), MOVES), ("eps_clip", "eps_clip_high")),
+    ((POLICY, _of_losses("eps_clip_c"), MOVES), ("eps_clip_c",)),
+    ((POLICY, _of_losses("sapo_tau_pos"), MOVES), ("sapo_tau_pos", "sapo_tau_neg")),
+    ((POLICY, _of_losses("clip_cov_low")), ("clip_cov_fraction", "clip_cov_low", "clip_cov_high")),
+    ((POLICY, _of_losses("kl_cov_coef"), MOVES), ("kl_cov_fraction", "kl_cov_coef")),
     ((TRAINS, AGGREGATED), ("calculate_per_token_loss",)),
     # ---- training
     (
@@ -309,7 +341,13 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((REJECTS,), ("reject_sampling_output", "reject_sampling_threshold", "reject_sampling_per_prompt")),
 )
 
-EFFECTS: dict[str, tuple[Scope, ...]] = {field: scopes for scopes, fields in _ROWS for field in fields}
+# Fields that only some estimators read.
+_OF_ESTIMATORS = {
+    field: (_of_estimators(*readers_of(field)),) for estimator in ESTIMATORS.values() for field in estimator.reads
+}
+EFFECTS: dict[str, tuple[Scope, ...]] = {
+    field: (*scopes, *_OF_ESTIMATORS.get(field, ())) for scopes, fields in _ROWS for field in fields
+}
 
 # A rollout function of the user's own may read these in any mode.
 READ_BY_ROLLOUTS = {*DataGroup.model_fields, *RolloutGroup.model_fields}

@@ -16,7 +16,7 @@ from fusionrl.checks.long_rows import LongRow, context_length, first_over, most_
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import DataGroup, RolloutGroup
-from fusionrl.config.parts import evaluates, generates, uses_trainers, validates
+from fusionrl.config.parts import estimator_of, evaluates, generates, uses_trainers, validates
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
 from fusionrl.data.rows import Row, read_rows
 from fusionrl.models.scorers import read_scorer, same_tokens
@@ -139,7 +139,7 @@ def _limits(config: Config, positions: int) -> list[Limit]:
     limits, algorithm = _reading_limits(config, positions), config.algorithm
     if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
         limits += _scorer_limit(algorithm.opd_teacher_load, "--opd-teacher-load")
-    if algorithm.advantage_estimator == "prime" and config.prm.prm_load is not None:
+    if estimator_of(algorithm).role == "prm" and config.prm.prm_load is not None:
         limits += _scorer_limit(config.prm.prm_load, "--prm-load")
     # Where --rollout-max-prompt-len is given, the flags alone are held against a micro-batch (`validate`).
     if config.run.mode == "rl" and uses_trainers(config) and config.data.rollout_max_prompt_len is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusionrl.algorithms.estimators import names_where
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
+from fusionrl.config.parts import estimator_of
 from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files
@@ -30,8 +32,9 @@ def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
         errors += _teacher_errors(config, shape)
     else:
         errors += _without_effect(config.algorithm, AlgorithmGroup(), _OPD_FLAGS, "--use-opd")
-    if config.algorithm.advantage_estimator != "prime":
-        errors += _without_effect(config.prm, PrmGroup(), tuple(PrmGroup.model_fields), "--advantage-estimator prime")
+    if estimator_of(config.algorithm).role != "prm":
+        needed = "--advantage-estimator " + " or ".join(names_where(lambda estimator: estimator.role == "prm"))
+        errors += _without_effect(config.prm, PrmGroup(), tuple(PrmGroup.model_fields), needed)
     elif config.prm.prm_load is not None:
         errors += _process_model_errors(config, config.prm.prm_load, shape)
     return errors

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fusionrl.algorithms.estimators import ACCURACY
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.algorithm import algorithm_errors, routing_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
@@ -19,7 +20,9 @@ from fusionrl.config.divisors import dividing
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import check_hook, flag_of, hook_paths
-from fusionrl.config.presets import ACCURACY, NONZERO_STD
+from fusionrl.config.parts import estimator_of
+from fusionrl.config.pipelines import AVAILABLE
+from fusionrl.config.presets import NONZERO_STD
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import FORMATS, parse_sets, read_rows
 from fusionrl.data.template_probe import TemplateProbe
@@ -29,6 +32,7 @@ from fusionrl.models.quantization import BlockFp8, read_quantization
 from fusionrl.models.scorers import has_chat_template
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files
+from fusionrl.plan.layout import sequence_multiple
 from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
 
 
@@ -52,7 +56,6 @@ _OF_DISK = (
     *("update_weight_local_checkpoint_dir", "update_weight_delta_encoding", "update_weight_delta_checksum"),
     "custom_update_weight_post_write_path",
 )
-PIPELINES_READY = ("on-policy",)
 
 
 def validate(config: Config) -> tuple[Checked, list[str]]:
@@ -169,7 +172,7 @@ def _check_required(config: Config, errors: list[str]) -> None:
     needs_reward = mode in ("rl", "reject-sampling", "eval") and not run.debug_train_only and not own_rewards
     custom_rollout = config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
     algorithm = config.algorithm
-    may_lack = algorithm.use_opd and algorithm.advantage_estimator != "prime"
+    may_lack = algorithm.use_opd and estimator_of(algorithm).role != "prm"
     needs_reward = needs_reward and not custom_rollout and not may_lack
     if needs_reward and config.reward.rm_type is None and config.reward.custom_rm_path is None:
         errors.append(f"a reward is required in --mode {mode}: --rm-type or --custom-rm-path")
@@ -183,8 +186,8 @@ def _check_required(config: Config, errors: list[str]) -> None:
 def _check_modes(config: Config, errors: list[str]) -> None:
     """Flags that do not go together with the mode, or with one another."""
     run, mode = config.run, config.run.mode
-    if run.pipeline not in PIPELINES_READY:
-        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(PIPELINES_READY)}")
+    if run.pipeline not in AVAILABLE:
+        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(AVAILABLE)}")
     if config.eval.eval_interval and not config.eval.has_sets:
         errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
     if run.debug_train_only and run.debug_rollout_only:
@@ -233,9 +236,7 @@ def _check_rollout(config: Config, shape: ModelShape | None, errors: list[str]) 
         )
     model = config.model
     cap = config.train.max_tokens_per_gpu * model.context_parallel_size
-    multiple = model.tensor_model_parallel_size * (
-        2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
-    )
+    multiple = sequence_multiple(model.context_parallel_size, model.tensor_model_parallel_size)
     longest = limit or (config.data.rollout_max_prompt_len or 1) + (rollout.rollout_max_response_len or 0)
     padded = -(-longest // multiple) * multiple
     if config.run.mode == "rl" and padded > cap:

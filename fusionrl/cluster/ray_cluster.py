@@ -247,6 +247,15 @@ def actor_on(
     return ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=0, runtime_env={"env_vars": env}, **options)
 
 
+FAILURES = (RuntimeError, OSError, ray.exceptions.RayError)
+"""Errors that may be the consequence of a process that died."""
+
+
+def is_running() -> bool:
+    """Return whether this process is connected to Ray."""
+    return bool(ray.is_initialized())
+
+
 def root_cause(error: BaseException) -> BaseException:
     """The error an actor's method raised, out of Ray's wrapping."""
     cause = getattr(error, "cause", None)

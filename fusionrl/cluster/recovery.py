@@ -31,7 +31,7 @@ _END_TIMEOUT_S = 20.0
 
 
 class Recovery:
-    """Watches the engines of a `Session`, and replaces actors and addresses in the session's own lists."""
+    """Watches the engines of an `EnginePool`, and replaces actors and addresses in the pool's own lists."""
 
     def __init__(
         self,

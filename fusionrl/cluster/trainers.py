@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ class TrainerGroups:
     Methods call all ranks at once; they end with the slowest, or at the first failure.
     """
 
-    def __init__(self, config: Config, plan: Plan) -> None:
-        self.config, self.plan = config, plan
+    def __init__(self, config: Config, plan: Plan, gather: Callable[[Sequence[Any]], list[Any]]) -> None:
+        """`gather` waits while the ranks train; the driver's checks the engines meanwhile, and hears stop requests."""
+        self.config, self.plan, self._gather = config, plan, gather
         self.actors: list[Any] = []
         self.auxiliaries: list[Any] = []
 
@@ -34,7 +35,7 @@ class TrainerGroups:
         layout, auxiliary = self.plan.layout, self.plan.auxiliary
         own = [[shards[layout.dp_rank(rank)]] for rank in range(layout.world_size)]
         if auxiliary is None:
-            return gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
+            return self._gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
         ranks = range(auxiliary.layout.world_size)
         theirs = [[auxiliary_shards[auxiliary.layout.dp_rank(rank)]] for rank in ranks]
         train = self._train_with_critic if auxiliary.role == "critic" else self._train_with_prm
@@ -55,10 +56,10 @@ class TrainerGroups:
         self._make_room(self.actors)
         calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
         pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
-        rewards = _of_replicas(pairs, layout)
+        rewards = self._of_replicas(pairs, layout)
         self._make_room(self.auxiliaries)
         refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, own, strict=True)]
-        return ray.get(pairs[0][0]) | gather(refs)[0]
+        return ray.get(pairs[0][0]) | self._gather(refs)[0]
 
     def _train_with_critic(
         self, rollout_id: int, own: list[list[Any]], theirs: list[list[Any]], critic: TrainerLayout
@@ -67,17 +68,17 @@ class TrainerGroups:
         assert self.plan.layout is not None
         self._make_room(self.actors)
         pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        values = _of_replicas(pairs, critic)
+        values = self._of_replicas(pairs, critic)
         self._make_room(self.auxiliaries)
         prepare = [trainer.prepare.options(num_returns=2) for trainer in self.actors]
         pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
-        targets = _of_replicas(pairs, self.plan.layout)
+        targets = self._of_replicas(pairs, self.plan.layout)
         metrics: dict[str, float] = {}
         if rollout_id >= self.config.critic.num_critic_only_steps:
-            metrics |= gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
+            metrics |= self._gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
         self._make_room(self.actors)
         refs = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        metrics |= gather(refs)[0]
+        metrics |= self._gather(refs)[0]
         self._make_room(self.auxiliaries)
         return metrics
 
@@ -99,15 +100,14 @@ class TrainerGroups:
                 trainer.evaluate_loss.remote([shards[self.plan.layout.dp_rank(rank)]])
                 for rank, trainer in enumerate(self.actors)
             ]
-            found = gather(refs)[0]
+            found = self._gather(refs)[0]
             values[f"eval/{name}/loss"] = found["eval/loss"]
             values[f"eval/{name}/num_tokens"] = found["eval/num_tokens"]
         return values
 
     def offload(self, keep_weights: bool = False) -> None:
         """Where --offload-train says so, they give their memory away, and take it back by themselves."""
-        when = self.config.cluster.offload_train
-        if when == "always" or (when == "auto" and self.plan.device == "cuda" and self.plan.is_colocated):
+        if self.plan.trainers_give_memory:
             ray.get([trainer.offload.remote(keep_weights) for trainer in self.actors])
             ray.get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
@@ -144,8 +144,7 @@ class TrainerGroups:
         auxiliary = self.plan.auxiliary
         return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
-
-def _of_replicas(pairs: Sequence[Any], layout: TrainerLayout) -> list[Any]:
-    """Wait for what each rank answers, (None, columns); references to the columns, one of each replica."""
-    gather([done for done, _ in pairs])
-    return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]
+    def _of_replicas(self, pairs: Sequence[Any], layout: TrainerLayout) -> list[Any]:
+        """Wait for what each rank answers, (None, columns); references to the columns, one of each replica."""
+        self._gather([done for done, _ in pairs])
+        return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

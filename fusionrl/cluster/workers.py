@@ -17,7 +17,6 @@ from fusionrl.base.environment import take_secrets
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.engines.http import EndpointError
 from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.plan.auxiliary import Role
 from fusionrl.plan.plan import Plan
@@ -56,29 +55,6 @@ class EngineWorker(EngineActor):
             settled.apply()
         _log_to(log, f"{spec.role}-{spec.index}")
         super().__init__(spec)
-
-    def check_alive(self) -> None:
-        """Raise RuntimeError with the end of the server's log when its process is dead; asks the server nothing."""
-        self._living("generation")
-
-    def fault(self, timeout_s: float | None = None) -> str | None:
-        """What is wrong with the server, None where nothing is: its process is dead, or, with `timeout_s`, it makes no
-        token within as many seconds. In words, as Ray logs the exceptions of calls that nobody waits for any more."""
-        try:
-            self.check_alive() if timeout_s is None else self.check_responds(timeout_s)
-        except RuntimeError as error:
-            return str(error)
-        return None
-
-    def weight_checksums(self) -> list[dict[str, str]] | None:
-        """Engine rank → tensor name → hash, as the server reports them; None where its version cannot."""
-        try:
-            answer = self._call("POST", "/weights_checker", {"action": "checksum"})
-        except EndpointError as error:
-            if error.status in (404, 405):
-                return None
-            raise
-        return [rank["checksums"] for rank in answer["ranks"]]
 
 
 class BufferWorker(BufferActor):

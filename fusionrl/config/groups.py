@@ -7,9 +7,26 @@ all groups, so that hooks can be handed one flat namespace.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
+
+from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.algorithms.losses import LOSSES
+from fusionrl.config.pipelines import PIPELINES
+from fusionrl.config.presets import PRESETS
+
+# The tables decide what these flags take. A type checker cannot read a Literal of a table.
+if TYPE_CHECKING:
+    AlgorithmName = str
+    EstimatorName = str
+    PolicyLossName = str
+    PipelineName = str
+else:
+    AlgorithmName = Literal[tuple(PRESETS)]
+    EstimatorName = Literal[tuple(ESTIMATORS)]
+    PipelineName = Literal[tuple(PIPELINES)]
+    PolicyLossName = Literal[("auto", *(name for name, loss in LOSSES.items() if loss.is_flag))]
 
 
 class Group(BaseModel):
@@ -25,9 +42,7 @@ class RunGroup(Group):
         "rl",
         description="What the run does: rl, sft, reject-sampling or eval. Each toggles engines and trainers.",
     )
-    pipeline: Literal["on-policy", "stream", "async", "async-partial"] = Field(
-        "on-policy", description="How generation and training overlap."
-    )
+    pipeline: PipelineName = Field("on-policy", description="How generation and training overlap.")
     name: str = Field("run", description="Name of the run, part of the default run folder.", pattern=r"^[\w.+-]+$")
     run_dir: str | None = Field(None, description="Folder of the run. Default: runs/<name>-<time>.")
     run_dir_mode: Literal["700", "750", "755", "770", "775"] = Field(
@@ -374,40 +389,11 @@ class RewardGroup(Group):
 class AlgorithmGroup(Group):
     """Algorithm"""
 
-    algorithm: (
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "gspo",
-            "cispo",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "remax",
-            "ppo",
-            "prime",
-            "dpo",
-        ]
-        | None
-    ) = Field(
+    algorithm: AlgorithmName | None = Field(
         None,
         description="Set the flags of a published algorithm (docs/algorithms.md); those that are given besides count.",
     )
-    advantage_estimator: Literal[
-        "grpo",
-        "dr_grpo",
-        "gspo",
-        "cispo",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "pass_at_k",
-        "ppo",
-        "prime",
-    ] = Field(
+    advantage_estimator: EstimatorName = Field(
         "grpo",
         description="Advantage estimator (docs/algorithms.md); gspo and cispo are grpo's with a policy loss of theirs.",
     )
@@ -431,9 +417,7 @@ class AlgorithmGroup(Group):
         "k1",
         description="Estimator of that KL; k2 and k3 are never negative and also charge for being less likely.",
     )
-    policy_loss: Literal[
-        "auto", "ppo", "gspo", "gspo_token", "cispo", "sapo", "gpg", "gmpo", "clip_cov", "kl_cov", "dpo"
-    ] = Field(
+    policy_loss: PolicyLossName = Field(
         "auto",
         description="Policy loss (docs/algorithms.md); auto is gspo or cispo for the estimators of that name, or ppo.",
     )

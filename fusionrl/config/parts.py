@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from fusionrl.algorithms.estimators import ESTIMATORS, Estimator
 from fusionrl.config.config import Config
-from fusionrl.config.groups import RolloutGroup
+from fusionrl.config.groups import AlgorithmGroup, RolloutGroup
+
+
+def estimator_of(algorithm: AlgorithmGroup) -> Estimator:
+    """Return the entry of --advantage-estimator in the table of estimators."""
+    return ESTIMATORS[algorithm.advantage_estimator]
+
+
+def policy_loss_name(algorithm: AlgorithmGroup) -> str:
+    """Return the policy loss that the flags choose; a user's own is called as ppo is."""
+    if algorithm.custom_policy_loss_path is not None:
+        return "ppo"
+    return estimator_of(algorithm).policy_loss if algorithm.policy_loss == "auto" else algorithm.policy_loss
+
+
+def needs_reference(algorithm: AlgorithmGroup) -> bool:
+    """Return whether the policy is trained beside a reference model, whose log-probs the loss or the rewards use."""
+    return algorithm.use_kl_loss or algorithm.kl_coef > 0 or algorithm.policy_loss == "dpo"
 
 
 def uses_trainers(config: Config) -> bool:
@@ -27,7 +45,7 @@ def changes_weights(config: Config) -> bool:
 def has_policy_loss(config: Config) -> bool:
     """Return whether trainers learn from rewards: the policy, or with --advantage-estimator ppo at least the critic."""
     algorithm = config.algorithm
-    is_sft = algorithm.loss_type == "sft_loss" and algorithm.advantage_estimator != "ppo"
+    is_sft = algorithm.loss_type == "sft_loss" and estimator_of(algorithm).role != "critic"
     return changes_weights(config) and config.run.mode == "rl" and not is_sft
 
 

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.switches import spell_switch
 
 NONZERO_STD = "fusionrl.rollout.filters.check_reward_nonzero_std"
-ACCURACY = "fusionrl.rollout.filters.check_accuracy_in_range"
 
-# Names and figures are the papers' where they give any; docs/algorithms.md has the sources.
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "advantage_estimator": "grpo",
-        "calculate_per_token_loss": False,
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.04,
-        "kl_loss_type": "k3",
-    },
-    "dr_grpo": {"advantage_estimator": "dr_grpo", "loss_aggregation": "constant"},
+# Algorithms that are no estimator's own: flags over another estimator, or over the default one.
+_COMPOSED: dict[str, dict[str, Any]] = {
     "dapo": {
         "advantage_estimator": "grpo",
         "eps_clip": 0.2,
@@ -27,34 +19,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "calculate_per_token_loss": True,
         "dynamic_sampling_filter_path": NONZERO_STD,
     },
-    "gspo": {
-        "advantage_estimator": "gspo",
-        "eps_clip": 3e-4,
-        "eps_clip_high": 4e-4,
-        "calculate_per_token_loss": False,
-    },
-    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0},
-    "rloo": {"advantage_estimator": "rloo", "loss_aggregation": "constant"},
-    "reinforce_plus_plus": {
-        "advantage_estimator": "reinforce_plus_plus",
-        "kl_coef": 0.01,
-    },
-    "reinforce_plus_plus_baseline": {
-        "advantage_estimator": "reinforce_plus_plus_baseline",
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.001,
-        "kl_loss_type": "k2",
-    },
-    "remax": {"advantage_estimator": "remax", "policy_loss": "gpg", "loss_aggregation": "constant"},
-    "ppo": {"advantage_estimator": "ppo", "normalize_advantages": True, "kl_coef": 0.001},
-    "prime": {
-        "advantage_estimator": "prime",
-        "prm_beta": 0.05,
-        "calculate_per_token_loss": True,
-        "dynamic_sampling_filter_path": ACCURACY,
-    },
     "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1},
 }
+PRESETS: dict[str, dict[str, Any]] = {
+    name: {"advantage_estimator": name, **estimator.preset}
+    for name, estimator in ESTIMATORS.items()
+    if estimator.preset is not None
+} | _COMPOSED
 OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens
 
 

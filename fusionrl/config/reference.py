@@ -6,8 +6,11 @@ import typing
 
 from pydantic.fields import FieldInfo
 
+from fusionrl.config.extras import COMING
+from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS
-from fusionrl.config.parser import COMING, flag_of, inner_type
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.parser import CONFIG_FLAG_HELP
 from fusionrl.config.plan_flags import PLAN_FLAGS
 
 _HEAD = """# Flags
@@ -33,6 +36,8 @@ def render_reference() -> str:
         for field, info in model.model_fields.items():
             text = (info.description or "").replace("|", "\\|")  # a bare bar would end the cell
             parts.append(f"| `{flag_of(field)}` | {_values(info)} | {_default(info)} | {text} |\n")
+    parts.append("\n## The command line alone\n\n| flag | values | default | |\n|---|---|---|---|\n")
+    parts.append(f"| `--config` | file |  | {CONFIG_FLAG_HELP} |\n")
     parts.append("\n## Of `fusionrl plan` alone\n\n| flag | values | default | |\n|---|---|---|---|\n")
     for flag, (values, default, text) in PLAN_FLAGS.items():
         parts.append(f"| `{flag}` | {values} | {f'`{default}`' if default else ''} | {text} |\n")

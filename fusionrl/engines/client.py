@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,6 +17,7 @@ from fusionrl.engines.asked import AnswerError, Asked, extremes
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parsers import Parsers
+from fusionrl.engines.targets import Targets
 
 __all__ = ["ROUTING_KEY", "GenerateClient", "Generation", "abort_all", "parse_generation"]
 
@@ -76,12 +76,7 @@ class GenerateClient:
         """Requests sent again, after a broken connection or a 5xx answer."""
         self.num_tokens_kept = 0
         """Tokens of engines that died, after which another engine went on."""
-        self.num_answers_refused = 0
-        """Answers that were no answer to their request, by `Asked`."""
-        self._url = base_url.rstrip("/") + "/generate"
-        self._urls = [url.rstrip("/") + "/generate" for url in worker_urls or [base_url]]
-        self._under_way = dict.fromkeys(self._urls, 0)
-        self._engines = [url.rstrip("/") + "/generate" for url in engine_urls or worker_urls or [base_url]]
+        self._targets = Targets(base_url, worker_urls, engine_urls)
         # No compression: a small body could become any size in memory.
         self._headers = {
             "Content-Type": "application/json",
@@ -94,6 +89,11 @@ class GenerateClient:
         self._waiting: dict[bytes, list[asyncio.Future[Generation]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._parsers = Parsers()
+
+    @property
+    def num_answers_refused(self) -> int:
+        """Answers that were no answer to their request, by `Asked`."""
+        return self._targets.num_refused
 
     async def generate(self, payload: dict[str, Any], routing_key: str | None = None) -> Generation:
         """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
@@ -134,7 +134,7 @@ class GenerateClient:
         refused: list[str] = []
         while True:
             before = len(tokens)
-            url = self._elsewhere(refused, attempt) if refused else self._target(routing_key, attempt)
+            url = self._targets.choose(routing_key, attempt, refused)
             request = {"return_logprob": True, **_continued(payload, tokens), "stream": True}
             asked = Asked.by(request, self._vocab_size)
             try:
@@ -150,7 +150,7 @@ class GenerateClient:
                         yield replace(piece, part=part)
                 error: RuntimeError | None = RuntimeError(f"{url}: the stream ended before the last token")
             except AnswerError as cause:
-                self._refuse(url, cause, refused)
+                self._targets.refuse(url, cause, refused)
                 attempt, error = 0, None
             except EndpointError as cause:
                 if cause.status < 500:
@@ -172,7 +172,7 @@ class GenerateClient:
     ) -> AsyncGenerator[Any, None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-        with self._counted(url):
+        with self._targets.counted(url):
             async with asyncio.timeout_at(deadline):
                 response = await self._open().post(url, data=body, headers=self._headers_of(routing_key))
             # Closing it before its end breaks the connection, which is how the engine learns that nobody waits.
@@ -212,26 +212,7 @@ class GenerateClient:
                         raise answer
                     return await self._parsers.parse(answer, asked)
                 except AnswerError as error:
-                    self._refuse(url, error, refused)
-
-    def _refuse(self, url: str, error: AnswerError, refused: list[str]) -> None:
-        """Count an answer that was refused, and add who gave it to `refused`, those of the request so far.
-
-        Raises:
-            AnswerError: it is the second one of an engine, or the second one where there is one engine.
-        """
-        self.num_answers_refused += 1
-        refused.append(url)
-        num_known = sum(one in self._engines for one in refused)
-        if num_known >= 2 or (len(self._engines) == 1 and len(refused) >= 2):
-            raise AnswerError(f"{url}: the answer is refused, as one before it was: {error}") from error
-        logger.warning("%s: the answer is refused (%s); the request is sent once more, elsewhere", url, error)
-
-    def _elsewhere(self, refused: Sequence[str], attempt: int) -> str:
-        """An engine that gave none of the `refused` answers; each try at another one, where there are several."""
-        others = [one for one in self._engines if one not in refused] or self._engines
-        others = sorted(others, key=lambda one: self._under_way.get(one, 0))
-        return others[(attempt + self.num_answers_refused) % len(others)]
+                    self._targets.refuse(url, error, refused)
 
     async def _generate_together(self, payload: dict[str, Any]) -> Generation:
         """Send short siblings as one request: equal requests made in one turn of the event loop.
@@ -290,9 +271,9 @@ class GenerateClient:
         headers = self._headers_of(routing_key)
         attempt = 0
         while True:
-            url = self._elsewhere(refused, attempt) if refused else self._target(routing_key, attempt)
+            url = self._targets.choose(routing_key, attempt, refused)
             try:
-                with self._counted(url):
+                with self._targets.counted(url):
                     # As a payload: aiohttp would look through the types that it knows for one of bytes.
                     data = aiohttp.BytesPayload(body)
                     async with self._open().post(url, data=data, headers=headers) as response:
@@ -314,19 +295,6 @@ class GenerateClient:
         self.num_retries += 1
         logger.info("try %d of a request failed: %s", attempt + 1, error)
         await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
-
-    def _target(self, routing_key: str | None, attempt: int) -> str:
-        """Return the URL for try number `attempt`; each try goes to another engine, if there are several."""
-        urls = self._urls
-        if len(urls) == 1:
-            return urls[0]
-        if routing_key is not None:
-            first = zlib.crc32(routing_key.encode())
-            return urls[(first + attempt) % len(urls)]
-        return sorted(urls, key=self._under_way.__getitem__)[attempt % len(urls)]
-
-    def _counted(self, url: str) -> _Counted:
-        return _Counted(self._under_way, url)
 
     @staticmethod
     def _headers_of(routing_key: str | None) -> dict[str, str] | None:
@@ -360,19 +328,6 @@ class GenerateClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-class _Counted:
-    """Counts a request to `url` as long as the block runs. A class: a generator's context costs three times as much."""
-
-    def __init__(self, counts: dict[str, int], url: str) -> None:
-        self._counts, self._url = counts, url
-
-    def __enter__(self) -> None:
-        self._counts[self._url] = self._counts.get(self._url, 0) + 1
-
-    def __exit__(self, *_: object) -> None:
-        self._counts[self._url] -= 1
 
 
 def _is_short(payload: dict[str, Any]) -> bool:

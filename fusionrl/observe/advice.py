@@ -70,11 +70,13 @@ class RolloutFacts:
 class AdviceSettings:
     """The values of flags that a warning names.
 
-    other_terms  flags whose loss terms train even where all advantages are 0
+    compares_siblings  the estimator measures an answer against the others to its prompt
+    other_terms        flags whose loss terms train even where all advantages are 0
     """
 
     run: str
     estimator: str = "grpo"
+    compares_siblings: bool = True
     label_key: str | None = None
     max_response_len: int | None = None
     max_context_len: int | None = None
@@ -153,7 +155,7 @@ def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
         return ["every sample failed or was aborted: see logs/buffer.*.log"]
     if not facts.num_trained:
         return ["samples were removed (remove_sample), failed, or have a loss mask of 0 throughout"]
-    if facts.num_groups == count and settings.estimator not in ("remax", "reinforce_plus_plus"):
+    if facts.num_groups == count and settings.compares_siblings:
         causes.append(
             f"--n-samples-per-prompt 1: --advantage-estimator {settings.estimator} compares the answers to one prompt"
         )

@@ -456,7 +456,7 @@ ROLLOUTS: Table = {
         "--partial-rollout",
     ),
     "rollout/engines_died": Entry(
-        "engines", "Engines found dead during the rollout.", "cluster/session.py", "--use-fault-tolerance"
+        "engines", "Engines found dead during the rollout.", "cluster/engine_pool.py", "--use-fault-tolerance"
     ),
     "rollout/answers_refused": Entry(
         "answers",
@@ -546,7 +546,7 @@ EVALUATIONS: Table = {
         "samples", "As rollout/reward_crash, of all sets.", "rewards/pool.py", "when it happens"
     ),
     "eval/engines_died": Entry(
-        "engines", "Engines found dead during the evaluation.", "cluster/session.py", "--use-fault-tolerance"
+        "engines", "Engines found dead during the evaluation.", "cluster/engine_pool.py", "--use-fault-tolerance"
     ),
     "eval/answers_refused": Entry(
         "answers", "As rollout/answers_refused.", "rollout/sglang_rollout.py", "when it happens"
@@ -563,7 +563,7 @@ TIMES: Table = {
     "perf/step_time_s": Entry(
         "seconds",
         "The whole step: rollout, training, weight push. Evaluations and checkpoints are not in it.",
-        "driver/run.py",
+        "driver/step.py",
     ),
     "perf/time_generate_s": Entry(
         "seconds", "The rollout: generation, rewards, filters, and cutting it into shards.", "buffer/actor.py"
@@ -571,14 +571,14 @@ TIMES: Table = {
     "perf/time_train_s": Entry(
         "seconds",
         "Training: all forward passes and optimizer steps, critic and reward model included.",
-        "driver/run.py",
+        "driver/context.py",
     ),
     "perf/time_sync_s": Entry("seconds", "The weight push, without its verification.", "sync/push.py"),
     "perf/time_eval_s": Entry("seconds", "An evaluation of all sets.", "buffer/actor.py"),
     "perf/tokens_per_s": Entry(
         "tokens/s",
         "Response tokens of the rollout divided by perf/step_time_s; in mode sft trained tokens.",
-        "driver/run.py",
+        "driver/step.py",
     ),
     "perf/update_weights_density": Entry(
         "share",
@@ -616,7 +616,7 @@ PUSHES: Table = {
         "--update-weight-transport disk",
     ),
     "sync/engines_restarted": Entry(
-        "engines", "Engines replaced since the run began.", "cluster/session.py", "--use-fault-tolerance"
+        "engines", "Engines replaced since the run began.", "cluster/weight_sync.py", "--use-fault-tolerance"
     ),
     "sync/verify_logprob_diff": Entry(
         "nats",

@@ -6,16 +6,16 @@ What they have instead of the actor's flags, and where they run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
+from fusionrl.config.parts import estimator_of
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.balance import Balance
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.layout import TrainerLayout
 
-Role = Literal["critic", "prm"]  # also the prefix of their flags and metrics, and their folder in a checkpoint
-_ROLES: dict[str, Role] = {"ppo": "critic", "prime": "prm"}
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -33,7 +33,7 @@ class AuxiliaryPlan:
 
 def auxiliary_role(config: Config) -> Role | None:
     """Return the role of the model that is trained besides the policy; None: there is none."""
-    return _ROLES.get(config.algorithm.advantage_estimator) if config.run.mode == "rl" else None
+    return estimator_of(config.algorithm).role if config.run.mode == "rl" else None
 
 
 def role_flag(config: Config, role: Role, name: str) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.config.config import Config
-from fusionrl.config.parts import uses_trainers
+from fusionrl.config.parts import estimator_of, uses_trainers
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
+from fusionrl.plan.auxiliary import auxiliary_role, role_flag
 from fusionrl.plan.devices import KINDS, Machine
 
 _SPEC = re.compile(r"(\d+)x(\d+)x([a-z][\w-]*)", re.IGNORECASE)
@@ -112,10 +113,9 @@ def _others(config: Config) -> int:
     count = config.reward.rm_num_gpus if config.reward.rm_model is not None and run.mode != "sft" else 0
     if algorithm.use_opd and algorithm.opd_type == "sglang":
         count += algorithm.opd_teacher_num_gpus
-    if run.mode == "rl" and algorithm.advantage_estimator == "ppo":
-        count += config.critic.critic_num_gpus or 0
-    if run.mode == "rl" and algorithm.advantage_estimator == "prime":
-        count += config.prm.prm_num_gpus or 0
+    role = auxiliary_role(config)
+    if role is not None:
+        count += role_flag(config, role, "num_gpus") or 0
     return count
 
 
@@ -150,8 +150,8 @@ def not_checked(config: Config) -> list[str]:
         shown.append("teacher (its own memory)")
     if config.model.ref_load is not None:
         shown.append("reference model")
-    role = {"ppo": "critic", "prime": "prm"}.get(config.algorithm.advantage_estimator)
-    if role is not None and getattr(getattr(config, role), f"{role}_load") is not None:
+    role = estimator_of(config.algorithm).role
+    if role is not None and role_flag(config, role, "load") is not None:
         shown.append(f"--{role}-load (taken for a model of --hf-checkpoint's shape)")
     return [*shown, "host memory, driver, network and disks of the nodes"]
 

@@ -23,6 +23,15 @@ class RankCoordinates:
     pp: int
 
 
+def sequence_multiple(cp: int, sequence_parallel: int) -> int:
+    """Return the number that each sequence's length is padded to a multiple of.
+
+    Context parallelism gives each rank two pieces of a sequence, so that causal attention costs all the same; sequence
+    parallelism divides each piece over the tensor-parallel ranks.
+    """
+    return (2 * cp if cp > 1 else 1) * sequence_parallel
+
+
 @dataclass(frozen=True)
 class TrainerLayout:
     """Parallel sizes of the trainers, in Megatron-core's default order "tp-cp-ep-dp-pp".

@@ -15,8 +15,9 @@ from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
+from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
 from fusionrl.plan.devices import Machine
-from fusionrl.plan.layout import TrainerLayout, model_errors, stage_layers
+from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.push import plan_for_layout, push_tensors
@@ -61,6 +62,13 @@ class Plan:
     quantization: BlockFp8 | None = None  # of the engines' weights
     memory: MemoryReport | None = None
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
+    engines_give_memory: bool = False  # while the trainers work
+    trainers_give_memory: bool = False  # while the engines generate
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_rollout * self.batch.num_steps if self.batch else 0
 
     @property
     def backend(self) -> str:
@@ -131,7 +139,7 @@ def _plan(
         ValueError: sizes that do not divide or do not fit, with the arithmetic.
     """
     cluster, model = config.cluster, config.model
-    precision = _precision(model.precision, "bf16" if device == "cuda" else "fp32")
+    precision = trainer_precision(model.precision, device)
     layout = _layout(config, shape)
     if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
         raise ValueError("--optimizer-cpu-offload: there is no GPU memory to save on a CPU; leave the flag out")
@@ -140,7 +148,7 @@ def _plan(
             "--use-rollout-routing-replay: SGLang records which experts it chose on a GPU alone; set"
             " rollout_routed_experts in --custom-generate-function-path, or take --use-routing-replay"
         )
-    rollout_dtype = _precision(model.rollout_dtype, precision)
+    rollout_dtype = precision_or(model.rollout_dtype, precision)
     if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
         raise ValueError(
             f"--hf-checkpoint {model.hf_checkpoint}: its weights are in fp8, with which SGLang computes on a GPU alone,"
@@ -169,8 +177,8 @@ def _plan(
     if layout and num_engines:
         wanted = config.weights.update_weight_transport
         transport = ("ipc" if cluster.colocate else "broadcast") if wanted == "auto" else wanted
-    threads = cluster.train_num_threads or max(1, num_cores // max(1, min(world_size, cluster.actor_num_gpus_per_node)))
-    return Plan(
+    local_ranks = min(world_size, cluster.actor_num_gpus_per_node)
+    plan = Plan(
         device=device,
         precision=precision,
         rollout_dtype=rollout_dtype,
@@ -187,8 +195,15 @@ def _plan(
         batch=_batch(config, layout),
         balance=_balance(config, layout, shape, device) if layout else None,
         num_rollout=_num_rollout(config, num_prompts),
-        train_num_threads=threads,
+        train_num_threads=trainer_threads(cluster.train_num_threads, num_cores, local_ranks),
         quantization=quantization,
+    )
+    takes_turns = device == "cuda" and plan.is_colocated
+    when = cluster.offload_train
+    return replace(
+        plan,
+        engines_give_memory=takes_turns and cluster.offload_rollout,
+        trainers_give_memory=when == "always" or (when == "auto" and takes_turns),
     )
 
 
@@ -390,23 +405,18 @@ def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:
 
 
 def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: str) -> Balance:
-    impl = config.model.transformer_impl
     # Transformer Engine's attention takes every sequence by itself, context parallelism cuts each one up, and latent
     # attention makes its own rotary embeddings.
-    local = impl == "local" or (impl == "auto" and device == "cpu")
+    local = layer_impl(config.model.transformer_impl, device, has_fused_layers=True) == "local"
     return Balance(
         cost=SequenceCost.of_shape(shape),
         max_tokens=config.train.max_tokens_per_gpu * layout.cp,
         max_samples=config.train.micro_batch_size,
-        pad_to=(2 * layout.cp if layout.cp > 1 else 1) * layout.tp,
+        pad_to=sequence_multiple(layout.cp, layout.tp),
         stages=layout.pp,
         multiple=layout.pp if layout.vpp > 1 else 1,
         share_prompts=local and layout.cp == 1 and shape.mla is None,
     )
-
-
-def _precision(wanted: str, default: Literal["fp32", "bf16"]) -> Literal["fp32", "bf16"]:
-    return default if wanted == "auto" else ("fp32" if wanted == "fp32" else "bf16")
 
 
 def _num_rollout(config: Config, num_prompts: int) -> int:
@@ -464,15 +474,11 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
     if plan.memory:
         lines += [f"{'memory' if not i else '':<11}{line}" for i, line in enumerate(plan.memory.lines())]
         lines.append(f"verdict    {plan.memory.verdict()} (an estimate: docs/memory.md)")
-    lines += [f"schedule   {text}" for text in warm_up_notes(config, _num_optimizer_steps(plan))]
+    lines += [f"schedule   {text}" for text in warm_up_notes(config, plan.num_optimizer_steps)]
     if plan.sandbox is not None:
         lines.append(f"sandbox    {plan.sandbox}")
     lines += [f"warning    {text}" for text in warnings]
     return "\n".join(lines) + "\n"
-
-
-def _num_optimizer_steps(plan: Plan) -> int:
-    return plan.num_rollout * plan.batch.num_steps if plan.batch else 0
 
 
 def memory_warnings(plan: Plan) -> list[str]:
@@ -542,7 +548,10 @@ def pinned(config: Config, plan: Plan) -> Config:
             ),
             "model": config.model.model_copy(update={"precision": plan.precision}),
             "train": config.train.model_copy(
-                update={"num_steps_per_rollout": plan.batch.num_steps if plan.batch else None}
+                update={
+                    "num_steps_per_rollout": plan.batch.num_steps if plan.batch else None,
+                    "lr_decay_iters": config.train.lr_decay_iters or plan.num_optimizer_steps or None,
+                }
             ),
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
+from fusionrl.config.groups import TrainGroup
 from fusionrl.config.parts import changes_weights
 
 
@@ -27,29 +28,18 @@ def warm_up_notes(config: Config, num_steps: int) -> list[str]:
     return notes
 
 
-def num_optimizer_steps(config: Config) -> int | None:
-    """Optimizer steps of the whole run, or None where the configuration does not say."""
-    train, rollout = config.train, config.rollout
-    if config.run.num_rollout is None:
-        return None
-    steps = train.num_steps_per_rollout
-    if steps is None and train.global_batch_size is not None and rollout.rollout_batch_size is not None:
-        steps = rollout.rollout_batch_size * rollout.n_samples_per_prompt // train.global_batch_size
-    return config.run.num_rollout * max(steps or 1, 1)
-
-
-def lr_decay_steps(config: Config, prefix: str = "") -> int:
+def lr_decay_steps(train: TrainGroup, num_steps: int | None = None, prefix: str = "") -> int:
     """Optimizer steps over which the learning rate decays.
 
     Args:
-        config: with `num_rollout` and `num_steps_per_rollout` as the plan has them, where no --lr-decay-iters is given.
+        train: the flags.
+        num_steps: of the whole run, where --lr-decay-iters is not given; None: not known.
         prefix: of the flags of a critic or a prm ("critic-", "prm-"), for the message.
 
     Raises:
         ValueError: a decay whose length nothing gives, or one not longer than the warm-up.
     """
-    train = config.train
-    steps = train.lr_decay_iters or num_optimizer_steps(config)
+    steps = train.lr_decay_iters or num_steps
     if train.lr_decay_style == "constant":
         return max(steps or 1, train.lr_warmup_iters + 1)
     if steps is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
 from fusionrl.data.prompts import PromptColumns, load_prompts
@@ -318,7 +319,7 @@ async def _hooked(args: Any, sample: Sample, evaluation: bool) -> Sample:
 async def generate_group(args: Any, group: list[Sample], params: dict[str, Any]) -> list[Sample]:
     """All samples of one prompt; with --group-rm scored together."""
     makes = [generate_and_rm(args, sample, dict(params)) for sample in group]
-    if args.advantage_estimator == "remax" and group[0].baseline_reward is None:
+    if ESTIMATORS[args.advantage_estimator].needs_greedy_answer and group[0].baseline_reward is None:
         *results, baseline = await asyncio.gather(*makes, _greedy_reward(args, group[0], params))
         for sample in (s for result in results for s in (result if isinstance(result, list) else [result])):
             sample.baseline_reward = baseline

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusionrl.plan.push import EngineTarget
@@ -51,49 +52,14 @@ def push_by_disk(
             told to go on; one that did not load has the weights it had. The next push is made as any other.
     """
     start = time.perf_counter()
-
-    def left() -> float:
-        return max(1.0, timeout_s - (time.perf_counter() - start))
-
-    def ask_trainers(method: str) -> dict[str, Any]:
-        handles = [target.handle for target in targets]
-        calls = [(f"trainer {rank}", getattr(t, method).remote(version, handles)) for rank, t in enumerate(trainers)]
-        return wait_all(calls, left())[0]
-
-    def pull(hosts: dict[str, EngineTarget], folder: str) -> dict[str, str | None]:
-        calls = [
-            (f"the host of engine {target.index}", target.handle.pull_weights.remote(folder, local_folder))
-            for target in hosts.values()
-        ]
-        return dict(zip(hosts, wait_all(calls, left()), strict=True))
-
-    written = [ask_trainers("write_weights")]
-    hosts = {target.node_id: target for target in reversed(targets)}  # one engine of each pulls for all
-    paths = pull(hosts, written[0]["folder"])
-    lacking = {node: target for node, target in hosts.items() if paths[node] is None}
-    if lacking:
-        logger.info("version %d goes in full to %d of %d hosts", version, len(lacking), len(hosts))
-        written.append(ask_trainers("write_full_weights"))
-        paths |= pull(lacking, written[1]["folder"])
+    push = _DiskPush(trainers, targets, version, local_folder, start + timeout_s)
+    written, paths, num_full = push.distribute()
     paused = time.perf_counter()
-    try:
-        wait_all([(f"engine {t.index}: pause", t.handle.pause.remote(pause_mode)) for t in targets], left())
-        loads = [
-            (t.index, t.handle.update_weights_from_disk.remote(paths[t.node_id], version=str(version))) for t in targets
-        ]
-        # All of them, also beside one that fails: an engine goes on when it has the one or the other weights.
-        failed = [failure for index, call in loads if (failure := _failure(f"engine {index}: load", call, left()))]
-    finally:
-        released = [(t.index, t.handle.resume.remote()) for t in targets]
-        held = [
-            failure for i, call in released if (failure := _failure(f"engine {i}: resume", call, _RELEASE_TIMEOUT_S))
-        ]
-    if failed or held:
-        raise RuntimeError("weight push: " + "; ".join(failed + held))
+    push.load(paths, pause_mode)
     end = time.perf_counter()
     if not keep_files:
-        wait_all([("trainer 0: drop_weights", trainers[0].drop_weights.remote(version))], left())
-    num_bytes = float(sum(one["bytes"] for one in written))
+        wait_all([("trainer 0: drop_weights", trainers[0].drop_weights.remote(version))], push.left())
+    num_bytes = float(sum(files["bytes"] for files in written))
     return {
         "perf/time_sync_s": end - start,
         "perf/update_weights_density": written[0]["density"],
@@ -101,11 +67,81 @@ def push_by_disk(
         "sync/prepare_s": paused - start,
         "sync/pause_s": end - paused,
         "sync/bytes": num_bytes,
-        "sync/buckets": float(sum(one["files"] for one in written)),
+        "sync/buckets": float(sum(files["files"] for files in written)),
         "sync/gb_per_s": num_bytes / (end - start) / 1e9,
-        "sync/full_hosts": float(len(lacking)),
+        "sync/full_hosts": float(num_full),
         "sync/version": float(version),
     }
+
+
+@dataclass(frozen=True)
+class _DiskPush:
+    """One push: who takes part, and until when (`deadline` is of time.perf_counter)."""
+
+    trainers: Sequence[Any]
+    targets: Sequence[EngineTarget]
+    version: int
+    local_folder: str | None
+    deadline: float
+
+    def left(self) -> float:
+        """Seconds that the push may still take."""
+        return max(1.0, self.deadline - time.perf_counter())
+
+    def distribute(self) -> tuple[list[dict[str, Any]], dict[str, str | None], int]:
+        """Write the files, and let each host pull them, while the engines generate.
+
+        Returns rank 0's facts of what was written (a delta's, and a full version's where a host needs that), node →
+        folder to load from, and the number of hosts that got a full version.
+        """
+        written = [self._write("write_weights")]
+        hosts = {target.node_id: target for target in reversed(self.targets)}  # one engine of each pulls for all
+        paths = self._pull(hosts, written[0]["folder"])
+        lacking = {node: target for node, target in hosts.items() if paths[node] is None}
+        if lacking:
+            logger.info("version %d goes in full to %d of %d hosts", self.version, len(lacking), len(hosts))
+            written.append(self._write("write_full_weights"))
+            paths |= self._pull(lacking, written[1]["folder"])
+        return written, paths, len(lacking)
+
+    def load(self, paths: dict[str, str | None], pause_mode: str) -> None:
+        """Pause the engines, load, and let them go on.
+
+        Raises:
+            RuntimeError: an engine did not pause, load or go on.
+        """
+        failed: list[str] = []
+        try:
+            pauses = [(f"engine {t.index}: pause", t.handle.pause.remote(pause_mode)) for t in self.targets]
+            wait_all(pauses, self.left())
+            stamp = str(self.version)
+            loads = [
+                (f"engine {t.index}: load", t.handle.update_weights_from_disk.remote(paths[t.node_id], version=stamp))
+                for t in self.targets
+            ]
+            # Wait for every load even if one fails: an engine resumes only with complete old or complete new weights.
+            failed += [failure for name, call in loads if (failure := _failure(name, call, self.left()))]
+        finally:
+            releases = [(f"engine {t.index}: resume", t.handle.resume.remote()) for t in self.targets]
+            failed += [failure for name, call in releases if (failure := _failure(name, call, _RELEASE_TIMEOUT_S))]
+        if failed:
+            raise RuntimeError("weight push: " + "; ".join(failed))
+
+    def _write(self, method: str) -> dict[str, Any]:
+        handles = [target.handle for target in self.targets]
+        calls = [
+            (f"trainer {rank}", getattr(trainer, method).remote(self.version, handles))
+            for rank, trainer in enumerate(self.trainers)
+        ]
+        return wait_all(calls, self.left())[0]
+
+    def _pull(self, hosts: dict[str, EngineTarget], folder: str) -> dict[str, str | None]:
+        """Host → the folder that its engines load; None where the delta in `folder` does not fit its copy."""
+        calls = [
+            (f"the host of engine {target.index}", target.handle.pull_weights.remote(folder, self.local_folder))
+            for target in hosts.values()
+        ]
+        return dict(zip(hosts, wait_all(calls, self.left()), strict=True))
 
 
 def drop_files(trainers: Sequence[Any], targets: Sequence[EngineTarget], local_folder: str | None) -> None:

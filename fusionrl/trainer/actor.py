@@ -27,6 +27,7 @@ from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.base.stores import join_group_store
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, register_hooks, user_code
+from fusionrl.config.parts import needs_reference
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import list_rollouts
@@ -115,7 +116,7 @@ class TrainerActor:
         if is_policy and (a.use_routing_replay or a.use_rollout_routing_replay):
             assert self.shape.moe is not None, "the validation of flags asks for experts"
             self.trained.routing = model.RoutingReplay(modules, self.shape.moe.topk, self.device)
-        if is_policy and (a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"):
+        if is_policy and needs_reference(a):
             self._read_reference()
         if self.role == "prm":
             self.keep_weights("ref")

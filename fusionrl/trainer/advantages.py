@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,62 +12,54 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from fusionrl.algorithms.distillation import add_reverse_kl
-from fusionrl.algorithms.gae import gae, truncated_values
-from fusionrl.algorithms.prime import prime_advantages
 from fusionrl.algorithms.responses import Responses
-from fusionrl.algorithms.returns import discounted_returns
 from fusionrl.algorithms.rloo import leave_one_out
-from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
+from fusionrl.algorithms.token_stages import TokenInputs, TokenOptions, TokenStage
 from fusionrl.algorithms.whitening import moments, whiten
 from fusionrl.config.config import Config
+from fusionrl.config.parts import estimator_of
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.trainer.selection import gathered
-
-# Their rewards are token by token, and the Buffer leaves them as the reward functions gave them.
-OF_TOKENS = ("reinforce_plus_plus", "ppo")
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime")
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
     """What advantages need of the configuration.
 
-    bootstraps  a truncated response is worth its last value
-    opd_coef    None: no teacher
+    stage      the estimator's token stage
+    constants  of the token stage
+    opd_coef   None: no teacher
     """
 
-    estimator: str
-    gamma: float
-    lambd: float
-    bootstraps: bool
-    kl_coef: float
-    kl_type: str
+    stage: TokenStage
+    constants: TokenOptions
     is_whitened: bool
     opd_coef: float | None
-    process_coef: float
-    outcome_coef: float
 
     @classmethod
     def from_config(cls, config: Config) -> AdvantageOptions:
         """The options of `config`."""
-        algorithm = config.algorithm
-        return cls(
-            estimator=algorithm.advantage_estimator,
+        algorithm, estimator = config.algorithm, estimator_of(config.algorithm)
+        constants = TokenOptions(
             gamma=algorithm.gamma,
             lambd=algorithm.lambd,
             bootstraps=algorithm.bootstrap_truncated,
             kl_coef=algorithm.kl_coef,
             kl_type=algorithm.kl_coef_type,
-            is_whitened=algorithm.normalize_advantages or algorithm.advantage_estimator in WHITENED,
-            opd_coef=algorithm.opd_kl_coef if algorithm.use_opd else None,
             process_coef=config.prm.prm_process_coef,
             outcome_coef=config.prm.prm_outcome_coef,
+        )
+        return cls(
+            stage=estimator.tokens,
+            constants=constants,
+            is_whitened=estimator.is_whitened or algorithm.normalize_advantages,
+            opd_coef=algorithm.opd_kl_coef if algorithm.use_opd else None,
         )
 
     @property
     def needs_log_probs(self) -> bool:
         """Whether the trainers' log-probs go into them."""
-        return self.kl_coef > 0 or self.opd_coef is not None
+        return self.constants.kl_coef > 0 or self.opd_coef is not None
 
 
 def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.device) -> dict[str, float]:
@@ -79,34 +72,19 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
     Raises:
         ValueError: rewards, values or log-probs that no advantage can be computed from.
     """
-    columns = {name: torch.from_numpy(array) for name, array in shard.fields.items() if array.dtype == np.float32}
+    kinds = (np.float32, np.bool_)
+    columns = {name: torch.from_numpy(array) for name, array in shard.fields.items() if array.dtype in kinds}
     mask = columns["loss_mask"]
     responses = Responses(mask, torch.from_numpy(shard.response_lengths.astype(np.int64)))
-    rewards = columns["rewards"]
+    mean_of_others = functools.partial(_mean_of_others, shard)
+    found = options.stage(TokenInputs(columns["rewards"], responses, columns, options.constants, mean_of_others))
+    advantages = found.advantages
+    if found.returns is not None:
+        shard.fields["returns"] = found.returns.float().numpy()
     sums = torch.zeros(5, dtype=torch.float64)  # tokens, KL, excluded; KL to the teacher, excluded
     sums[0] = float((mask != 0).sum())
-    if options.estimator in OF_TOKENS:
-        of_tokens = score_rewards(rewards, responses)
-        if options.kl_coef > 0:
-            names = ("log_probs", "ref_log_probs")
-            price, excluded = kl_rewards(*(columns[n] for n in names), mask, options.kl_type, options.kl_coef)
-            of_tokens = of_tokens + price
-            sums[1:3] = torch.stack([-price.double().sum() / options.kl_coef, excluded.double()])
-        if options.estimator == "ppo":
-            values, last = columns["values"], None
-            if options.bootstraps:
-                last = truncated_values(values, responses, torch.from_numpy(shard.fields["truncated"]))
-            advantages, returns = gae(of_tokens, values, responses, options.gamma, options.lambd, last)
-            shard.fields["returns"] = returns.float().numpy()
-        else:
-            advantages = discounted_returns(of_tokens, responses, options.gamma)
-    elif options.estimator == "prime":
-        process = columns["process_rewards"]
-        baselines = torch.from_numpy(_process_baselines(shard, responses.mean(process, "process reward").numpy()))
-        coefs = (options.gamma, options.process_coef, options.outcome_coef)
-        advantages = prime_advantages(process, baselines, rewards, responses, *coefs)
-    else:
-        advantages = responses.spread(rewards)
+    if found.kl is not None:
+        sums[1:3] = found.kl
     if options.is_whitened:
         advantages = whiten(advantages, mask, _added_up(moments(advantages, mask), device))
     if options.opd_coef is not None:
@@ -120,19 +98,20 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
     return _metrics(_added_up(sums, device).tolist(), options)
 
 
-def _process_baselines(shard: TrainShard, means: np.ndarray) -> np.ndarray:
-    """The mean of the other samples' `means` [n] in each sample's group, wherever these are -> [n]."""
+def _mean_of_others(shard: TrainShard, values: Tensor) -> Tensor:
+    """The mean of the other samples' `values` [n] in each sample's group, wherever these are -> [n]."""
     group = shard.fields["group_index"]
     group = np.where(group < 0, -1 - shard.fields["position"], group)  # of no group: alone
-    everywhere = gathered((means, group))
-    baselines = leave_one_out(*(np.concatenate(parts) for parts in zip(*everywhere, strict=True)))
+    everywhere = gathered((values.numpy(), group))
+    means = leave_one_out(*(np.concatenate(parts) for parts in zip(*everywhere, strict=True)))
     first = sum(len(part[0]) for part in everywhere[: parallel_state.get_data_parallel_rank()])
-    return baselines[first : first + len(means)]
+    return torch.from_numpy(means[first : first + len(values)])
 
 
 def _metrics(sums: list[float], options: AdvantageOptions) -> dict[str, float]:
-    tokens, found = max(sums[0], 1.0), {}
-    if options.kl_coef > 0:
+    found: dict[str, float] = {}
+    tokens = max(sums[0], 1.0)
+    if options.constants.kl_coef > 0:
         found |= {"kl": sums[1] / tokens, "kl_excluded": sums[2]}
     if options.opd_coef is not None:
         found |= {"opd_kl": sums[3] / tokens, "opd_excluded": sums[4]}

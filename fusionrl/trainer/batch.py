@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import TrainerLayout, sequence_multiple
 from fusionrl.trainer.routing import pack_routing
 from fusionrl.upstream.local_spec import PackedLayout, plan_buckets, zigzag_positions
 
@@ -34,7 +34,7 @@ class Slicing:
     @property
     def multiple(self) -> int:
         """What each sequence's length is padded to a multiple of."""
-        return (2 * self.cp_size if self.cp_size > 1 else 1) * self.sequence_parallel_size
+        return sequence_multiple(self.cp_size, self.sequence_parallel_size)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
+from fusionrl.algorithms.estimators import Role
 from fusionrl.algorithms.kl import KL_ESTIMATORS, unbiased_kl
 from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums, sample_differences
 from fusionrl.algorithms.policy_loss import PolicyLoss, PolicyLossOptions
@@ -29,7 +30,7 @@ from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
-from fusionrl.plan.auxiliary import Role
+from fusionrl.config.parts import policy_loss_name
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.step_report import MISMATCH
@@ -122,15 +123,6 @@ def _named(path: str) -> PolicyLoss:
         return losses, {name: value.expand(size) for name, value in whole.items()}
 
     return loss
-
-
-def policy_loss_name(algorithm: AlgorithmGroup) -> str:
-    """The policy loss that the flags choose; a user's own is called as ppo is."""
-    if algorithm.custom_policy_loss_path is not None:
-        return "ppo"
-    if algorithm.policy_loss != "auto":
-        return algorithm.policy_loss
-    return algorithm.advantage_estimator if algorithm.advantage_estimator in ("gspo", "cispo") else "ppo"
 
 
 def _constants(a: AlgorithmGroup) -> PolicyLossOptions:

@@ -294,7 +294,7 @@ def build_training(
         if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
             sync = [chunk.start_param_sync for chunk in chunks]
             transformer.param_sync_func = sync if len(chunks) > 1 else sync[0]
-    train, decay_steps = config.train, lr_decay_steps(config)
+    train, decay_steps = config.train, lr_decay_steps(config.train)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=min(train.lr_warmup_init, train.lr),

@@ -10,6 +10,7 @@ import torch
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.defaults import layer_impl, trainer_precision, trainer_threads
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.upstream import cpu_megatron
 
@@ -33,9 +34,7 @@ def resolve_device(config: Config, rank: int) -> torch.device:
 
 def resolve_precision(config: Config, device: torch.device) -> str:
     """ "fp32" or "bf16"."""
-    if config.model.precision != "auto":
-        return config.model.precision
-    return "bf16" if device.type == "cuda" else "fp32"
+    return trainer_precision(config.model.precision, device.type)
 
 
 def resolve_impl(config: Config, device: torch.device) -> str:
@@ -51,17 +50,13 @@ def resolve_impl(config: Config, device: torch.device) -> str:
             "--transformer-impl transformer_engine: it needs a CUDA device and the package "
             "transformer_engine; use --transformer-impl local or auto"
         )
-    if wanted == "auto":
-        return "transformer_engine" if available else "local"
-    return wanted
+    return layer_impl(wanted, device.type, available)
 
 
 def resolve_num_threads(config: Config, num_local_ranks: int) -> int:
     """CPU threads of this rank: --train-num-threads, or the cores shared out over the node's ranks."""
-    if config.cluster.train_num_threads is not None:
-        return config.cluster.train_num_threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(num_local_ranks, 1))
+    return trainer_threads(config.cluster.train_num_threads, cores, num_local_ranks)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

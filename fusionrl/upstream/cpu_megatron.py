@@ -67,6 +67,11 @@ def is_needed() -> bool:
     return not torch.cuda.is_available()
 
 
+def is_installed() -> bool:
+    """Return whether `install` has put the shims into this process."""
+    return _state["installed"]
+
+
 class _Event:
     """A CUDA event on a device where everything has happened by the time it is asked."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import json
 import types
@@ -16,6 +17,9 @@ from typing import Any
 
 from fusionrl.base.quiet import quiet
 
+# An engine is one replica of tensor-parallel ranks: placement and weight push count on it.
+_MORE_ENGINES = "--rollout-num-gpus: more devices are more engines, behind one router"
+_TENSOR_PARALLEL = "--rollout-num-gpus-per-engine: an engine is divided by tensor parallelism alone"
 # Fields of ServerArgs that fusionrl sets itself, with what to use in their place.
 SGLANG_OWNED: dict[str, str] = {
     "model_path": "--hf-checkpoint",
@@ -28,10 +32,15 @@ SGLANG_OWNED: dict[str, str] = {
     "tp_size": "--rollout-num-gpus-per-engine",
     "tensor_parallel_size": "--rollout-num-gpus-per-engine",
     "base_gpu_id": "the placement",
+    "gpu_id_step": "the placement",
+    "nccl_port": "a free port",
     "nnodes": "the placement",
     "node_rank": "the placement",
     "dist_init_addr": "the placement",
     "random_seed": "--rollout-seed",
+    "dp_size": _MORE_ENGINES,
+    "enable_dp_attention": _MORE_ENGINES,
+    "pp_size": _TENSOR_PARALLEL,
 }
 ROUTER_OWNED: dict[str, str] = {
     "worker_urls": "the run's own engines",
@@ -140,6 +149,30 @@ def parse_with(
     if rest:
         raise UpstreamError(f"unexpected value {' '.join(rest)}")
     return {action.dest: getattr(parsed, action.dest)}
+
+
+def is_switch(parser: argparse.ArgumentParser, option: str) -> bool:
+    """Return whether upstream's option takes no value."""
+    action = parser._option_string_actions.get(option)
+    return action is not None and action.nargs == 0
+
+
+def check_field(kind: str, name: str) -> None:
+    """Check that fusionrl passes the field `name` on, as the config.json of a run has it.
+
+    Raises:
+        UpstreamError: the installed version has no such field, or fusionrl sets it.
+    """
+    if kind in ("sglang", "router"):
+        parser, owned = (sglang_parser(), SGLANG_OWNED) if kind == "sglang" else (router_parser(), ROUTER_OWNED)
+        known = {action.dest for action in parser._actions}
+    else:
+        known, owned = set(megatron_fields()[kind]), MEGATRON_OWNED
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        raise UpstreamError("the installed version has no such field" + "".join(f"; did you mean {x}?" for x in close))
+    if name in owned:
+        raise _owned(owned[name])
 
 
 def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.corrections import LEVELS, MODES, CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.covariance import SELECTORS
 from fusionrl.algorithms.distillation import add_reverse_kl
@@ -35,6 +34,7 @@ from fusionrl.algorithms.rloo import leave_one_out
 from fusionrl.algorithms.token_rewards import kl_rewards, score_rewards
 from fusionrl.algorithms.whitening import moments, whiten
 from tests.algorithms.flat import Flat, flat_batch, sequences_of
+from tests.algorithms.group_stages import GROUP_STAGES
 
 # ---------------------------------------------------------------------------------------- whole samples
 ZERO, ONE = [0.0], [1.0]
@@ -48,16 +48,16 @@ GROUP_CASES = {  # rewards, baselines, trained tokens of one group -> advantages
 
 
 @pytest.mark.parametrize("case", GROUP_CASES)
-@pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+@pytest.mark.parametrize("name", GROUP_STAGES)
 def test_advantages_of_samples(name: str, case: str) -> None:
     rewards, baselines, lengths, special, usual = GROUP_CASES[case]
     want = special.get(name, usual)
     batch = SampleBatch(np.array(rewards), np.zeros(len(rewards), int), np.array(lengths), np.array(baselines))
     if name == "pass_at_k" and want is None:
         with pytest.raises(ValueError, match="pass@k takes 1 for a right answer"):
-            GROUP_ADVANTAGES[name](batch)
+            GROUP_STAGES[name](batch)
         return
-    got = GROUP_ADVANTAGES[name](batch)
+    got = GROUP_STAGES[name](batch)
     if case == "no trained token in a group" and name in ("grpo", "pass_at_k"):
         deviation = np.std(rewards, ddof=int(name == "grpo")) + (1e-6 if name == "grpo" else 0.0)
         want = [0.5 / deviation, -0.5 / deviation]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.algorithms.rloo import leave_one_out
+from tests.algorithms.group_stages import GROUP_STAGES
 
 SIZES = [4, 1, 2, 5, 8]
 
@@ -61,7 +61,7 @@ def opo(of: SampleBatch, i: int, group: list[int]) -> float:
 )
 def test_equals_its_formula_in_loops(name: str, formula: Callable[[SampleBatch, int, list[int]], float]) -> None:
     of = batch(0)
-    got = GROUP_ADVANTAGES[name](of)
+    got = GROUP_STAGES[name](of)
     for i in range(of.rewards.size):
         group = members(of, i)
         want = formula(of, i, group) if len(group) > 1 else 0.0
@@ -71,7 +71,7 @@ def test_equals_its_formula_in_loops(name: str, formula: Callable[[SampleBatch, 
 def test_remax_takes_the_greedy_answers_reward() -> None:
     of = batch(1)
     assert of.baselines is not None
-    assert GROUP_ADVANTAGES["remax"](of).tolist() == [r - b for r, b in zip(of.rewards, of.baselines, strict=True)]
+    assert GROUP_STAGES["remax"](of).tolist() == [r - b for r, b in zip(of.rewards, of.baselines, strict=True)]
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0])
@@ -79,7 +79,7 @@ def test_remax_takes_the_greedy_answers_reward() -> None:
 def test_pass_at_k_is_the_mean_over_all_teams(k: int, wrong: float) -> None:
     right = np.random.default_rng(k).random(sum(SIZES)) < 0.4
     of = batch(2, np.where(right, 1.0, wrong), k)
-    got = GROUP_ADVANTAGES["pass_at_k"](of)
+    got = GROUP_STAGES["pass_at_k"](of)
     spoke = 0
     for i in range(right.size):
         group = members(of, i)
@@ -96,28 +96,28 @@ def test_pass_at_k_is_the_mean_over_all_teams(k: int, wrong: float) -> None:
 
 def test_pass_at_k_of_one_is_grpo_with_the_deviation_of_all() -> None:
     rewards = np.array([1.0, 0.0, 0.0, 0.0])
-    got = GROUP_ADVANTAGES["pass_at_k"](SampleBatch(rewards, np.zeros(4, int)))
+    got = GROUP_STAGES["pass_at_k"](SampleBatch(rewards, np.zeros(4, int)))
     assert got == pytest.approx((rewards - 0.25) / math.sqrt(0.25 * 0.75), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(GROUP_ADVANTAGES) - {"remax"}))
+@pytest.mark.parametrize("name", sorted(set(GROUP_STAGES) - {"remax"}))
 def test_groups_that_say_nothing_get_exactly_zero(name: str) -> None:
     # 0.1 three times: its mean is not 0.1 in floating point. pass@k takes none but right and wrong.
     same, alone = (1.0, 1.0) if name == "pass_at_k" else (0.1, 5.0)
     rewards = np.array([same, same, same, alone, 1.0, 0.0])
-    got = GROUP_ADVANTAGES[name](SampleBatch(rewards, np.array([0, 0, 0, 1, 2, 2]), np.array([3, 1, 9, 4, 2, 2])))
+    got = GROUP_STAGES[name](SampleBatch(rewards, np.array([0, 0, 0, 1, 2, 2]), np.array([3, 1, 9, 4, 2, 2])))
     assert got[:4].tolist() == [0.0] * 4
     assert got[4] > 0 > got[5]
 
 
-@pytest.mark.parametrize("name", sorted(GROUP_ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(GROUP_STAGES))
 def test_of_nothing_is_nothing(name: str) -> None:
-    got = GROUP_ADVANTAGES[name](SampleBatch(np.zeros(0), np.zeros(0, int), np.zeros(0), np.zeros(0)))
+    got = GROUP_STAGES[name](SampleBatch(np.zeros(0), np.zeros(0, int), np.zeros(0), np.zeros(0)))
     assert got.shape == (0,) and got.dtype == np.float64
 
 
 def test_opo_of_a_group_without_tokens_is_finite() -> None:
-    got = GROUP_ADVANTAGES["opo"](SampleBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.zeros(2, int)))
+    got = GROUP_STAGES["opo"](SampleBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.zeros(2, int)))
     assert got.tolist() == [0.5, -0.5]
 
 
@@ -142,21 +142,19 @@ def test_leave_one_out_leaves_out_samples_without_a_value() -> None:
 )
 def test_refuses_what_it_cannot_use(name: str, given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GROUP_ADVANTAGES[name](
-            SampleBatch(**{"rewards": np.array([1.0, 0.0]), "group_index": np.zeros(2, int)} | given)
-        )
+        GROUP_STAGES[name](SampleBatch(**{"rewards": np.array([1.0, 0.0]), "group_index": np.zeros(2, int)} | given))
 
 
-@pytest.mark.parametrize("name", sorted(GROUP_ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(GROUP_STAGES))
 def test_a_sample_without_a_reward_is_in_no_mean_and_no_deviation(name: str) -> None:
     """The others of its group fare as if it had not been asked for; it is given a 0, which is no judgement."""
     rng = np.random.default_rng(4)
     groups, scored = np.repeat([5, 8, 2], 4), rng.permutation([True] * 9 + [False] * 3)
     rewards = np.where(scored, rng.integers(0, 2, 12).astype(float), 0.0)
     lengths, baselines = rng.integers(1, 90, 12), rng.normal(size=12)
-    found = GROUP_ADVANTAGES[name](SampleBatch(rewards, groups, lengths, baselines, 2, scored))
+    found = GROUP_STAGES[name](SampleBatch(rewards, groups, lengths, baselines, 2, scored))
     own = (rewards[scored], groups[scored], lengths[scored], baselines[scored])
-    assert found[scored] == pytest.approx(GROUP_ADVANTAGES[name](SampleBatch(*own, 2)))
+    assert found[scored] == pytest.approx(GROUP_STAGES[name](SampleBatch(*own, 2)))
     if name != "remax":
         assert not found[~scored].any()
 
@@ -165,4 +163,4 @@ def test_pass_at_k_where_every_group_has_lost_a_sample() -> None:
     """The flags fit: that is no user's mistake, and nothing is learnt of such a group."""
     scored = np.array([True, False, True, False])
     lost = SampleBatch(np.array([1.0, 0.0, 0.0, 0.0]), np.array([0, 0, 1, 1]), k=2, scored=scored)
-    assert not GROUP_ADVANTAGES["pass_at_k"](lost).any()
+    assert not GROUP_STAGES["pass_at_k"](lost).any()

@@ -7,14 +7,14 @@ import statistics
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
 from fusionrl.algorithms.groups import SampleBatch
+from tests.algorithms.group_stages import GROUP_STAGES
 
 NAMES = ["grpo", "dr_grpo"]
 
 
 def normalised(name, rewards, groups):
-    return GROUP_ADVANTAGES[name](SampleBatch(rewards, groups))
+    return GROUP_STAGES[name](SampleBatch(rewards, groups))
 
 
 @pytest.mark.parametrize("name", NAMES)

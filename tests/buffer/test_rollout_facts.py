@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.algorithms.advantages import GROUP_ADVANTAGES
+from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.rollout_facts import rollout_facts, teaches_nothing
 from fusionrl.config.config import Config
@@ -39,13 +39,12 @@ def samples_of(rewards: list[float], **fields: Any) -> list[Sample]:
 def nothing(rewards: list[float], trained: list[float] | None = None, **flags: Any) -> bool:
     """`teaches_nothing` of rewards as the Buffer would hand them out under these flags."""
     config = Config.from_flat(flags)
-    name = config.algorithm.advantage_estimator
-    alike = {"gspo": "grpo", "cispo": "grpo", "prime": "rloo"}.get(name, name)
+    stage = ESTIMATORS[config.algorithm.advantage_estimator].group
     raw = config.algorithm.disable_rewards_normalization or config.algorithm.policy_loss == "dpo"
-    if trained is None and alike in GROUP_ADVANTAGES and not raw:
+    if trained is None and stage is not None and not raw:
         groups = np.arange(4) // 2
         batch = SampleBatch(np.array(rewards), groups, lengths=np.array([2, 3, 2, 5]), baselines=np.full(4, 0.5))
-        trained = GROUP_ADVANTAGES[alike](batch).tolist()
+        trained = stage(batch).tolist()
     return teaches_nothing(config, samples_of(rewards), trained or rewards, np.ones(4, bool))
 
 

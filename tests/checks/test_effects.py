@@ -10,9 +10,10 @@ import pytest
 
 from fusionrl.checks.effects import EFFECTS, EVERYWHERE, effect_warnings, policy_loss
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS, AlgorithmGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
-from fusionrl.config.parser import inner_type, read_args
+from fusionrl.config.parser import read_args
 from fusionrl.config.presets import PRESETS
 
 FIELDS = [field for model in GROUPS.values() for field in model.model_fields]
@@ -86,7 +87,7 @@ def test_every_field_is_in_the_tables_once() -> None:
             ["--mode rl --debug-rollout-only, where no weights"],
         ),
         (
-            ["--debug-train-only", "--rollout-stop", "x", "--gamma", "1"],
+            ["--debug-train-only", "--rollout-stop", "x", "--gamma", "1", "--algorithm", "ppo"],
             ["--debug-train-only, where it has no engines"],
         ),
         (
@@ -104,6 +105,59 @@ def test_every_field_is_in_the_tables_once() -> None:
         (["--kl-loss-type", "k2"], ["no effect without --use-kl-loss: --kl-loss-type"]),
         (["--algorithm", "grpo", "--kl-loss-type", "k2"], []),
         (["--ref-load", "x"], ["(no reference model): --ref-load"]),
+        (["--kl-coef-type", "k2", "--algorithm", "ppo"], []),
+        (
+            ["--kl-coef-type", "k2", "--advantage-estimator", "ppo"],
+            ["no effect without --kl-coef: --kl-coef-type"],
+        ),
+        (
+            ["--gamma", "1", "--lambd", "1"],
+            [
+                "without --advantage-estimator reinforce_plus_plus, ppo or prime: --gamma",
+                "without --advantage-estimator ppo: --lambd",
+            ],
+        ),
+        (["--gamma", "1", "--advantage-estimator", "prime"], []),
+        (["--pass-k", "1"], ["no effect without --advantage-estimator pass_at_k: --pass-k"]),
+        (
+            ["--critic-lr", "1e-5", "--value-clip", "0.2"],
+            ["without --advantage-estimator ppo: --critic-lr, --value-clip"],
+        ),
+        (["--critic-lr", "1e-5", "--algorithm", "ppo"], []),
+        (["--prm-beta", "0.05"], ["without --advantage-estimator prime: --prm-beta"]),
+        (["--tis-clip", "2", "--tis-level", "token"], ["no effect without --use-tis: --tis-clip, --tis-level"]),
+        (["--tis-clip", "2", "--custom-tis-function-path", "a.b"], []),
+        (["--rejection-low", "0.5"], ["no effect without --rejection-level: --rejection-low"]),
+        (["--opsm-delta", "1e-4"], ["no effect without --use-opsm: --opsm-delta"]),
+        (["--opsm-delta", "1e-4", "--use-opsm"], []),
+        (["--dpo-beta", "0.1"], ["no effect without --policy-loss dpo: --dpo-beta"]),
+        (["--loss-length", "9"], ["no effect without --loss-aggregation constant: --loss-length"]),
+        (["--algorithm", "rloo", "--loss-length", "9"], []),
+        (["--opd-kl-coef", "1"], ["no effect without --use-opd: --opd-kl-coef"]),
+        (
+            ["--use-opd", "--opd-type", "megatron", "--opd-teacher-num-gpus", "2"],
+            ["no effect with --opd-type megatron: --opd-teacher-num-gpus"],
+        ),
+        (["--rm-num-gpus", "1"], ["no effect without --rm-model: --rm-num-gpus"]),
+        (["--rm-num-gpus", "1", "--rm-model", "x"], []),
+        (["--overlong-penalty-factor", "1"], ["no effect without --overlong-buffer-len: --overlong-penalty-factor"]),
+        (["--accuracy-lower-bound", "0.2"], ["check_accuracy_in_range: --accuracy-lower-bound"]),
+        (["--accuracy-lower-bound", "0.2", "--dynamic-sampling-filter-path", "a.b"], []),
+        (["--accuracy-lower-bound", "0.2", "--algorithm", "prime"], []),
+        (
+            ["--rollout-health-check-interval", "30"],
+            ["no effect without --use-fault-tolerance: --rollout-health-check-interval"],
+        ),
+        (["--colocate", "--offload-rollout", "--device", "cpu"], ["no effect with --device cpu: --offload-rollout"]),
+        (["--colocate", "--offload-rollout"], []),
+        (["--engine-num-threads", "2", "--device", "cuda"], ["no effect with --device cuda: --engine-num-threads"]),
+        (["--mask-offpolicy-in-partial-rollout"], ["no effect without --partial-rollout: --mask-offpolicy"]),
+        (["--mask-offpolicy-in-partial-rollout", "--partial-rollout"], []),
+        (["--tools-path", "a.b"], ["not called without --custom-generate-function-path: --tools-path"]),
+        (
+            ["--clip-cov-low", "1", "--kl-cov-coef", "1"],
+            ["without --policy-loss clip_cov: --clip-cov-low", "without --policy-loss kl_cov: --kl-cov-coef"],
+        ),
         (["--policy-loss", "dpo", "--ref-load", "x"], []),
         (
             ["--eps-clip", "0.1"],
@@ -169,13 +223,13 @@ def test_passed_through_to_several_classes_is_named_once() -> None:
 
 
 def test_the_policy_loss_is_that_of_the_trainers() -> None:
-    from fusionrl.trainer.loss import policy_loss_name
+    from fusionrl.trainer.loss import LossOptions
 
     fields = AlgorithmGroup.model_fields
     names = [typing.get_args(inner_type(fields[name])) for name in ("policy_loss", "advantage_estimator")]
     for loss, estimator in itertools.product(*names):
         config = Config.from_flat({"policy_loss": loss, "advantage_estimator": estimator})
-        assert policy_loss(config) == policy_loss_name(config.algorithm)
+        assert policy_loss(config) == LossOptions.from_config(config).policy_loss
 
 
 def test_the_hooks_that_whole_runs_call_are_not_claimed_to_be_silent(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from fusionrl import cli
+from fusionrl.algorithms.estimators import ACCURACY
 from fusionrl.checks.algorithm import OF_GROUPS, algorithm_warnings
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.parser import read_args
-from fusionrl.config.presets import ACCURACY
 from tests.tiny_model import make_fp8
 
 Errors = Callable[..., list[str]]

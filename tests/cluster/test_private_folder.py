@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.cluster.session import _private_folder
+from fusionrl.cluster.private_folder import make_private_folder
 
 
 def test_a_short_folder_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     parent = tempfile.mkdtemp(dir="/tmp", prefix="t")
     monkeypatch.setenv("RAY_TMPDIR", parent)
     try:
-        folder = _private_folder()
+        folder = make_private_folder()
         assert str(folder.parent) == parent and not caplog.records
         assert all(path.stat().st_mode & 0o777 == 0o700 for path in (folder, folder / "ray", folder / "stores"))
     finally:
@@ -32,7 +32,7 @@ def test_a_long_one_is_not_and_the_log_says_why(
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setenv(variable, str(parent))
     monkeypatch.setattr(tempfile, "tempdir", None)  # it is found once
-    folder = _private_folder()
+    folder = make_private_folder()
     try:
         assert folder.parent == Path("/tmp")
         assert f"{variable}={parent} is not used" in caplog.text

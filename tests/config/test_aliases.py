@@ -10,8 +10,11 @@ import typing
 import pytest
 
 from fusionrl.config.aliases import TABLES, VALUES, cure_for
+from fusionrl.config.extras import COMING
+from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS
-from fusionrl.config.parser import COMING, flag_of, inner_type, read_args
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.parser import read_args
 from fusionrl.rewards.registry import MODEL, REMOTE, RM_TYPES
 from fusionrl.upstream import flags as upstream
 

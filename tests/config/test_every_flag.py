@@ -12,8 +12,10 @@ import pytest
 from annotated_types import Ge, Gt
 
 from fusionrl.config.config import Config
+from fusionrl.config.fields import inner_type
 from fusionrl.config.groups import GROUPS
-from fusionrl.config.parser import build_parser, flag_of, inner_type, read_args
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.parser import build_parser, read_args
 from fusionrl.config.presets import with_preset
 
 FIELDS = {field: info for model in GROUPS.values() for field, info in model.model_fields.items()}
@@ -110,6 +112,6 @@ def test_help_shows_every_flag_as_it_is_taken() -> None:
         assert flag_of(field) in shown
     for field in SWITCHES:
         assert ("--no-" + flag_of(field)[2:] in shown) == (not field.startswith("no_"))
-    for name in shown - {"--help", *map(flag_of, OTHERS)}:
+    for name in shown - {"--help", "--config", *map(flag_of, OTHERS)}:
         _, errors = read_args([name])
         assert errors == [], name

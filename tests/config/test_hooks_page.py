@@ -1,4 +1,4 @@
-"""docs/hooks.md: every place stands in its table, and its examples load and fit their places."""
+"""docs/hooks.md: its table has every hook, and its examples load and fit their hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ELSEWHERE = {"rollout_function_path", "custom_rm_path", "tools_path"}  # README.
 
 def test_every_place_is_there() -> None:
     assert {flag for flag, _, _ in EXAMPLES} == {flag_of(field) for field in SIGNATURES if field not in ELSEWHERE}
-    table = PAGE.split("## The places")[1].split("\n## ")[0]
+    table = PAGE.split("## Every hook")[1].split("\n## ")[0]
     assert all(f"| `{flag_of(field)}`" in table for field in SIGNATURES)
 
 

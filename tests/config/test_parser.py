@@ -8,8 +8,10 @@ import pydantic
 import pytest
 
 from fusionrl.config.config import Config
+from fusionrl.config.extras import COMING
 from fusionrl.config.groups import GROUPS
-from fusionrl.config.parser import COMING, CommandLineError, flag_of, parse_args, read_args
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.parser import CommandLineError, parse_args, read_args
 
 
 def errors_of(*argv: str) -> list[str]:

@@ -15,7 +15,10 @@ from fusionrl.buffer.actor import Rollout
 from fusionrl.buffer.rollout_facts import rollout_facts
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
-from fusionrl.driver.run import Run, advice_settings
+from fusionrl.driver.context import Run
+from fusionrl.driver.reporter import Reporter
+from fusionrl.driver.signals import StopSignal
+from fusionrl.driver.warnings import advice_settings
 from fusionrl.observe.log import setup_logging
 from fusionrl.observe.metrics import MetricsSink
 from fusionrl.observe.progress import Progress
@@ -34,10 +37,10 @@ def screen(tmp_path: Path) -> Iterator[io.StringIO]:
 
 
 def run_of(screen: Any, folder: Path, rollout: Rollout | None = None, **flags: Any) -> Run:
-    session: Any = SimpleNamespace(generate=lambda rollout_id: rollout)
-    sink = MetricsSink(folder, 1)
-    nothing: Any = None
-    return Run(Config.from_flat(flags), nothing, folder, session, sink, screen.progress, nothing, 0, -1)
+    actors: Any = SimpleNamespace(buffer=SimpleNamespace(wait_rollout=lambda started: rollout))
+    config, nothing = Config.from_flat(flags), None
+    reporter = Reporter(config, folder, MetricsSink(folder, 1), screen.progress)
+    return Run(config, nothing, folder, actors, reporter, nothing, StopSignal(), 0, -1)  # type: ignore[arg-type]
 
 
 def test_a_mismatch_and_a_cut_off_evaluation(screen: io.StringIO, tmp_path: Path) -> None:
@@ -45,8 +48,8 @@ def test_a_mismatch_and_a_cut_off_evaluation(screen: io.StringIO, tmp_path: Path
     far = {"logprob_diff_mean": 0.3, "logprob_diff_max": 2.0, "logprob_k3": 0.2, "logprob_ess": 0.4}
     far |= {"logprob_ratio_mean": 1.0, "logprob_ratio_error": 0.1, "logprob_diff_over": 0.2}
     values = {f"train/{name}": value for name, value in far.items()}
-    run.record(3, values | {"eval/held-out/truncated_ratio": 0.9})
-    run.record(4, values | {"eval/held-out/truncated_ratio": 0.9})
+    run.reporter.record(3, values | {"eval/held-out/truncated_ratio": 0.9})
+    run.reporter.record(4, values | {"eval/held-out/truncated_ratio": 0.9})
     for text in (screen.getvalue(), (tmp_path / "driver.log").read_text()):
         assert text.count("engine and trainer disagree") == 1 and "step 3: engine and trainer" in text
         assert text.count("evaluation set held-out: 90%") == 1
@@ -59,7 +62,8 @@ def test_a_rollout_that_teaches_nothing(screen: io.StringIO, tmp_path: Path) -> 
     facts, glimpses = rollout_facts(Config.from_flat(flags), samples, [0.0] * 4, [0.0] * 4)
     rollout = Rollout(4, [], facts=facts, glimpses=glimpses)
     run = run_of(screen, tmp_path, rollout, **flags)
-    assert run.generate(4) is rollout
+    started: Any = None
+    assert run.wait_rollout(started) is rollout
     shown = screen.getvalue()
     assert "step 5: 2 samples" in shown and "\x1b" not in shown
     for text in (shown, (tmp_path / "driver.log").read_text()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusionrl.config.config import Config
-from fusionrl.driver.run import _MismatchWatch, mask_functions
+from fusionrl.driver.warnings import MismatchWatch, mask_functions
 
 # Of a step in which a fifth of the trained tokens are a tool's.
 NUMBERS = {
@@ -30,7 +30,7 @@ def test_the_functions_that_set_masks_are_named() -> None:
         "--rollout-sample-hook-path b.g",
         "--rollout-sample-hook-path b.h",
     ]
-    watch = _MismatchWatch()
+    watch = MismatchWatch()
     text = watch.look(1, NUMBERS, functions)
     assert text is not None and "the loss_mask that --custom-generate-function-path a.py:f or" in text
     assert watch.look(2, NUMBERS, functions) is None, "once in a while"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusionrl.cluster.checkpoints import Checkpoint
-from fusionrl.driver.run import _compare_hashes
+from fusionrl.driver.resume import compare_hashes
 from tests.e2e.launch import launch, metrics_of, run
 
 pytestmark = pytest.mark.e2e
@@ -77,12 +77,12 @@ def test_a_resume_that_differs_is_an_error() -> None:
     ranks = [{"weights": "a", "optimizer": "b", "rng": "c"}, {"weights": "d", "optimizer": "e", "rng": "f"}]
     saved: dict[str, Any] = {"buffer": "x", "trainers": ranks}
     checkpoint = Checkpoint(Path("run/checkpoints/step_000004"), 3, {"hashes": saved})
-    _compare_hashes(checkpoint, {"buffer": "x", "trainers": [dict(rank) for rank in ranks]}, same_layout=True)
-    _compare_hashes(checkpoint, {"buffer": "x", "trainers": [ranks[1]]}, same_layout=False)
-    _compare_hashes(Checkpoint(Path("old"), 3, {}), {"buffer": "y", "trainers": []}, same_layout=True)
+    compare_hashes(checkpoint, {"buffer": "x", "trainers": [dict(rank) for rank in ranks]}, same_layout=True)
+    compare_hashes(checkpoint, {"buffer": "x", "trainers": [ranks[1]]}, same_layout=False)
+    compare_hashes(Checkpoint(Path("old"), 3, {}), {"buffer": "y", "trainers": []}, same_layout=True)
     with pytest.raises(ValueError, match=r"step_000004 was loaded, but optimizer of trainer 1 is not"):
-        _compare_hashes(
+        compare_hashes(
             checkpoint, {"buffer": "x", "trainers": [ranks[0], ranks[1] | {"optimizer": "z"}]}, same_layout=True
         )
     with pytest.raises(ValueError, match="the data cursor"):
-        _compare_hashes(checkpoint, {"buffer": "y", "trainers": ranks}, same_layout=False)
+        compare_hashes(checkpoint, {"buffer": "y", "trainers": ranks}, same_layout=False)

@@ -1,4 +1,7 @@
-"""--use-fault-tolerance: engines are killed and stopped in the middle of rollouts, and the run goes on to its end."""
+"""Processes are killed and stopped in the middle of a run.
+
+With --use-fault-tolerance it outlives its engines; else its error names the dead process and shows the end of its log.
+"""
 
 from __future__ import annotations
 
@@ -73,3 +76,50 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
             assert sample["response_length"] == len(sample["rollout_log_probs"]) == NUM_TOKENS
             assert set(sample["weight_versions"]) == {rollout_id}
     assert launched.output().count("is dead") == launched.output().count("is back") == 2
+
+
+def _writer_of(log: Path) -> int:
+    """The process whose output is this file. Ray's actors cannot be told apart by their command lines."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(entry / "fd" / "1") == str(log):
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process writes {log}")
+
+
+@pytest.mark.parametrize(
+    ("log", "name"),
+    [
+        ("trainer-1.a1.log", "trainer rank 1 died: its process "),
+        ("buffer.a1.log", "the Buffer died: its process "),
+        ("engine-actor-0.a1.log", "engine 0 died: its process "),
+        ("router.log", "of the router at http"),
+    ],
+)
+def test_the_error_names_who_died(log: str, name: str, rl_flags: list[str], tmp_path: Path) -> None:
+    """Killed at any moment after the first step; Ray's and aiohttp's text stays in the log."""
+    folder = tmp_path / "run"
+    launched = launch(
+        [*rl_flags, "--num-rollout", "100", "--run-dir", str(folder), "--no-save", "--actor-num-gpus-per-node", "2"]
+        + ["--rollout-num-gpus", "1"],
+        tmp_path,
+    )
+    launched.wait_for(lambda: len(metrics_of(folder)) >= 2)
+    path = folder / "logs" / log
+    pid = _minded(launched) if log == "router.log" else _writer_of(path)
+    os.kill(pid, signal.SIGKILL)
+    assert launched.wait(90) == 1
+    launched.assert_nothing_left()
+    text = launched.output()
+    message = text[text.index("failed: ") :]
+    assert name in message.splitlines()[0], message
+    assert f"Its log is {path}" in message
+    assert "ActorDiedError" not in message and "ClientConnector" not in message
+    assert message.rstrip().splitlines()[-1].startswith("logs: ")
+
+
+def _minded(launched: Launched) -> int:
+    (router,) = launched.find(r"^\S+ -m fusionrl\.engines\.launch_router")
+    return router

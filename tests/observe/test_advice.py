@@ -62,7 +62,9 @@ def test_the_command_finds_what_it_is_about() -> None:
 
 def test_causes() -> None:
     assert "--n-samples-per-prompt 1: --advantage-estimator grpo" in causes(replace(EQUAL, num_groups=32))
-    assert "--n-samples-per-prompt" not in causes(replace(EQUAL, num_groups=32), estimator="remax")
+    assert "--n-samples-per-prompt" not in causes(
+        replace(EQUAL, num_groups=32), estimator="remax", compares_siblings=False
+    )
     cut = replace(EQUAL, num_truncated=24, num_at_response_limit=20)
     assert "75% of the answers were cut off at --rollout-max-response-len 64" in causes(cut)
     context = replace(cut, num_at_response_limit=0, num_at_context_limit=20)

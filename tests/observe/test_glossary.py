@@ -22,7 +22,7 @@ from fusionrl.buffer.eval_metrics import eval_metrics
 from fusionrl.buffer.report import rollout_metrics, set_metrics
 from fusionrl.cli import main
 from fusionrl.data.sample import Sample
-from fusionrl.driver import run as train
+from fusionrl.driver import reporter as train
 from fusionrl.observe.glossary import GLOSSARY, SECTIONS, describe, entry_of, render_glossary, undocumented
 from fusionrl.observe.metric_entries import ENGINE_AGAINST_TRAINER
 from fusionrl.trainer.step_report import WITH_MAXIMUM, WITH_MINIMUM, StepReport, pooled_metrics
@@ -104,7 +104,7 @@ def reported_by_losses() -> Iterator[tuple[str, dict]]:
 
 
 def test_the_words_of_the_console_are_found() -> None:
-    """Those of the step line, as driver/run.py fills it in."""
+    """Those of the step line, as driver/reporter.py fills it in."""
     from fusionrl.observe.glossary import _ON_THE_CONSOLE
 
     shown = set(train._SHOWN.values())

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionrl.cli import resolve
-from fusionrl.cluster.session import Session
+from fusionrl.driver.actors import Actors
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = ["What is 12 plus 7?", "What is 35 plus 8?", "What is 41 plus 6?", "What is 28 plus 9?"]
@@ -69,14 +69,14 @@ def our_flags(options: argparse.Namespace, data: Path, run_dir: Path) -> list[st
     ]
 
 
-def our_step(session: Session, number: int) -> dict[str, float]:
+def our_step(actors: Actors, number: int) -> dict[str, float]:
     """One step of the on-policy loop, timed by part."""
     start = time.perf_counter()
-    rollout = session.generate(number)
+    rollout = actors.buffer.wait_rollout(actors.buffer.start_rollout(number))
     trained = time.perf_counter()
-    values = rollout.metrics | session.trainers.train(number, rollout.shards)
+    values = rollout.metrics | actors.trainers.train(number, rollout.shards)
     values["perf/time_train_s"] = time.perf_counter() - trained
-    values |= session.push(version=number + 1)
+    values |= actors.weights.push(number + 1)
     values["seconds"] = time.perf_counter() - start
     return values
 
@@ -128,11 +128,11 @@ def main() -> None:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config, plan = resolve(our_flags(options, data, Path(folder) / "run"))
         (Path(folder) / "run" / "logs").mkdir(parents=True)
-        with Session(config, plan, Path(folder) / "run", 1) as session:
-            session.push(version=0)
-            our_step(session, 0)  # warm-up
+        with Actors(config, plan, Path(folder) / "run", 1) as actors:
+            actors.weights.push(0)
+            our_step(actors, 0)  # warm-up
             for turn in range(options.turns):
-                ours += [our_step(session, 1 + turn * options.steps + i) for i in range(options.steps)]
+                ours += [our_step(actors, 1 + turn * options.steps + i) for i in range(options.steps)]
                 if not options.no_trl:
                     theirs += trl_steps(options, data)
     print(json.dumps(report(options, ours, theirs), indent=1))

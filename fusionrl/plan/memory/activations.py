@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.defaults import Impl
 from fusionrl.plan.layout import TrainerLayout
-
-Impl = Literal["local", "transformer_engine"]
 
 
 @dataclass(frozen=True)

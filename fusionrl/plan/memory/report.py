@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fusionrl.config.config import Config
+from fusionrl.config.parts import needs_reference
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.defaults import layer_impl
 from fusionrl.plan.devices import GIB, Machine
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, Impl, Packing, Recompute
+from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory
 from fusionrl.plan.memory.states import StateOptions
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
@@ -221,7 +223,7 @@ def _groups(plan: Plan, config: Config, has_fused_layers: bool, imbalance: float
     if plan.layout is None:
         return []
     a, is_rl = config.algorithm, config.run.mode == "rl"
-    uses_reference = a.use_kl_loss or a.kl_coef > 0 or a.policy_loss == "dpo"
+    uses_reference = needs_reference(a)
     num_sets = int(is_rl and uses_reference) + int(is_rl and a.use_opd and a.opd_type == "megatron")
     stages = _stages(plan, config, plan.shape, plan.layout, plan.batch, has_fused_layers, imbalance)
     groups = [_Group("trainers", stages, plan.trainer_bundles, num_sets)]
@@ -243,12 +245,7 @@ def _stages(
     imbalance: float,
 ) -> tuple[StageMemory, ...]:
     passed, on_cpu = config.passthrough, plan.device == "cpu"
-    wanted = config.model.transformer_impl
-    impl: Impl = (
-        "local"
-        if wanted == "local" or (wanted == "auto" and (on_cpu or not has_fused_layers))
-        else "transformer_engine"
-    )
+    impl = layer_impl(config.model.transformer_impl, plan.device, has_fused_layers)
     num_samples, tokens = layout.pp, config.train.max_tokens_per_gpu
     if batch is not None:
         num_samples = -(-batch.global_batch_size // layout.dp)
@@ -289,16 +286,10 @@ def weight_bytes(plan: Plan) -> float:
     return float(push_bytes(plan))
 
 
-def _offloads(plan: Plan, config: Config) -> bool:
-    """Return whether the trainers' memory is away while engines generate."""
-    when = config.cluster.offload_train
-    return when == "always" or (when == "auto" and plan.is_colocated)
-
-
 def _beside_engines(plan: Plan, config: Config, groups: list[_Group]) -> list[tuple[str, float]]:
     """Return the part of the trainers that stays on the engines' devices while these generate."""
     used = {bundle for bundles in plan.engine_bundles for bundle in bundles}
-    if plan.device == "cpu" or _offloads(plan, config):
+    if plan.device == "cpu" or plan.trainers_give_memory:
         return []
     return [
         (group.name, float(max(stage.states.on_device for stage in group.stages)))
@@ -366,7 +357,7 @@ def _device_bars(
 ) -> tuple[Bar, ...]:
     """Bars of GPUs. `kept`: of trainers beside engines that generate."""
     cluster, bars = config.cluster, []
-    offloads = _offloads(plan, config)
+    offloads = plan.trainers_give_memory
     shares_engine = plan.is_colocated and engine is not None
     # Where the engines keep their memory, it stands beside the trainers'.
     resident: list[tuple[str, float]] = []
@@ -469,7 +460,7 @@ def _rollout_bytes(plan: Plan, config: Config) -> float:
 
 def _host_bars(plan: Plan, config: Config, groups: list[_Group]) -> tuple[Bar, ...]:
     """The host memory of the GPU node that needs most."""
-    per_node, offloads = config.cluster.num_gpus_per_node, _offloads(plan, config)
+    per_node, offloads = config.cluster.num_gpus_per_node, plan.trainers_give_memory
     saves = config.checkpoint.async_save and not config.checkpoint.no_save
     bars = []
     for node in range(-(-plan.num_bundles // per_node)):

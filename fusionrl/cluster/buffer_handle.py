@@ -1,0 +1,115 @@
+"""`BufferHandle`: the driver's end of the Buffer actor. Starting a rollout is apart from waiting for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from fusionrl.buffer.actor import Rollout
+from fusionrl.cluster.engine_pool import EnginePool
+from fusionrl.cluster.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_ADD_TIMEOUT_S = 5.0  # for the Buffer to write the last of what training found out about samples
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rollout or an evaluation that is under way; `BufferHandle.wait_…` waits for it, supervised."""
+
+    ref: ray.ObjectRef
+    faults: dict[str, float]  # counted until it began
+
+
+class BufferHandle:
+    """Rollouts, evaluations and the data cursor."""
+
+    def __init__(self, engines: EnginePool, supervisor: Supervisor) -> None:
+        self._engines, self._supervisor = engines, supervisor
+        self._actor: ActorHandle | None = None
+        self._adding: ray.ObjectRef | None = None  # of the last `add_trained`
+
+    @property
+    def actor(self) -> ActorHandle:
+        """The Buffer."""
+        assert self._actor is not None, "the Buffer has not been started"
+        return self._actor
+
+    def start(self, actor: ActorHandle) -> ray.ObjectRef:
+        """Take over the actor and begin its set-up: a reference of what it found in the data."""
+        self._actor = actor
+        return actor.setup.remote()
+
+    def set_engines(self, urls: Sequence[str]) -> None:
+        """Tell the Buffer that engines have other addresses."""
+        ray.get(self.actor.set_engines.remote(list(urls)))
+
+    # ------------------------------------------------------------------------------------ rounds
+    def start_rollout(self, rollout_id: int, version: int) -> Started:
+        """Begin a rollout; the engines have to be ready for it, with weights of `version`. Does not wait."""
+        return self._begin(self.actor.generate.remote, rollout_id, version)
+
+    def wait_rollout(self, started: Started) -> Rollout:
+        """Wait for a rollout. Of an engine that dies meanwhile the death is reported, not its consequences."""
+        rollout: Rollout = self._supervisor.wait(started.ref)
+        self._add_faults(rollout.metrics, "rollout", started.faults)
+        for text in rollout.warnings:
+            logger.warning("%s", text)
+        return rollout
+
+    def start_evaluation(self, step: int) -> Started:
+        """Begin an evaluation on every set. Does not wait."""
+        return self._begin(self.actor.evaluate.remote, step)
+
+    def wait_evaluation(self, started: Started) -> dict[str, float]:
+        """Wait for the metrics of an evaluation, as of a rollout."""
+        metrics: dict[str, float] = self._supervisor.wait(started.ref)
+        self._add_faults(metrics, "eval", started.faults)
+        return metrics
+
+    def _begin(self, method: ray.remote_function.RemoteFunction, *numbers: int) -> Started:
+        faults = self._engines.count_faults()
+        ref = method(*numbers)
+        self._engines.begin_round()
+        return Started(ref, faults)
+
+    def _add_faults(self, metrics: dict[str, float], prefix: str, before: dict[str, float]) -> None:
+        """Add what went wrong since `before`; the rollout has counted the retries of its own client."""
+        for name, count in self._engines.count_faults().items():
+            key = f"{prefix}/{name}"
+            metrics[key] = metrics.get(key, 0.0) + count - before.get(name, count)
+
+    # ------------------------------------------------------------------------------------ data
+    def add_trained(self, rollout_id: int, columns: Sequence[ray.ObjectRef]) -> None:
+        """Let the Buffer write what training found out about single samples; does not wait for it."""
+        if self._adding is not None:
+            ray.get(self._adding)
+        self._adding = self.actor.add_trained.remote(rollout_id, list(columns))
+
+    def validation_shards(self) -> dict[str, list[ray.ObjectRef]]:
+        """--mode sft: validation set → one shard for each data-parallel rank."""
+        return ray.get(self.actor.validation_shards.remote())
+
+    def save(self, folder: Path, rollout_id: int) -> ray.ObjectRef:
+        """Begin to write the data cursor as it was right after `rollout_id` into the folder of a checkpoint."""
+        return self.actor.save.remote(str(folder / "buffer.json"), rollout_id)
+
+    def load(self, folder: Path) -> ray.ObjectRef:
+        """Begin to read what `save` wrote."""
+        return self.actor.load.remote(str(folder / "buffer.json"))
+
+    def state_hash(self) -> str:
+        """SHA-256 of the Buffer's state."""
+        return ray.get(self.actor.state_hash.remote())
+
+    def close(self) -> None:
+        """Give the Buffer some seconds to write the last of what it was told."""
+        if self._adding is not None:
+            ray.wait([self._adding], timeout=_ADD_TIMEOUT_S)  # its failure may be the consequence of another
+        self._actor = self._adding = None

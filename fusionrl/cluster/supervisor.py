@@ -1,0 +1,64 @@
+"""Waiting for actors: meanwhile the engines are looked after, and a stop request is heard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import ray
+
+
+class StopRequests(Protocol):
+    """SIGTERM, as the driver keeps it."""
+
+    def check(self) -> None:
+        """Raise once a stop was asked for."""
+
+    def hear(self) -> bool:
+        """Return whether a stop was asked for. Once, tells the user what is finished before the run stops."""
+
+
+class Supervisor:
+    """Waits for calls of actors. About once a second it checks the engines, which may raise, and looks for a stop."""
+
+    def __init__(self, check_engines: Callable[[bool], object], stop: StopRequests, interval_s: float = 1.0) -> None:
+        """`check_engines` is told whether the engines generate; only then they can be asked for a token."""
+        self._check_engines, self._stop, self._interval_s = check_engines, stop, interval_s
+        self._next_look = 0.0
+
+    def wait(self, ref: ray.ObjectRef) -> Any:
+        """Wait for the Buffer's answer while the engines generate. A stop request ends the wait."""
+
+        def look() -> None:
+            self._stop.check()
+            self._check_engines(True)
+
+        return self._gather([ref], look)[0]
+
+    def finish(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
+        """Wait for trainers. Raises at the first failure, as the other ranks may be waiting for that one.
+
+        A stop request is heard and does not end the wait: a checkpoint holds whole rollouts. From then on the engines
+        may die, as no push comes.
+        """
+
+        def look() -> None:
+            if not self._stop.hear():
+                self._check_engines(False)
+
+        return self._gather(refs, look)
+
+    def _gather(self, refs: Sequence[ray.ObjectRef], look: Callable[[], None]) -> list[Any]:
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=self._interval_s)
+            try:
+                ray.get(done)
+            except ray.exceptions.RayTaskError:
+                look()  # raises, with the engine's log, where a dead engine is the cause
+                raise
+            if pending and time.monotonic() >= self._next_look:
+                look()
+                self._next_look = time.monotonic() + self._interval_s
+        return ray.get(list(refs))

@@ -1,0 +1,206 @@
+"""`--config FILE`: the flags that a config file gives, and a message with file and line for each mistake in it. Pure.
+
+A key is a flag's name, with dashes or underscores. It may stand under the name of its group (`train: {lr: 1e-6}`), as
+in the config.json that a run writes, which is read back in this way too.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from fusionrl.config.extras import empty_passthrough, parse_extra
+from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type
+from fusionrl.config.file_reader import WORDS, Json, Setting, read_settings
+from fusionrl.config.groups import GROUPS
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.plan_flags import PLAN_FLAGS
+from fusionrl.config.presets import with_preset
+from fusionrl.upstream import flags as upstream
+
+_PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
+_HIDDEN = ":***@"  # for the password of an address in a run's config.json
+
+
+@dataclass
+class FileFlags:
+    """The flags of a file.
+
+    values       of our own flags, by field
+    passthrough  of the parts' flags, by kind
+    custom       values of a former run's --custom-config-path; None: the file is no such run's
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    passthrough: dict[str, dict[str, Any]] = field(default_factory=empty_passthrough)
+    custom: dict[str, Any] | None = None
+
+
+def read_config_file(path: str, errors: list[str]) -> FileFlags:
+    """Return all that fits of the file; a message for each thing that does not goes to `errors`.
+
+    Raises:
+        UnreadableFile: no such file, or no valid YAML, TOML or JSON.
+    """
+    settings, found = read_settings(path)
+    errors += found
+    flags = FileFlags()
+    places: dict[str, str] = {}
+    for setting in _without_sections(settings, flags, errors):
+        name = setting.key.replace("-", "_")
+        if name in places:
+            errors.append(f"{setting.place}: {setting.key}: it stands at {places[name]} already")
+            continue
+        places[name] = setting.place
+        try:
+            _take(name, setting, flags)
+        except ValueError as error:
+            errors.append(f"{setting.place}: {error}")
+    if flags.custom is not None:
+        flags.values = _without_defaults(flags.values)
+    return flags
+
+
+def _without_sections(settings: list[Setting], flags: FileFlags, errors: list[str]) -> list[Setting]:
+    """Return the settings with those of groups in place of the groups; `passthrough` is taken at once."""
+    flat: list[Setting] = []
+    for setting in settings:
+        is_mapping = isinstance(setting.typed, dict)
+        if setting.key == "passthrough" and is_mapping:
+            _take_passthrough(setting, flags, errors)
+        elif setting.key in GROUPS and is_mapping:
+            flat += setting.entries
+        else:
+            flat.append(setting)
+    return flat
+
+
+def _take(name: str, setting: Setting, flags: FileFlags) -> None:
+    """Put one flag's value into `flags`.
+
+    Raises:
+        ValueError: no such flag, or a value that it does not take.
+    """
+    key = setting.key
+    if name in FIELDS:
+        value = _value(name, setting)
+        if value is not None:
+            flags.values[name] = value
+    elif flag_of(name) in PLAN_FLAGS:
+        raise ValueError(f"{key}: it belongs to the command line of `fusionrl plan`: {flag_of(name)}")
+    elif name == "config":
+        raise ValueError(f"{key}: a config file names no other; leave it out")
+    elif name.removeprefix("no_") in FIELDS:
+        raise ValueError(f"{key}: unknown key; write {name.removeprefix('no_').replace('_', '-')}: false")
+    elif key.startswith("-"):
+        raise ValueError(f"{key}: unknown key; write it without the dashes in front: {key.lstrip('-')}")
+    else:
+        _take_extra(name, setting, flags)
+
+
+def _value(name: str, setting: Setting) -> object:
+    """Return the value of our flag `name` as the command line would give it; None: the flag keeps its default."""
+    kind, flag, text = inner_type(FIELDS[name]), flag_of(name), setting.text
+    if text is None:
+        if FIELDS[name].get_default(call_default_factory=True) is None:
+            return None
+        raise ValueError(f"{flag}: it needs a value")
+    value: object = text
+    if kind is bool:
+        if not isinstance(text, str) or text.lower() not in WORDS:
+            raise ValueError(f"{flag} {text}: it is on or off; write true or false")
+        value = WORDS[text.lower()]
+    elif typing.get_origin(kind) is dict:
+        value = _mapping(flag, setting)
+    elif typing.get_origin(kind) is list:
+        value = text if isinstance(text, list) else [text]
+        if not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{flag}: a list of plain values is wanted, not {json.dumps(setting.typed)}")
+        if value == [] and FIELDS[name].get_default(call_default_factory=True) is None:
+            raise ValueError(f"{flag}: it needs a value")
+    elif not isinstance(text, str):
+        raise ValueError(f"{flag}: one value is wanted, not {json.dumps(setting.typed)}")
+    if isinstance(text, str) and _HIDDEN in text:
+        raise ValueError(f"{flag} {text}: the password is not kept in a run's folder; write it, or give the flag")
+    try:
+        GROUPS[GROUP_OF[name]](**{name: value})
+    except ValidationError as error:
+        raise ValueError(describe_error(name, error.errors()[0])) from error
+    return value
+
+
+def _mapping(flag: str, setting: Setting) -> dict[str, Json]:
+    if isinstance(setting.typed, dict):
+        return setting.typed
+    try:
+        value = json.loads(str(setting.text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{flag} {setting.text}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} {setting.text}: it is no mapping")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ flags of the parts
+def _take_extra(name: str, setting: Setting, flags: FileFlags) -> None:
+    """Put the value of a flag that is none of ours into `flags.passthrough`, by the parser of its part."""
+    flag, typed, text = flag_of(name), setting.typed, setting.text
+    if text is None:
+        raise ValueError(parse_extra(flag, [], empty_passthrough()) or f"{flag}: it needs a value")
+    is_switch = isinstance(typed, bool)
+    for prefix, parser in (("--sglang-", upstream.sglang_parser), ("--router-", upstream.router_parser)):
+        if flag.startswith(prefix) and is_switch and upstream.is_switch(parser(), "--" + flag[len(prefix) :]):
+            if not typed:
+                return  # as without the flag: these have no spelling for off
+            text = []
+    if is_switch and isinstance(text, str):
+        text = str(typed).lower()
+    if isinstance(text, dict):
+        text = json.dumps(typed)
+    items = text if isinstance(text, list) else [text]
+    values = [item if isinstance(item, str) else json.dumps(item) for item in items]
+    if error := parse_extra(flag, values, flags.passthrough):
+        raise ValueError(error)
+
+
+def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> None:
+    """Put what a former run passed through into `flags`, under upstream's own names."""
+    flags.custom = {}
+    for kind in setting.entries:
+        if kind.key == "custom" and isinstance(kind.typed, dict):
+            flags.custom = kind.typed
+        elif kind.key in flags.passthrough and isinstance(kind.typed, dict):
+            for entry in kind.entries:
+                try:
+                    upstream.check_field(kind.key, entry.key)
+                except upstream.UpstreamError as error:
+                    errors.append(f"{entry.place}: passthrough.{kind.key}.{entry.key}: {error}")
+                else:
+                    flags.passthrough[kind.key][entry.key] = entry.typed
+        else:
+            known = ", ".join(flags.passthrough)
+            errors.append(f"{kind.place}: passthrough.{kind.key}: unknown key; known are {known}, each a mapping")
+
+
+# ------------------------------------------------------------------------------------------------ a former run's file
+def _without_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
+
+    What a preset chose is left out as well, so that another --algorithm on the command line brings its own.
+    """
+    chosen = {name: values[name] for name in values if name in _PRESET_READS}
+    preset = with_preset(chosen)
+    kept = {}
+    for name, value in values.items():
+        plain = FIELDS[name].get_default(call_default_factory=True)
+        default = preset.get(name, plain) if name not in chosen else plain
+        if name == "use_kl_loss":
+            default = with_preset({key: chosen[key] for key in chosen if key != name}).get(name, plain)
+        group = GROUPS[GROUP_OF[name]]
+        if getattr(group(**{name: value}), name) != getattr(group(**{name: default}), name):
+            kept[name] = value
+    return kept

@@ -1,0 +1,96 @@
+"""`Run`: the pieces that every loop is made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionrl.buffer.actor import Rollout
+from fusionrl.cluster.buffer_handle import Started
+from fusionrl.config.config import Config
+from fusionrl.driver.actors import Actors
+from fusionrl.driver.reporter import Reporter
+from fusionrl.driver.saver import Saver
+from fusionrl.driver.signals import StopSignal
+from fusionrl.driver.step import Step
+from fusionrl.plan.plan import Plan
+
+
+@dataclass
+class Run:
+    """A run that is set up: its actors, and where its numbers and checkpoints go. It holds references, no samples."""
+
+    config: Config
+    plan: Plan
+    path: Path
+    actors: Actors
+    reporter: Reporter
+    saver: Saver
+    stop: StopSignal
+    first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
+    last_trained: int  # the last rollout whose training is finished; -1: none yet
+
+    def steps(self, saves: bool = True) -> Iterator[Step]:
+        """The steps of this run that are left. `saves`: checkpoints are written after them, as the flags say."""
+        for rollout_id in range(self.first_rollout, self.plan.num_rollout):
+            yield Step(self, rollout_id, saves)
+
+    def start_rollout(self, rollout_id: int) -> Started:
+        """Begin a rollout with all engines. Returns at once; see `wait_rollout`."""
+        self.actors.weights.restore_engines()
+        self.actors.trainers.offload()
+        return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
+
+    def wait_rollout(self, started: Started) -> Rollout:
+        """Wait for a rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""
+        rollout = self.actors.buffer.wait_rollout(started)
+        self.reporter.show_rollout(rollout)
+        return rollout
+
+    def train(self, rollout: Rollout) -> dict[str, float]:
+        """The optimizer steps of a rollout, as a whole. Meanwhile the engines are looked after, and a stop is heard."""
+        start = time.perf_counter()
+        values = self.actors.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
+        values["perf/time_train_s"] = time.perf_counter() - start
+        self.last_trained = rollout.rollout_id
+        if self.config.run.mode == "rl":
+            columns = self.actors.trainers.sample_columns(rollout.rollout_id)
+            self.actors.buffer.add_trained(rollout.rollout_id, columns)
+        return values
+
+    def push(self, version: int) -> dict[str, float]:
+        """Bring the trainers' weights to the engines."""
+        return self.actors.weights.push(version)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate, and say the result."""
+        self.reporter.status("evaluating")
+        self.actors.weights.restore_engines()
+        self.actors.trainers.offload()
+        values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step))
+        self.reporter.show_evaluation(step, values)
+        return values
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Validation losses of --mode sft, and say them."""
+        self.reporter.status("validating")
+        values = self.actors.trainers.validation_losses(self.actors.buffer.validation_shards())
+        self.reporter.show_validation(step, values)
+        return values
+
+    @property
+    def is_eval_first(self) -> bool:
+        """Whether there is an evaluation before the first step."""
+        return self.config.eval.has_sets and not self.config.eval.skip_eval_before_train and self.first_rollout == 0
+
+    def is_eval_due(self, step: int) -> bool:
+        """Every --eval-interval steps, and after the last one."""
+        interval = self.config.eval.eval_interval
+        return interval is not None and (step % interval == 0 or step == self.plan.num_rollout)
+
+    def save(self) -> None:
+        """Publish a checkpoint of what is trained, and wait until it is there."""
+        self.saver.save(self.last_trained, self.reporter.recorded(self.last_trained + 1))
+        self.saver.finish()

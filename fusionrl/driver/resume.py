@@ -1,0 +1,52 @@
+"""--resume: the checkpoint that a run goes on from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
+from fusionrl.cluster.ray_cluster import gather
+from fusionrl.config.config import Config
+from fusionrl.driver.actors import Actors
+from fusionrl.driver.saver import state_hashes
+
+
+def find_checkpoint(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+    """The newest checkpoint of the run, checked; None: the run starts at step 0.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    latest = checkpoints.latest() if config.run.resume else None
+    if latest is not None:
+        checkpoints.check(latest)
+    return latest
+
+
+def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> None:
+    """Restore the data cursor and the trainers.
+
+    Raises:
+        ValueError: it does not fit this run; with --verify-checkpoints also if what was loaded is not what was saved.
+    """
+    path = checkpoint.path
+    _, *restored = gather([actors.buffer.load(path), *actors.trainers.load(path)])
+    if config.checkpoint.verify_checkpoints:
+        same_layout = all(facts["rng_restored"] for facts in restored)
+        compare_hashes(checkpoint, state_hashes(actors), same_layout=same_layout)
+
+
+def compare_hashes(checkpoint: Checkpoint, loaded: dict[str, Any], *, same_layout: bool) -> None:
+    """Raise where what was loaded is not, bit by bit, what was saved; ranks of another layout have other parts."""
+    saved = checkpoint.manifest.get("hashes")
+    if saved is None:
+        return
+    wrong = ["the data cursor"] if saved["buffer"] != loaded["buffer"] else []
+    if same_layout:
+        for rank, (before, after) in enumerate(zip(saved["trainers"], loaded["trainers"], strict=True)):
+            wrong += [f"{name} of trainer {rank}" for name in before if before[name] != after[name]]
+    if wrong:
+        raise ValueError(
+            f"--verify-checkpoints: {checkpoint.path} was loaded, but {', '.join(wrong)} is not what was saved; "
+            "its files have changed: delete that folder and resume from the one before it"
+        )

@@ -1,0 +1,90 @@
+"""`Saver`: when a checkpoint is due, and how it comes about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionrl.cluster.checkpoints import Checkpoints
+from fusionrl.cluster.ray_cluster import gather
+from fusionrl.config.config import Config
+from fusionrl.driver.actors import Actors
+from fusionrl.plan.plan import Plan
+
+
+@dataclass
+class _Pending:
+    """A checkpoint whose files are being written in `folder`."""
+
+    rollout_id: int
+    folder: Path
+    facts: dict[str, Any]
+
+
+class Saver:
+    """Checkpoints of the trainers and of the data cursor."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        actors: Actors,
+        checkpoints: Checkpoints,
+        last_saved: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """`last_saved`: rollout of the checkpoint that the run goes on from; -1: none."""
+        self._config, self._plan, self._actors = config, plan, actors
+        self._checkpoints, self._last_saved, self._say = checkpoints, last_saved, say
+        self._pending: _Pending | None = None
+
+    def save_if_due(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Every --save-interval steps, and after the last one. What --async-save began is published when written."""
+        interval = self._config.checkpoint.save_interval
+        is_last = rollout_id + 1 == self._plan.num_rollout
+        self.finish(wait=False)
+        if is_last or (interval is not None and (rollout_id + 1) % interval == 0):
+            self.save(rollout_id, metrics)
+
+    def save(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Publish a checkpoint that contains the training of `rollout_id`; with --async-save, begin to.
+
+        metrics: of that step, for the manifest.
+        """
+        options, trainers = self._config.checkpoint, self._actors.trainers
+        if options.no_save or rollout_id < 0 or rollout_id == self._last_saved:
+            return
+        self.finish()
+        self._say("saving a checkpoint")
+        facts: dict[str, Any] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
+        if options.verify_checkpoints:
+            facts["hashes"] = state_hashes(self._actors)
+        start = time.perf_counter()
+        folder = self._checkpoints.begin(rollout_id)
+        with self._checkpoints.discarding(folder):
+            # When this returns, training may go on; the files are complete after `finish_save`.
+            gather([self._actors.buffer.save(folder, rollout_id), *trainers.begin_save(folder, rollout_id)])
+        self._pending = _Pending(rollout_id, folder, facts | {"seconds_stopped": time.perf_counter() - start})
+        self._last_saved = rollout_id
+        if not options.async_save:
+            self.finish()
+
+    def finish(self, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, if any; without `wait` only if its files are there."""
+        if self._pending is None or not (wait or self._actors.trainers.is_saved()):
+            return
+        pending, options = self._pending, self._config.checkpoint
+        self._pending = None
+        with self._checkpoints.discarding(pending.folder):
+            self._actors.trainers.finish_save()
+            self._checkpoints.publish(pending.rollout_id, pending.folder, pending.facts)
+        if options.keep_checkpoints is not None:
+            self._checkpoints.prune(options.keep_checkpoints, options.keep_best)
+
+
+def state_hashes(actors: Actors) -> dict[str, Any]:
+    """SHA-256 of the Buffer's state, and of each trainer's weights, optimizer and RNG states."""
+    return {"buffer": actors.buffer.state_hash(), "trainers": actors.trainers.state_hashes()}

@@ -1,0 +1,66 @@
+"""`Step`: one rollout of a loop, with what is measured in it and what follows at its end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Self
+
+from fusionrl.buffer.actor import Rollout
+from fusionrl.driver.signals import Terminated
+
+if TYPE_CHECKING:
+    from fusionrl.driver.context import Run
+
+
+class Step:
+    """A context manager. At its end the step is recorded, a checkpoint is saved if one is due, and a stop is heard.
+
+    A stop request that comes between the training and the end skips what is left, but not the record and the
+    checkpoint: a resume goes on after this step.
+    """
+
+    def __init__(self, run: Run, rollout_id: int, saves: bool) -> None:
+        self._run, self.rollout_id, self._saves = run, rollout_id, saves
+        self.number = rollout_id + 1
+        """Steps that are finished with this one; the version of the weights after it."""
+        self.values: dict[str, float] = {}
+        self._is_trained = False
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is not None and not (self._is_trained and isinstance(error, Terminated)):
+            return
+        reporter = self._run.reporter
+        reporter.record(self.number, self.values)
+        if self._saves:
+            self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
+        if error is None:
+            self._run.stop.check()
+
+    def generate(self) -> Rollout:
+        """Start the rollout and wait for it."""
+        rollout = self._run.wait_rollout(self._run.start_rollout(self.rollout_id))
+        self.values |= rollout.metrics
+        return rollout
+
+    def train(self, rollout: Rollout) -> None:
+        """Train on the rollout, as a whole.
+
+        Raises:
+            Terminated: SIGTERM came meanwhile.
+        """
+        self.values |= self._run.train(rollout)
+        self._is_trained = True
+        self._run.stop.check()
+
+    def push(self) -> None:
+        """Bring the new weights to the engines."""
+        self.values |= self._run.push(self.number)
+
+    def measure(self, tokens: str) -> None:
+        """Note the time since the step began; throughput is of the metric `tokens`."""
+        self.values["perf/step_time_s"] = time.perf_counter() - self._start
+        self.values["perf/tokens_per_s"] = self.values[tokens] / self.values["perf/step_time_s"]

@@ -1,0 +1,203 @@
+"""The control endpoints of an SGLang server as methods: generation, weights, memory.
+
+Every method raises RuntimeError with the endpoint, the status and the server's text when the server refuses.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fusionrl.engines.http import EndpointError, call
+
+_WEIGHTS_TIMEOUT_S = 1800.0
+_FLUSH_WAIT_S = 10
+CONTROL_TIMEOUT_S = 300.0
+
+
+class EngineControl:
+    """Controls the server at `url`, whoever started it."""
+
+    def __init__(self, url: str, tp_size: int, api_key: str | None) -> None:
+        self.url = url
+        self._tp_size, self._api_key = tp_size, api_key
+        # None until asked: 0.5.17 has no /begin_weight_update, 0.5.23 refuses updates without it.
+        self._has_update_sessions: bool | None = None
+        self._is_paused_in_place = False
+
+    def _post(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        return self._call("POST", path, payload or {}, timeout_s=timeout_s)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        payload: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        watch: bool = True,
+    ) -> Any:
+        """One request. `watch`: of a server that this process started, look whether it lives."""
+        return call(method, self.url + path, payload, api_key=self._api_key, timeout_s=timeout_s)
+
+    # ---- generation
+
+    def pause(self, mode: str = "abort") -> None:
+        """Stop generating. Running requests: "abort" answers them as they are, "retract" keeps them without
+        their KV cache, "in_place" with it.
+
+        Until `resume` an "in_place" pause turns updates' `flush_cache` off: SGLang flushes nothing while requests are
+        there, and fails the update. Such an engine has to be without a prefix cache (`disable_radix_cache`), else
+        later requests find keys and values of the weights before in it.
+        """
+        self._post("/pause_generation", {"mode": mode})
+        self._is_paused_in_place = mode == "in_place"
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._post("/continue_generation")
+        self._is_paused_in_place = False
+
+    def abort_all(self) -> None:
+        """Answer all running and waiting requests as they are, finish reason "abort"."""
+        self._post("/abort_request", {"abort_all": True})
+
+    def flush_cache(self) -> None:
+        """Empty the KV cache. Raises RuntimeError where requests still run after 10 s, or are paused in place."""
+        try:
+            self._post("/flush_cache")
+        except EndpointError as error:
+            if error.status != 400 or self._is_paused_in_place:
+                raise
+            # A request whose last token was answered leaves the scheduler a little later. Not asked for at first: with
+            # a wait SGLang does not flush while it is paused and requests queue. 0.5.17 knows no wait.
+            self._post(f"/flush_cache?timeout={_FLUSH_WAIT_S}")
+
+    # ---- weights
+
+    def begin_weight_update(self) -> None:
+        """Open the session that updates by tensor or broadcast have to lie in, where the server knows
+        sessions."""
+        if self._has_update_sessions is False:
+            return
+        try:
+            self._post("/begin_weight_update")
+            self._has_update_sessions = True
+        except EndpointError as error:
+            if "already open" in str(error):  # of an update that failed, and whose end the server missed
+                self._post("/end_weight_update")
+                self._post("/begin_weight_update")
+                self._has_update_sessions = True
+                return
+            if error.status != 404:
+                raise
+            self._has_update_sessions = False
+
+    def end_weight_update(self) -> None:
+        """Close the session that `begin_weight_update` has opened."""
+        if self._has_update_sessions:
+            self._post("/end_weight_update")
+
+    def update_weights_from_tensor(
+        self, serialized: list[str], *, load_format: str | None, version: str | None, flush_cache: bool
+    ) -> None:
+        """Load tensors that the payload holds or points to; see `fusionrl.engines.payload`.
+
+        `serialized` has one base64 string for each tensor-parallel rank of this engine.
+        """
+        if len(serialized) != self._tp_size:
+            raise ValueError(f"{len(serialized)} payloads for tp_size={self._tp_size}: one a rank is needed")
+        payload = {
+            "serialized_named_tensors": serialized,
+            "load_format": load_format,
+            "weight_version": version,
+            "flush_cache": flush_cache and not self._is_paused_in_place,
+        }
+        self._post("/update_weights_from_tensor", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+    def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        """Join the group of `fusionrl.sync.group.init_external_group` as ranks `rank_offset...`.
+
+        Blocks until all `world_size` ranks are there, so rank 0 has to join at the same time.
+        """
+        payload = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._post("/init_weights_update_group", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+    def update_weights_from_distributed(
+        self,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        version: str | None,
+        load_format: str | None,
+        flush_cache: bool,
+    ) -> None:
+        """Receive tensors that rank 0 of `group_name` broadcasts meanwhile, and load them.
+
+        `dtypes` are torch's names ("float32"). One broadcast a tensor, in this order, or for the load format
+        "flattened_bucket" a single uint8 one with all bytes one after another, without padding.
+        """
+        payload = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "weight_version": version,
+            "load_format": load_format,
+            "flush_cache": flush_cache and not self._is_paused_in_place,
+        }
+        self._post("/update_weights_from_distributed", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+    def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave the group."""
+        self._post("/destroy_weights_update_group", {"group_name": group_name})
+
+    def update_weights_from_disk(self, path: str, version: str | None) -> None:
+        """Load the Hugging Face checkpoint in `path`. Needs no session."""
+        flush = not self._is_paused_in_place
+        payload = {"model_path": os.path.abspath(path), "weight_version": version, "flush_cache": flush}
+        self._post("/update_weights_from_disk", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+    def weight_version(self) -> str:
+        """Version stamped by the last update; "0" before the first."""
+        return str(self._call("GET", "/model_info")["weight_version"])
+
+    def weight_checksums(self) -> list[dict[str, str]] | None:
+        """Engine rank → tensor name → hash, as the server reports them; None where its version cannot."""
+        try:
+            answer = self._call("POST", "/weights_checker", {"action": "checksum"})
+        except EndpointError as error:
+            if error.status in (404, 405):
+                return None
+            raise
+        return [rank["checksums"] for rank in answer["ranks"]]
+
+    # ---- memory
+
+    def release_memory(self, tags: list[str] | None) -> None:
+        """Give device memory back ("kv_cache", "weights", None for all). Needs `enable_memory_saver` on a
+        GPU and an engine without running requests; a CPU engine accepts it and keeps its memory."""
+        self._post("/release_memory_occupation", {} if tags is None else {"tags": tags})
+
+    def resume_memory(self, tags: list[str] | None) -> None:
+        """Take back what `release_memory` gave; the contents of released weights are undefined until
+        updated."""
+        self._post("/resume_memory_occupation", {} if tags is None else {"tags": tags})

@@ -1,0 +1,32 @@
+"""Values that a flag leaves open (`auto`, or not given): each rule once, for the plan and for a trainer without one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Precision = Literal["fp32", "bf16"]
+Impl = Literal["local", "transformer_engine"]
+
+
+def precision_or(wanted: str, default: Precision) -> Precision:
+    """Return the precision that a flag names, or the default for `auto`."""
+    if wanted == "auto":
+        return default
+    return "fp32" if wanted == "fp32" else "bf16"
+
+
+def trainer_precision(wanted: str, device: str) -> Precision:
+    """Return the precision of the trainers (--precision): for `auto` bf16 on GPUs and fp32 on a CPU."""
+    return precision_or(wanted, "bf16" if device == "cuda" else "fp32")
+
+
+def layer_impl(wanted: str, device: str, has_fused_layers: bool) -> Impl:
+    """Return whose layers the trainers have (--transformer-impl): for `auto` fused ones on GPUs, where installed."""
+    if wanted == "auto":
+        return "transformer_engine" if device == "cuda" and has_fused_layers else "local"
+    return "local" if wanted == "local" else "transformer_engine"
+
+
+def trainer_threads(given: int | None, num_cores: int, num_local_ranks: int) -> int:
+    """Return the CPU threads of a trainer rank (--train-num-threads): by default a node's cores are shared out."""
+    return given or max(1, num_cores // max(1, num_local_ranks))

@@ -1,0 +1,80 @@
+"""docs/add-an-estimator.md: its examples, applied to a copy of the package as they are written, work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+PAGE = (REPO / "docs" / "add-an-estimator.md").read_text(encoding="utf-8")
+_FILES = re.compile(r"`(\w+\.py)`\s+in\s+`([\w/]+)/`:\n\n```python\n(.*?)```", re.DOTALL)
+_LINES = re.compile(r"add a line to `ESTIMATORS`:\n\n```python\n(from .*?)\n\n(.*?)```", re.DOTALL)
+FILES = {name: (folder, text) for name, folder, text in _FILES.findall(PAGE)}
+TABLE = "ESTIMATORS: dict[str, Estimator] = {\n"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with the page's files, and the page's lines in the table."""
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copytree(REPO / "fusionrl", tree / "fusionrl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (folder, text) in FILES.items():
+        (tree / folder).mkdir(parents=True, exist_ok=True)
+        (tree / folder / name).write_text(text)
+    path = tree / "fusionrl" / "algorithms" / "estimators.py"
+    table = path.read_text()
+    for imported, entry in _LINES.findall(PAGE):
+        assert table.count(TABLE) == 1
+        table = table.replace("\nimport numpy as np\n", f"\nimport numpy as np\n{imported}\n", 1)
+        table = table.replace(TABLE, TABLE + entry)
+    path.write_text(table)
+    return tree
+
+
+def run(tree: Path, *command: str) -> str:
+    """What a command of the copy prints; it must end well."""
+    env = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run([sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_has_two_examples() -> None:
+    assert list(FILES) == ["median.py", "test_median.py", "fading.py", "test_fading.py"]
+    assert len(_LINES.findall(PAGE)) == 2
+
+
+def test_the_tests_of_the_examples_pass(tree: Path) -> None:
+    said = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/algorithms")
+    assert "3 passed" in said
+
+
+def test_the_command_line_offers_them(tree: Path) -> None:
+    page = run(tree, "-m", "fusionrl.cli", "flags")
+    (estimators,) = [line for line in page.splitlines() if line.startswith("| `--advantage-estimator`")]
+    (algorithms,) = [line for line in page.splitlines() if line.startswith("| `--algorithm`")]
+    assert "`median`" in estimators and "`fading`" in estimators
+    assert "`median`" in algorithms and "`fading`" not in algorithms, "it has no preset"
+    code = "import fusionrl.cli, fusionrl.buffer.actor, sys; assert 'torch' not in sys.modules"
+    run(tree, "-c", code)
+
+
+def test_the_tests_of_the_table_hold_for_them_too(tree: Path) -> None:
+    """Who adds an estimator has no list of the old ones to change."""
+    shutil.copy(REPO / "tests" / "algorithms" / "test_estimators.py", tree / "test_the_table.py")
+    said = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_the_table.py")
+    assert "passed" in said
+
+
+def test_every_field_is_in_the_pages_table() -> None:
+    from dataclasses import fields
+
+    from fusionrl.algorithms.estimators import Estimator
+
+    assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == [field.name for field in fields(Estimator)]

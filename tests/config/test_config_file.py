@@ -1,0 +1,351 @@
+"""`--config FILE`: every kind of flag round-trips, the command line goes first, and each mistake has its line."""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from annotated_types import Ge, Gt
+
+from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.fields import FIELDS, GROUP_OF, inner_type
+from fusionrl.config.groups import GROUPS
+from fusionrl.config.parser import CommandLineError, read_args
+from fusionrl.config.plan_flags import PLAN_FLAGS
+from fusionrl.config.presets import with_preset
+from fusionrl.config.template import render_template
+from fusionrl.observe.run_dir import RunDir
+
+
+class Files:
+    """Files of flags in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, text: str, suffix: str = "yaml") -> Path:
+        path = self.folder / f"run.{suffix}"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def read(self, text: str, *argv: str, suffix: str = "yaml") -> Config:
+        """The Config of a file without a mistake."""
+        config, errors = read_args(["--config", str(self.write(text, suffix)), *argv])
+        assert errors == []
+        return config
+
+    def errors(self, text: str, *argv: str, suffix: str = "yaml") -> list[str]:
+        """The mistakes in a file, without its folder."""
+        path = str(self.write(text, suffix))
+        try:
+            _, errors = read_args(["--config", path, *argv])
+        except CommandLineError as error:
+            errors = error.errors
+        return [error.replace(f"{self.folder}/", "") for error in errors]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def valid(field: str, folder: Path) -> Any:
+    """A value of the field, not its default if it can be another."""
+    info = FIELDS[field]
+    kind, plain = inner_type(info), info.get_default(call_default_factory=True)
+    if field == "custom_config_path":
+        (folder / "own.yaml").write_text("mine: 1\n")
+        return str(folder / "own.yaml")
+    if kind is bool:
+        return not plain
+    if typing.get_origin(kind) is typing.Literal:
+        return next(choice for choice in typing.get_args(kind) if choice != plain)
+    if typing.get_origin(kind) is dict:
+        return {"a": [1, "b"], "deep": {"on": True, "text": "true", "rate": 1e-6}}
+    if typing.get_origin(kind) is list:
+        (item,) = typing.get_args(kind)
+        return [item(3), item(4)] if item is not str else ["a", "b: c", "no", "--x", "1e-6"]
+    if kind is str:
+        return "./folder/with # {rollout_id}: no.jsonl" if field != "name" else "no"
+    low = max((m.ge if isinstance(m, Ge) else m.gt for m in info.metadata if isinstance(m, (Ge, Gt))), default=0)
+    return low + 1 if kind is int else low + 0.375
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_flag_round_trips(field: str, files: Files) -> None:
+    """YAML, TOML and JSON, with dashes and underscores, alone and under its group: as the value itself."""
+    value = valid(field, files.folder)
+    custom = PassThrough(custom={"mine": 1} if field == "custom_config_path" else {})
+    values = with_preset({field: value}) if field == "algorithm" else {field: value}
+    wanted = Config.from_flat(values, custom)
+    dashes = field.replace("_", "-")
+    for text, suffix in (
+        (f"{field}: {json.dumps(value)}", "yaml"),
+        (f"# a comment\n{dashes}: {json.dumps(value)}\n", "yml"),
+        (f"{GROUP_OF[field]}:\n  {dashes}: {json.dumps(value)}\n", "yaml"),
+        (json.dumps({field: value}), "json"),
+        (f"{dashes} = {toml(value)}\n", "toml"),
+        (f"[{GROUP_OF[field]}]\n{field} = {toml(value)}\n", "toml"),
+    ):
+        config = files.read(text, suffix=suffix)
+        assert config == wanted, (text, suffix)
+        assert config.given() == [field]
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("name: no", "name", "no"),
+        ("name: 1e-6", "name", "1e-6"),
+        ("name: 2026-01-02", "name", "2026-01-02"),
+        ("lr: 1e-6", "lr", 1e-6),
+        ("lr: '1e-6'", "lr", 1e-6),
+        ("seed: 010", "seed", 10),
+        ("seed: 1_000", "seed", 1000),
+        ("run-dir-mode: 755", "run_dir_mode", "755"),
+        ("colocate: no", "colocate", False),
+        ("offload-rollout: off", "offload_rollout", False),
+        ("no-save: yes", "no_save", True),
+        ("no-save: 'true'", "no_save", True),
+        ("rollout-stop: no", "rollout_stop", ["no"]),
+        ("rollout-stop: [yes, 1.50, ~x]", "rollout_stop", ["yes", "1.50", "~x"]),
+        ("rollout-stop:\n- |\n  a\n- 'b'", "rollout_stop", ["a\n", "b"]),
+        ("rollout-stop-token-ids: 7", "rollout_stop_token_ids", [7]),
+        ("prompt-data: a.jsonl", "prompt_data", ["a.jsonl"]),
+        ("run-dir:", "run_dir", None),
+        ("run-dir: null", "run_dir", None),
+        ("apply-chat-template-kwargs: '{\"a\": 1e-3}'", "apply_chat_template_kwargs", {"a": 1e-3}),
+        (
+            "apply-chat-template-kwargs: {think: no, rate: 1e-3, mode: 'no', year: 2026-01-02, none: ~}",
+            "apply_chat_template_kwargs",
+            {"think": False, "rate": 1e-3, "mode": "no", "year": "2026-01-02", "none": None},
+        ),
+    ],
+)
+def test_the_flag_decides_what_a_value_means(line: str, field: str, value: Any, files: Files) -> None:
+    config = files.read(line)
+    assert getattr(getattr(config, GROUP_OF[field]), field) == value
+    assert (field in config.given()) == (value is not None)
+
+
+def test_the_command_line_goes_before_the_file(files: Files) -> None:
+    text = "lr: 1e-5\ncolocate: true\nno-save: true\nrollout-stop: [a, b]\nnum-rollout: 7\nalgorithm: dapo\n"
+    config = files.read(text, "--lr", "3e-5", "--no-colocate", "--no-save=false", "--rollout-stop", "c")
+    assert (config.train.lr, config.cluster.colocate, config.checkpoint.no_save) == (3e-5, False, False)
+    assert (config.rollout.rollout_stop, config.run.num_rollout) == (["c"], 7)
+    assert config.algorithm.eps_clip_high == 0.28 and "eps_clip_high" not in config.given()
+    assert files.read(text + "eps-clip-high: 0.3\n").algorithm.eps_clip_high == 0.3, "the file goes before a preset"
+    assert files.read(text, "--algorithm", "gspo").algorithm.eps_clip_high == 4e-4
+    path = str(files.write("lr: 1e-5"))
+    assert read_args(["--lr", "2e-5", f"--config={path}"])[0].train.lr == 2e-5, "wherever --config stands"
+
+
+def test_flags_of_the_parts(files: Files) -> None:
+    text = "attention-dropout: 0.25\napply-rope-fusion: false\noverlap_grad_reduce: true\nrouter-log-level: warn\n"
+    passed = files.read(text, "--attention-dropout", "0.5").passthrough
+    assert passed.transformer == {"attention_dropout": 0.5, "apply_rope_fusion": False}
+    assert passed.ddp["overlap_grad_reduce"] is True
+    assert passed.router == {"log_level": "warn"}
+
+
+def test_flags_of_the_engines(files: Files) -> None:
+    text = "sglang-mem-fraction-static: 0.5\nsglang-disable-radix-cache: true\nsglang-enable-mixed-chunk: false\n"
+    passed = files.read(text).passthrough
+    assert passed.sglang == {"mem_fraction_static": 0.5, "disable_radix_cache": True}
+    (error,) = files.errors("\nsglang-mem-fraction-statc: 0.5")
+    assert error.startswith("run.yaml:2: ") and "did you mean --sglang-mem-fraction-static?" in error
+
+
+MISTAKES = """\
+mode: grpo
+lr: fast
+
+rollout-stop-token-ids: [1, two]
+colocate: maybe
+rolout-batch-size: 8
+learning_rate: 1e-6
+num-epoch:
+lr: 1e-5
+custom_rm_path: a
+custom-rm-path: b
+no-colocate: true
+--seed: 3
+cluster: 8x8xh200
+config: other.yaml
+name: [a, b]
+apply-chat-template-kwargs: "{x"
+clip-grad: ~
+max-staleness: 2
+data:
+  input-key: {a: 1}
+  nonsense-key-of-mine: 1
+rollout-stop: [[a], b]
+"""
+
+
+def test_each_mistake_has_its_line(files: Files) -> None:
+    wanted = {
+        "run.yaml:1: --mode grpo": "did you mean --mode rl --algorithm grpo?",
+        "run.yaml:2: --lr fast": "valid number",
+        "run.yaml:4: --rollout-stop-token-ids two": "valid integer",
+        "run.yaml:5: --colocate maybe": "write true or false",
+        "run.yaml:6: --rolout-batch-size": "did you mean --rollout-batch-size?",
+        "run.yaml:7: --learning-rate 1e-6": "TRL's name; use --lr",
+        "run.yaml:9: lr": "on line 2 already",
+        "run.yaml:11: custom-rm-path": "run.yaml:10 already",
+        "run.yaml:12: no-colocate": "write colocate: false",
+        "run.yaml:13: --seed": "write it without the dashes in front: seed",
+        "run.yaml:14: cluster": "command line of `fusionrl plan`: --cluster",
+        "run.yaml:15: config": "names no other",
+        "run.yaml:16: --name": 'one value is wanted, not ["a", "b"]',
+        "run.yaml:17: --apply-chat-template-kwargs {x": "not valid JSON",
+        "run.yaml:18: --clip-grad": "it needs a value",
+        "run.yaml:19: --max-staleness 2": "not available yet",
+        "run.yaml:21: --input-key": "one value is wanted",
+        "run.yaml:22: --nonsense-key-of-mine": "unknown flag",
+        "run.yaml:23: --rollout-stop": "a list of plain values is wanted",
+        "--rollout-batch-size 0": "greater than or equal to 1",
+    }
+    found = files.errors(MISTAKES, "--rollout-batch-size", "0")
+    for start, text in wanted.items():
+        assert sum(error.startswith(start) and text in error for error in found) == 1, (start, found)
+    assert len(found) == len(wanted), found
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "start"),
+    [
+        ("lr: 1\n  seed: 2\n", "yaml", "run.yaml:2: it is not valid YAML"),
+        ("lr: 1\nname: 'a\n", "yaml", "run.yaml:3: it is not valid YAML"),
+        ("- lr\n", "yaml", "run.yaml:1: it is no mapping"),
+        ("[a]: 1\nlr: 1\n", "yaml", "run.yaml:1: a key is the name of a flag"),
+        ("a: &x [*x]\n", "yaml", "run.yaml"),
+        ("lr: \x07\n", "yaml", "run.yaml: it is not valid YAML"),
+        ("lr = 1\nseed = \n", "toml", "run.toml:2: it is not valid TOML"),
+        ("lr = 1\n\nlr = 2\n", "toml", "run.toml:3: it is not valid TOML"),
+        ("seed = 1\n\n[train]\nlr = 1e-6\nclip_grad = 'x'\n", "toml", "run.toml:5: --clip-grad x"),
+        ("seed = 1\n[train]\nlr = 'x'\n", "toml", "run.toml:3: --lr x"),
+        ("run.seed = -1\n", "toml", "run.toml:1: --seed -1"),
+        ('{"seed": 1,\n "lr" 3}', "json", "run.json:2: it is not valid JSON"),
+        ('{\n "seed": 1,\n "seed": 2}', "json", "run.json:3: seed: it stands on line 2 already"),
+        ('{\n "run": {\n  "seed": "x"}}', "json", "run.json:3: --seed x"),
+        ("[]", "json", "run.json:1: it is no mapping"),
+    ],
+)
+def test_a_file_that_is_damaged(text: str, suffix: str, start: str, files: Files) -> None:
+    (error,) = files.errors(text, suffix=suffix)
+    assert error.startswith(start)
+
+
+def test_a_file_that_is_not_there(files: Files) -> None:
+    for argv, start in (
+        (["--config", "/no/run.yaml"], "--config /no/run.yaml: it cannot be read (No such file"),
+        (["--config", str(files.folder)], f"--config {files.folder}: it cannot be read (Is a directory"),
+    ):
+        with pytest.raises(CommandLineError) as caught:
+            read_args(argv)
+        assert len(caught.value.errors) == 1 and caught.value.errors[0].startswith(start)
+    assert read_args(["--config"])[1] == ["--config: it needs a value"]
+    path = str(files.write("lr: 1"))
+    assert "only one file is read" in read_args(["--config", path, "--config", path])[1][0]
+
+
+def test_no_section_hides_a_flag() -> None:
+    """A key with a mapping is a group, one with a value a flag: no name may be both with a mapping."""
+    for name in {*GROUPS, "passthrough", "config"} & set(FIELDS):
+        assert inner_type(FIELDS[name]) is not dict
+    assert not {flag[2:].replace("-", "_") for flag in PLAN_FLAGS} & set(FIELDS)
+
+
+def test_the_template_loads_as_it_is(files: Files) -> None:
+    text = render_template()
+    assert files.read(text).given() == []
+    shown = [line[1:] for line in text.splitlines() if line.startswith("#") and line[1:2].isalpha()]
+    assert [line.partition(":")[0].replace("-", "_") for line in shown] == list(FIELDS)
+    assert max(map(len, text.splitlines())) <= 120
+    config = files.read("\n".join(shown))
+    assert config == Config()
+
+
+# ------------------------------------------------------------------------------------------------ a former run
+FLAGS = [
+    *("--algorithm", "dapo", "--rollout-max-response-len", "100", "--eps-clip", "0.25", "--name", "first"),
+    *("--prompt-data", "train.jsonl", "--no-offload-rollout", "--no-save", "--lr", "1e-7"),
+    *("--rollout-sample-hook-path", "b.py:first", "a.py:second", "b.py:first", "--rollout-stop", "\u2028 :", "no"),
+    *("--apply-chat-template-kwargs", '{"think": false, "text": "no", "d": {"lr": 1}}', "--attention-dropout", "0.25"),
+    *("--no-apply-rope-fusion", "--router-log-level", "warn", "--run-dir-mode", "755"),
+]
+
+
+def former(files: Files, *argv: str) -> tuple[Config, Path]:
+    config, errors = read_args([*FLAGS, *argv])
+    assert errors == []
+    with RunDir(files.folder / "run") as run_dir:
+        return config, run_dir.write_config(config.model_dump())
+
+
+def test_a_former_run_starts_again(files: Files) -> None:
+    """Its config.json gives the same Config, and the same flags count as given."""
+    own = files.folder / "own.yaml"
+    own.write_text("judge: {url: http://judge, rate: 1.5}\nwords: [a, 1]\n")
+    config, path = former(files, "--custom-config-path", str(own))
+    own.write_text("judge: another\n")
+    again, errors = read_args(["--config", str(path)])
+    assert errors == []
+    assert again == config
+    assert again.given() == config.given()
+    assert again.rollout.rollout_sample_hook_path == ["b.py:first", "a.py:second", "b.py:first"]
+    assert again.to_args().judge == {"url": "http://judge", "rate": 1.5}, "as the former run had it"
+    other, errors = read_args(["--config", str(path), "--custom-config-path", str(own)])
+    assert errors == [] and other.to_args().judge == "another" and not hasattr(other.to_args(), "words")
+
+
+def test_another_preset_over_a_former_run(files: Files) -> None:
+    """A preset's values were the preset's choice: another one brings its own. What the user chose stays."""
+    _, path = former(files)
+    config, errors = read_args(["--config", str(path), "--algorithm", "gspo", "--attention-dropout", "0.5"])
+    assert errors == []
+    algorithm = config.algorithm
+    assert (algorithm.advantage_estimator, algorithm.eps_clip, algorithm.eps_clip_high) == ("gspo", 0.25, 4e-4)
+    assert config.rollout.dynamic_sampling_filter_path is None and config.reward.overlong_buffer_len is None
+    assert config.passthrough.transformer == {"attention_dropout": 0.5, "apply_rope_fusion": False}
+
+
+def test_a_switch_that_a_preset_had_on(files: Files) -> None:
+    config, path = former(files, "--algorithm", "grpo", "--no-use-kl-loss")
+    again, _ = read_args(["--config", str(path)])
+    assert again == config and again.given() == config.given()
+
+
+def test_mistakes_in_a_former_runs_file(files: Files) -> None:
+    _, path = former(files, "--rm-url", "http://me:secret@host/x", "--rm-type", "remote_rm")
+    raw = json.loads(path.read_text())
+    raw["train"] |= {"lr": "fast", "learning_rat": 1}
+    raw["passthrough"]["transformer"]["attention_dropot"] = 1
+    raw["passthrough"]["transformer"]["bf16"] = True
+    raw["passthrough"]["nothing"] = 1
+    path.write_text(json.dumps(raw, indent=2))
+    lines = path.read_text().splitlines()
+    _, errors = read_args(["--config", str(path)])
+    for key, text in (
+        ("rm_url", "the password is not kept"),
+        ("lr", "valid number"),
+        ("learning_rat", "unknown flag"),
+        ("attention_dropot", "did you mean attention_dropout?"),
+        ("bf16", "use --precision"),
+        ("nothing", "unknown key; known are custom, sglang"),
+    ):
+        line = next(i for i, line in enumerate(lines, 1) if f'"{key}":' in line)
+        assert sum(error.startswith(f"{path}:{line}: ") and text in error for error in errors) == 1, (key, errors)
+    assert len(errors) == 6
