@@ -13,8 +13,7 @@ from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, flag_of
 from fusionrl.plan.plan import Plan
-
-_GROUPS = ("rollout", "reward")  # of the flags of the Buffer's hooks
+from fusionrl.rollout.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,19 @@ class HookBorder:
 
     def hook(self, field: str) -> Hook | None:
         """Return the function of the flag of `field`; None where the user gives none."""
-        path = next(path for group in _GROUPS if (path := getattr(getattr(self._config, group), field, "")) != "")
-        return Hook(field, path) if path else None
+        flags = {**vars(self._config.rollout), **vars(self._config.reward)}
+        return Hook(field, flags[field]) if flags[field] is not None else None
 
     def args(self) -> argparse.Namespace:
         """Return a copy of the flags for one call of a hook, with slime's names for what the run adds."""
         if self._built is None:
             self._built = self._build()
         return copy.deepcopy(self._built)
+
+    def teacher(self) -> Teacher:
+        """Return the teacher, whose clients belong to the event loop that uses it."""
+        ends = self._endpoints
+        return Teacher(ends.teacher_urls, ends.api_key, self._plan.shape.vocab_size)
 
     def policy_urls(self) -> list[str]:
         """Return the addresses of the policy's engines and of their router."""

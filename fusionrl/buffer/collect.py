@@ -12,8 +12,9 @@ from fusionrl.buffer.source import PromptSource
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.plan.plan import Plan
-from fusionrl.rewards.dispatch import batched_async_rm
-from fusionrl.rollout.sglang_rollout import apply_filter
+from fusionrl.rewards.dispatch import score_group
+from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.samples import apply_filter
 from fusionrl.rollout.teacher import score_samples
 from fusionrl.rollout.types import Limits, RolloutFnTrainOutput, as_train_output, check_samples, flatten
 from fusionrl.rollout.versions import fill_versions, noting_answers
@@ -47,7 +48,7 @@ class Collector:
         """
         groups, metrics = self._enough_groups(rollout_id)
         samples = self._choose(groups)
-        asyncio.run(score_samples(self._border.args(), samples))  # those of a user's rollout function
+        asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
         return Collected(samples, metrics)
 
     def _enough_groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
@@ -88,9 +89,10 @@ class Collector:
             missing = [s for s in group if s.reward is None and not lacks_reward(s)]
             if missing:
                 args = self._border.args()
-                for sample, reward in zip(missing, asyncio.run(batched_async_rm(args, missing)), strict=True):
+                rewards = asyncio.run(score_group(RewardSettings.of_args(args), missing))
+                for sample, reward in zip(missing, rewards, strict=True):
                     sample.reward = reward
-                verdict = apply_filter(args, group)
+                verdict = apply_filter(self._config.rollout.dynamic_sampling_filter_path, args, group)
                 if not verdict.keep:
                     dropped[f"{DROPPED}{verdict.reason or 'filtered'}"] += 1
                     continue

@@ -20,7 +20,7 @@ from fusionrl.observe.values import to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import take_lost
-from fusionrl.rollout.sft_rollout import to_sft_sample
+from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
 from fusionrl.rollout.types import as_eval_output
 
 
@@ -75,13 +75,13 @@ class Evaluation:
     def validation_shards(self, put: Callable[[TrainShard], Any]) -> dict[str, list[Any]]:
         """--mode sft: set → one shard a rank, for `TrainerActor.evaluate_loss`."""
         assert self._plan.balance is not None and self._plan.batch is not None
-        shards = {}
+        shards, settings = {}, SftSettings.of_args(self._border.args())
         for one in self._sets:
             columns = PromptColumns(one.input_key, one.label_key, one.metadata_key, one.tool_key)
             samples = load_conversations(one.path, columns, f"--eval-prompt-data {one.name}").samples
             for index, sample in enumerate(samples):
                 sample.index = sample.group_index = index
-            samples = [to_sft_sample(self._border.args(), sample) for sample in samples]
+            samples = [to_sft_sample(settings, sample) for sample in samples]
             zeros, count = [0.0] * len(samples), len(samples)
             batch = BatchPlan(count, 1, 1, count, self._plan.batch.dp_size)
             built = build_shards(samples, zeros, zeros, batch, self._plan.balance, rollout_id=-1)

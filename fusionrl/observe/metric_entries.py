@@ -461,19 +461,19 @@ ROLLOUTS: Table = {
     "rollout/answers_refused": Entry(
         "answers",
         "Answers of engines that were no answer to their request (docs/security.md); each was asked for once more.",
-        "rollout/sglang_rollout.py",
+        "rollout/client.py",
         "when it happens",
     ),
     "rollout/requests_retried": Entry(
         "requests",
         "Requests that were sent again, by the client and the router.",
-        "rollout/sglang_rollout.py",
+        "rollout/client.py",
         "--use-fault-tolerance",
     ),
     "rollout/tokens_kept": Entry(
         "tokens",
         "Tokens of engines that died which another engine continued.",
-        "rollout/sglang_rollout.py",
+        "rollout/client.py",
         "--use-fault-tolerance",
     ),
     "rollout/considered": Entry("samples", "Samples of the rollout.", "buffer/accepted.py", "--mode reject-sampling"),
@@ -548,15 +548,11 @@ EVALUATIONS: Table = {
     "eval/engines_died": Entry(
         "engines", "Engines found dead during the evaluation.", "cluster/engine_pool.py", "--use-fault-tolerance"
     ),
-    "eval/answers_refused": Entry(
-        "answers", "As rollout/answers_refused.", "rollout/sglang_rollout.py", "when it happens"
-    ),
+    "eval/answers_refused": Entry("answers", "As rollout/answers_refused.", "rollout/client.py", "when it happens"),
     "eval/requests_retried": Entry(
-        "requests", "As rollout/requests_retried.", "rollout/sglang_rollout.py", "--use-fault-tolerance"
+        "requests", "As rollout/requests_retried.", "rollout/client.py", "--use-fault-tolerance"
     ),
-    "eval/tokens_kept": Entry(
-        "tokens", "As rollout/tokens_kept.", "rollout/sglang_rollout.py", "--use-fault-tolerance"
-    ),
+    "eval/tokens_kept": Entry("tokens", "As rollout/tokens_kept.", "rollout/client.py", "--use-fault-tolerance"),
 }
 
 TIMES: Table = {

@@ -25,8 +25,9 @@ from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
-from fusionrl.rollout.sglang_rollout import generate_turn, note_no_room, prompt_tokens, room
+from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
+from fusionrl.rollout.turns import note_no_room
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 
