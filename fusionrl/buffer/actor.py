@@ -67,7 +67,7 @@ class BufferActor:
         """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long."""
         config, plan, border = self.config, self.plan, self._border
         await self.set_engines(self.endpoints.engine_urls)
-        functions = RolloutFunctions(config, border, self.source)
+        functions = RolloutFunctions(config, self.source)
         collector = Collector(config, plan, border, functions, self.source)
         self._stages = RolloutStages(
             config, plan, border, collector, self._writer, self._accepted, self.attempt, self._put

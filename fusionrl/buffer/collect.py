@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -59,10 +60,11 @@ class Collector:
         metrics: dict[str, float] = {}
         dropped: Counter[str] = Counter()
         for _ in range(MAX_REFILLS):
-            output = self._call(rollout_id)
+            args = self._border.args()  # one for the rollout function and for what it left undone
+            output = self._call(args, rollout_id)
             dropped.update({k: v for k, v in output.metrics.items() if k.startswith(DROPPED)})
             metrics.update(output.metrics)
-            groups += output.samples if self._config.run.mode == "sft" else self._finish(output.samples, dropped)
+            groups += output.samples if self._config.run.mode == "sft" else self._finish(args, output.samples, dropped)
             if len(groups) >= wanted:
                 break
         if len(groups) < wanted:
@@ -74,22 +76,22 @@ class Collector:
             dropped[f"{DROPPED}surplus"] += len(groups) - wanted
         return groups, {**metrics, **dropped}
 
-    def _call(self, rollout_id: int) -> RolloutFnTrainOutput:
+    def _call(self, args: Namespace, rollout_id: int) -> RolloutFnTrainOutput:
         """Call the rollout function once; tokens of a user's function get the weight versions that engines said."""
         with noting_answers(self._border.policy_urls(), keeps_tokens=False) as answers:
-            output = as_train_output(self._functions.generate(rollout_id))
+            output = as_train_output(self._functions.generate(args, rollout_id))
         if self._functions.where is not None and answers.urls:
             fill_versions(flatten(output.samples), answers, self._functions.where)
         return output
 
-    def _finish(self, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
+    def _finish(self, args: Namespace, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
         """Compute rewards that are still missing; groups that got them here are filtered here."""
         kept: list[list[Sample]] = []
+        settings = RewardSettings.of_args(args)
         for group in groups:
             missing = [s for s in group if s.reward is None and not lacks_reward(s)]
             if missing:
-                args = self._border.args()
-                rewards = asyncio.run(score_group(RewardSettings.of_args(args), missing))
+                rewards = asyncio.run(score_group(settings, missing))
                 for sample, reward in zip(missing, rewards, strict=True):
                     sample.reward = reward
                 verdict = apply_filter(self._config.rollout.dynamic_sampling_filter_path, args, group)
@@ -102,12 +104,12 @@ class Collector:
     def _choose(self, groups: list[list[Sample]]) -> list[Sample]:
         """Cut the groups to the batch, between the hooks that see all and that filter; number and check them."""
         assert self._plan.batch is not None
-        border, path = self._border, self._config.rollout.rollout_function_path
+        border, path, args = self._border, self._config.rollout.rollout_function_path, self._border.args()
         if show_all := border.hook("rollout_all_samples_process_path"):
-            show_all(border.args(), groups, self._source.hooked.get_samples)
+            show_all(args, groups, self._source.hooked.get_samples)
         groups = groups[: self._plan.batch.num_prompts]
         if mark_removed := border.hook("rollout_sample_filter_path"):
-            mark_removed(border.args(), groups)
+            mark_removed(args, groups)
         for position, group in enumerate(groups):
             _number_group(group, position)
             check_samples("rollout_function_path", path, group, limits_of(self._plan))

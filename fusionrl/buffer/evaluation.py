@@ -47,7 +47,7 @@ class Evaluation:
         Raises:
             HookError, ValueError: with the flag concerned.
         """
-        result = as_eval_output(self._functions.evaluate(rollout_id))
+        result = as_eval_output(self._functions.evaluate(self._border.args(), rollout_id))
         for name, found in result.data.items():
             rows = (sample.to_row() for sample in found.get("samples", []))
             self._writer.write(rollout_id, self._attempt, rows, kind=f"eval-{name}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
-from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.source import PromptSource
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, load_function, user_code
@@ -16,10 +17,10 @@ SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
 class RolloutFunctions:
     """Calls --rollout-function-path and --eval-function-path with `args` and the data source."""
 
-    def __init__(self, config: Config, border: HookBorder, source: PromptSource) -> None:
+    def __init__(self, config: Config, source: PromptSource) -> None:
         rollout = config.rollout
         default = type(rollout)().rollout_function_path
-        self._border, self._source, self._default = border, source, default
+        self._source, self._default = source, default
         is_sft = config.run.mode == "sft" and rollout.rollout_function_path == default
         self._path = rollout.rollout_function_path
         self._function = load_function(SFT_ROLLOUT if is_sft else self._path)
@@ -32,17 +33,25 @@ class RolloutFunctions:
         """Flag and path of a user's own rollout function; None for the default one."""
         return None if self._path == self._default else f"--rollout-function-path {self._path}"
 
-    def generate(self, rollout_id: int) -> Any:
+    def generate(self, args: Namespace, rollout_id: int) -> Any:
         """Call the rollout function; returns what it returned."""
-        return self._call("rollout_function_path", self._path, self._function, rollout_id, {})
+        return self._call("rollout_function_path", self._path, self._function, args, rollout_id, {})
 
-    def evaluate(self, rollout_id: int) -> Any:
+    def evaluate(self, args: Namespace, rollout_id: int) -> Any:
         """Call the function that evaluates; returns what it returned."""
         keywords = {"evaluation": True}
-        return self._call(self._eval_field, self._eval_path, self._eval_function, rollout_id, keywords)
+        return self._call(self._eval_field, self._eval_path, self._eval_function, args, rollout_id, keywords)
 
-    def _call(self, field: str, path: str, function: Any, rollout_id: int, keywords: dict[str, bool]) -> Any:
-        args, source = self._border.args(), self._source
+    def _call(
+        self,
+        field: str,
+        path: str,
+        function: Callable[..., Any],
+        args: Namespace,
+        rollout_id: int,
+        keywords: dict[str, bool],
+    ) -> Any:
+        source = self._source
         if path == self._default:
             with source.guarded():  # of the user's functions in it, only the data source does not name itself
                 return function(args, rollout_id, source.hooked, **keywords)

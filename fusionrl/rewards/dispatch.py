@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import logging
 import math
 import os
 import threading
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class RewardError(HookError):
     """A reward function raised or returned what is no reward; the message names function and sample."""
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
+async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
     """The reward of one sample by the flags `args`; 0 where there is none but a teacher's word (--use-opd).
 
     A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it gets
@@ -44,7 +44,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str
     return await score_sample(RewardSettings.of_args(args), sample, **kwargs)
 
 
-async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of a group: in one call with --group-rm, one call a sample otherwise.
 
     In one call, too, where --custom-rm-path takes `samples`: what a generate function made of one prompt, say.
@@ -131,10 +131,10 @@ async def _score(
         raise RewardError(with_frames(f"{name}: {error} {at}", error.frames), blamed) from error
 
 
-def _args_for(path: str | None, settings: RewardSettings) -> Any:
+def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:
     """Return what the function of `path` gets as its `args`: all of them go to a user's function alone."""
     if path == REMOTE_PATH:
-        return argparse.Namespace(rm_url=settings.grading.rm_url)
+        return Namespace(rm_url=settings.grading.rm_url)
     return None if path is None else settings.args
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import pickle
+from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,18 +25,18 @@ class Grading:
     format_regex: str | None = None
     allow_weak_sandbox: bool = False
     hooks: dict[str, str | list[str]] = field(default_factory=dict)
-    args: argparse.Namespace | None = None
+    args: Namespace | None = None
 
-    def packed(self, args: Any) -> bytes:
+    def packed(self, args: Namespace | None) -> bytes:
         """Return the pickle, with `args` for a user's function; of these, values that cannot be pickled stay here."""
         if args is None:
             return pickle.dumps(self)
         values = {name: value for name, value in vars(args).items() if name not in HookArgs.SHARED}
-        whole = _pickled(replace(self, args=argparse.Namespace(**values)))
+        whole = _pickled(replace(self, args=Namespace(**values)))
         if whole is not None:
             return whole
         kept = {name: one for name, one in values.items() if _pickled(one) is not None}
-        return pickle.dumps(replace(self, args=argparse.Namespace(**kept)))
+        return pickle.dumps(replace(self, args=Namespace(**kept)))
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class RewardSettings:
     failure_value: float
     num_processes: int | None
     scorer: ScorerAddress
-    args: Any
+    args: Namespace
 
     @classmethod
-    def of_args(cls, args: Any) -> RewardSettings:
+    def of_args(cls, args: Namespace) -> RewardSettings:
         """Read them from a hook's `args`, which a user may have made: only what every call needs must be there."""
         return cls(
             grading=Grading(

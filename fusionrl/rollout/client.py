@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Self
+from argparse import Namespace
+from typing import Self
 
 from fusionrl.engines.client import GenerateClient
 
@@ -11,7 +12,7 @@ from fusionrl.engines.client import GenerateClient
 class RolloutClient:
     """Opens the client and the concurrency limit of one rollout, and puts both on its `args`, where hooks find them."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         self._counts_retries = args.use_fault_tolerance
         limit = args.sglang_server_concurrency * max(1, len(args.engine_urls))
         args.semaphore = asyncio.Semaphore(limit)

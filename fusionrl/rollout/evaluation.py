@@ -6,6 +6,7 @@ import asyncio
 import copy
 import functools
 import json
+from argparse import Namespace
 from typing import Any
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
@@ -18,7 +19,7 @@ from fusionrl.rollout.turns import SamplingParams
 from fusionrl.rollout.types import RolloutFnEvalOutput
 
 
-async def evaluate_sets(args: Any, params: SamplingParams) -> RolloutFnEvalOutput:
+async def evaluate_sets(args: Namespace, params: SamplingParams) -> RolloutFnEvalOutput:
     """Evaluate every set of --eval-prompt-data or --eval-config.
 
     params  the sampling parameters of a rollout, over which a set's own go
@@ -44,7 +45,7 @@ def eval_sampling_params(params: SamplingParams, one: EvalSet) -> SamplingParams
     return params
 
 
-async def _evaluate_set(args: Any, params: SamplingParams, one: EvalSet) -> dict[str, Any]:
+async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> dict[str, Any]:
     """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
     own = copy.copy(args)
     own.rm_type, own.custom_rm_path, own.eval_reward_key = one.rm_type, one.custom_rm_path, one.reward_key
@@ -68,7 +69,7 @@ async def _evaluate_set(args: Any, params: SamplingParams, one: EvalSet) -> dict
     }
 
 
-def _prompts_of(args: Any, one: EvalSet, flag: str) -> list[Sample]:
+def _prompts_of(args: Namespace, one: EvalSet, flag: str) -> list[Sample]:
     kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
     keys = (one.input_key, one.label_key, one.metadata_key, one.tool_key)
     columns = (*keys, args.apply_chat_template, kwargs, args.rollout_max_prompt_len)

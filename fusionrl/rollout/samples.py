@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class SampleContext:
     policy_urls    of the engines and their router
     """
 
-    args: Any
+    args: Namespace
     generate_path: str | None
     sample_hooks: tuple[str, ...]
     semaphore: asyncio.Semaphore
@@ -44,7 +44,7 @@ class SampleContext:
     policy_urls: tuple[str, ...]
 
     @classmethod
-    def of_args(cls, args: Any) -> SampleContext:
+    def of_args(cls, args: Namespace) -> SampleContext:
         """Read them from a hook's `args`, which a user may have made."""
         urls = [getattr(args, "router_url", None), *(getattr(args, "engine_urls", None) or ())]
         return cls(
@@ -147,7 +147,7 @@ class GroupContext:
     longest: int | None
 
     @classmethod
-    def of_args(cls, args: Any) -> GroupContext:
+    def of_args(cls, args: Namespace) -> GroupContext:
         """Read them from a hook's `args`."""
         return cls(
             SampleContext.of_args(args),
@@ -204,7 +204,7 @@ async def _greedy_reward(context: GroupContext, sample: Sample, params: Sampling
     return value + length_reward(answer.response_length, context.longest, context.penalties)
 
 
-def apply_filter(path: str | None, args: Any, group: list[Sample]) -> DynamicFilterOutput:
+def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:
     """Ask the dynamic sampling filter `path`, if there is one, about a finished group; a bare bool is accepted.
 
     Raises:

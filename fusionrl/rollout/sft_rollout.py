@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.types import RolloutFnTrainOutput
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     """Take the next --rollout-batch-size rows: lists of messages, or a text prompt with its response as the label."""
     groups, settings = data_source.get_samples(args.rollout_batch_size), SftSettings.of_args(args)
     return RolloutFnTrainOutput([[to_sft_sample(settings, sample) for sample in group] for group in groups])
@@ -34,7 +37,7 @@ class SftSettings:
     template_kwargs: str
 
     @classmethod
-    def of_args(cls, args: Any) -> SftSettings:
+    def of_args(cls, args: Namespace) -> SftSettings:
         """Read them from a hook's `args`."""
         kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
         return cls(args.hf_checkpoint, args.loss_mask_type, kwargs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -25,7 +26,15 @@ from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.evaluation import evaluate_sets
 from fusionrl.rollout.samples import GroupContext, SampleContext, apply_filter, generate_and_score, generate_group
 from fusionrl.rollout.teacher import Teacher
-from fusionrl.rollout.turns import TurnSettings, generate_sample, prompt_ids, room_left, stream_sample, take_turn
+from fusionrl.rollout.turns import (
+    SamplingParams,
+    TurnSettings,
+    generate_sample,
+    prompt_ids,
+    room_left,
+    stream_sample,
+    take_turn,
+)
 from fusionrl.rollout.types import RolloutAborted, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 __all__ = [
@@ -45,7 +54,7 @@ MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that kee
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generate `args.rollout_batch_size` groups, or evaluate every set of --eval-prompt-data or --eval-config."""
     args.rollout_id = rollout_id
@@ -55,7 +64,7 @@ def generate_rollout(
 
 
 # ------------------------------------------------------------------------------------------------ one sample
-def sampling_params(args: Any) -> dict[str, Any]:
+def sampling_params(args: Namespace) -> SamplingParams:
     """SGLang's sampling parameters of a rollout, from the flags."""
     params = {
         "temperature": args.rollout_temperature,
@@ -74,7 +83,7 @@ def sampling_params(args: Any) -> dict[str, Any]:
     return params
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Generate the response of one sample, or go on with one that was aborted: the default of
     --custom-generate-function-path.
 
@@ -84,7 +93,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def generate_turn(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], done: int = 0, longest: int | None = None
+    args: Namespace, sample: Sample, sampling_params: SamplingParams, done: int = 0, longest: int | None = None
 ) -> Generation | None:
     """Let the model go on from `sample.tokens`, and append what it sampled; the sample's status is the turn's.
 
@@ -95,7 +104,7 @@ async def generate_turn(
 
 
 async def stream_generate(
-    args: Any, sample: Sample, sampling_params: dict[str, Any]
+    args: Namespace, sample: Sample, sampling_params: SamplingParams
 ) -> AsyncGenerator[Generation, None]:
     """`generate`, piece by piece as the engine samples: each is in the sample when it is yielded.
 
@@ -112,17 +121,17 @@ async def stream_generate(
             yield piece
 
 
-def room(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
+def room(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> int:
     """Tokens by which the sample may still grow; see `turns.room_left`."""
     return room_left(args.rollout_max_context_len, sample, sampling_params)
 
 
-def prompt_tokens(args: Any, sample: Sample) -> np.ndarray:
+def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
     """[prompt_length] int32: the ids made when the data was read, or the prompt's text tokenized now."""
     return prompt_ids(args.hf_checkpoint, sample)
 
 
-async def generate_and_rm(args: Any, sample: Sample, params: dict[str, Any], evaluation: bool = False) -> Any:
+async def generate_and_rm(args: Namespace, sample: Sample, params: SamplingParams, evaluation: bool = False) -> Any:
     """Generate one sample and score it, each by the user's function where there is one."""
     return await generate_and_score(SampleContext.of_args(args), sample, params, evaluation)
 
@@ -147,7 +156,7 @@ class LoopSettings:
     api_key: str | None
 
     @classmethod
-    def of_args(cls, args: Any) -> LoopSettings:
+    def of_args(cls, args: Namespace) -> LoopSettings:
         """Read them from a hook's `args`."""
         return cls(
             args.rollout_batch_size,
@@ -160,7 +169,7 @@ class LoopSettings:
         )
 
 
-async def _generate(args: Any, data_source: Any) -> RolloutFnTrainOutput:
+async def _generate(args: Namespace, data_source: Any) -> RolloutFnTrainOutput:
     params, settings = sampling_params(args), LoopSettings.of_args(args)
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set
@@ -181,7 +190,7 @@ class _Rollout:
     """The groups of one rollout: under way, kept and dropped."""
 
     def __init__(
-        self, settings: LoopSettings, context: GroupContext, params: dict[str, Any], data_source: Any, teacher: Teacher
+        self, settings: LoopSettings, context: GroupContext, params: SamplingParams, data_source: Any, teacher: Teacher
     ) -> None:
         self._settings, self._context, self._params = settings, context, params
         self._source, self._teacher = data_source, teacher

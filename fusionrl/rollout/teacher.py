@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Teacher:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    def of_args(cls, args: Any) -> Self:
+    def of_args(cls, args: Namespace) -> Self:
         """Make that of a hook's `args`: `teacher_urls`, `api_key`, `vocab_size`."""
         return cls(getattr(args, "teacher_urls", ()), args.api_key, args.vocab_size)
 

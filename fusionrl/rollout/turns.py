@@ -5,6 +5,7 @@ Tokens in, tokens out: what the engine returned is what is trained; nothing is t
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class TurnSettings:
     is_stopping: Callable[[], bool] | None
 
     @classmethod
-    def of_args(cls, args: Any) -> TurnSettings:
+    def of_args(cls, args: Namespace) -> TurnSettings:
         """Read them from a hook's `args`, which a user may have made."""
         return cls(
             getattr(args, "generate_client", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class Limits:
     num_experts: int | None = None
 
     @classmethod
-    def of_args(cls, args: Any) -> Limits:
+    def of_args(cls, args: Namespace) -> Limits:
         """Read them from a hook's `args`, which a user may have made."""
         return cls(getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
 
