@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,8 @@ class SampleBatch:
     lengths      [n] tokens of each sample that are trained on, for those who weigh by them
     baselines    [n] reward of the greedy answer to the sample's prompt, for ReMax
     k            how many answers pass@k counts as one try
+    scored       [n] bool, False: the sample has no reward (it failed or was aborted). It is in no group's mean or
+                 deviation: from here on it is a group of its own. None: all have one
 
     Raises:
         ValueError: shapes that differ, or a reward that is not finite.
@@ -27,6 +29,8 @@ class SampleBatch:
     lengths: np.ndarray | None = None
     baselines: np.ndarray | None = None
     k: int = 1
+    scored: np.ndarray | None = None
+    largest_group: int = field(init=False, default=0)  # samples, those without a reward included
 
     def __post_init__(self) -> None:
         rewards, group_index = np.asarray(self.rewards, np.float64), np.asarray(self.group_index)
@@ -39,8 +43,12 @@ class SampleBatch:
             raise ValueError(
                 f"reward {rewards[bad]} of sample {bad} is not finite; a reward function must return a number"
             )
+        _, group, counts = np.unique(group_index, return_inverse=True, return_counts=True)
+        object.__setattr__(self, "largest_group", int(counts.max(initial=0)))
+        if self.scored is not None:
+            group = np.where(self.scored, group, len(counts) + np.arange(len(group)))
         object.__setattr__(self, "rewards", rewards)
-        object.__setattr__(self, "group_index", group_index)
+        object.__setattr__(self, "group_index", group)
 
     @cached_property
     def groups(self) -> tuple[np.ndarray, np.ndarray]:

@@ -30,9 +30,9 @@ def pass_at_k_advantages(batch: SampleBatch) -> np.ndarray:
             f"reward {rewards[bad[0]]} of sample {bad[0]}: pass@k takes 1 for a right answer and 0 or -1 for a wrong"
         )
     group, counts = batch.groups
-    if k < 1 or (counts.size and k > counts.max()):
+    if k < 1 or (counts.size and k > batch.largest_group):
         raise ValueError(
-            f"pass@{k} advantages of groups of at most {counts.max(initial=0)} samples: k must be from 1 to "
+            f"pass@{k} advantages of groups of at most {batch.largest_group} samples: k must be from 1 to "
             "--n-samples-per-prompt"
         )
     right = rewards == 1.0

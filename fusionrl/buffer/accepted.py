@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fusionrl.config.groups import RejectSamplingGroup
 from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.values import json_line, write_atomically
 
@@ -24,6 +25,15 @@ class AcceptedSamples:
         self.path, self.threshold, self.per_prompt = path, threshold, per_prompt
         self.summary_path = path.with_name(path.name + ".summary.json")
         self._known: set[bytes] | None = None  # answers that stand in the file; None: not read yet
+        self._is_clean = True  # False: rows of rollouts that are made again have not been dropped yet
+
+    @classmethod
+    def of(cls, flags: RejectSamplingGroup, run_dir: Path, attempt: int) -> AcceptedSamples:
+        """Make that of a run; a later attempt drops what it makes again before it adds its first rollout."""
+        path = Path(flags.reject_sampling_output or run_dir / "accepted.jsonl")
+        made = cls(path, flags.reject_sampling_threshold, flags.reject_sampling_per_prompt)
+        made._is_clean = attempt == 1
+        return made
 
     def add(self, rollout_id: int, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, int]:
         """Append what is accepted of a rollout. Counts of its samples:
@@ -35,6 +45,9 @@ class AcceptedSamples:
         surplus           good, but the prompt has `per_prompt` better ones
         accepted          written
         """
+        if not self._is_clean:
+            self.forget_after(rollout_id - 1)
+            self._is_clean = True
         counts = {"considered": len(samples), "unfinished": 0, "below_threshold": 0, "duplicates": 0, "surplus": 0}
         known = self._answers()
         groups: dict[Any, list[tuple[float, Sample]]] = {}
@@ -45,23 +58,25 @@ class AcceptedSamples:
                 counts["below_threshold"] += 1
             else:
                 groups.setdefault(sample.group_index, []).append((reward, sample))
-        rows = []
+        rows: list[dict[str, Any]] = []
+        new: set[bytes] = set()
         for group in groups.values():
             taken = 0
             for reward, sample in sorted(group, key=lambda pair: -pair[0]):
                 row = _row(rollout_id, sample, reward)
                 answer = _digest(row)
-                if answer in known:
+                if answer in known or answer in new:
                     counts["duplicates"] += 1
                 elif taken == self.per_prompt:
                     counts["surplus"] += 1
                 else:
-                    known.add(answer)
+                    new.add(answer)
                     rows.append(row)
                     taken += 1
         counts["accepted"] = len(rows)
         with self.path.open("ab") as out:
             out.writelines(map(json_line, rows))
+        known |= new  # after the write: an answer that could not be written is no duplicate when it comes again
         self._count(rollout_id, counts)
         return counts
 

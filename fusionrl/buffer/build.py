@@ -7,18 +7,52 @@ removed: with `sequence_mean` and `constant` the gradient of the others does not
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from fusionrl.buffer.choose import TrainingSamples
+from fusionrl.buffer.tokens import is_current
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.plan import Plan
 
+Ref = TypeVar("Ref")  # what stands for a shard: a reference into the object store
 PACKED_AT_ONCE = 512  # samples; what is converted of them is in memory twice for a moment
+
+
+@dataclass
+class CutShards(Generic[Ref]):
+    """One shard for each rank of the actor; the same samples for each rank of the critic or process reward model."""
+
+    shards: list[Ref] = field(default_factory=list)
+    auxiliary: list[Ref] = field(default_factory=list)
+
+
+def cut(
+    chosen: TrainingSamples, plan: Plan, rollout_id: int, version: int | None, put: Callable[[TrainShard], Ref]
+) -> CutShards[Ref]:
+    """Cut the samples into shards as the plan divides them; takes the samples out of `chosen`.
+
+    put  puts a shard where trainers can pull it; no name holds a shard while the next one is made
+    """
+    assert plan.balance is not None and plan.batch is not None
+    named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
+    named["weight_version"] = version
+    auxiliary: list[Ref] = []
+    if (other := plan.auxiliary) is not None:
+        assert other.batch is not None
+        made = build_shards(chosen.samples, chosen.rewards, chosen.raw, other.batch, other.balance, **named)
+        auxiliary = [put(shard) for shard in made]
+    named["freed"] = _give_memory_back
+    taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
+    return CutShards(list(map(put, taken)), auxiliary)
 
 
 def build_shards(
@@ -31,6 +65,7 @@ def build_shards(
     rollout_id: int,
     extra: dict[str, list[Any]] | None = None,
     by_groups: bool = False,
+    weight_version: int | None = None,
 ) -> list[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
 
@@ -38,13 +73,14 @@ def build_shards(
              where the step's size allows it.
     extra    a user's columns: one value a sample.
     by_groups  no step begins within a group.
+    weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
 
     Raises:
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
             micro-batch may be.
     """
-    given = (list(samples), rewards, raw_rewards, plan, balance)
-    return list(take_shards(*given, rollout_id=rollout_id, extra=extra, by_groups=by_groups))
+    named: dict[str, Any] = {"extra": extra, "by_groups": by_groups, "weight_version": weight_version}
+    return list(take_shards(list(samples), rewards, raw_rewards, plan, balance, rollout_id=rollout_id, **named))
 
 
 def take_shards(
@@ -57,6 +93,7 @@ def take_shards(
     rollout_id: int,
     extra: dict[str, list[Any]] | None = None,
     by_groups: bool = False,
+    weight_version: int | None = None,
     freed: Callable[[], None] | None = None,
 ) -> Iterator[TrainShard]:
     """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
@@ -64,86 +101,114 @@ def take_shards(
     Each is replaced by an empty one when it was packed; `freed` is called after some hundreds of them. All but a value
     that cannot be cast to its field's type is found before the first is taken.
     """
-    per_rank, steps = _plan_steps(samples, plan, balance, by_groups)
-    # A field stands in every shard or in none.
-    present = {
-        name: _trailing(samples, name)
-        for name, spec in FIELDS.items()
-        if spec.required or (not spec.is_derived and all(_has(s, name) for s in samples))
-    }
-    given = {"rewards": rewards, "raw_rewards": raw_rewards}
+    sizes = _Sizes.of(samples)
+    present = _present(samples, sizes)
+    per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, by_groups)
+    given: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
+    if weight_version is not None:
+        current = [is_current(sample, weight_version) for sample in samples]
+        if not all(tokens.all() for tokens in current):  # else the field says nothing, and is left out
+            given["current"], present["current"] = current, ()
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
         yield _take_shard(samples, members, given, present, steps=own_steps, **named)
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of n samples, from which the division into steps, ranks and micro-batches follows.
+
+    lengths, responses  [n] tokens of the sample, and of its response
+    trained  [n] tokens that are trained on
+    groups   [n] the run of samples of one group, side by side, that the sample is of: 0, 1, …
+    """
+
+    lengths: np.ndarray
+    responses: np.ndarray
+    trained: np.ndarray
+    groups: np.ndarray
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> _Sizes:
+        for sample in samples:
+            sample.validate()
+        numbers = [sample.group_index for sample in samples]
+        first = [i == 0 or number is None or number != numbers[i - 1] for i, number in enumerate(numbers)]
+        return cls(
+            np.array([len(sample.tokens) for sample in samples], np.int64),
+            np.array([sample.response_length for sample in samples], np.int64),
+            np.array([response_mask(sample).sum() for sample in samples], np.float64),
+            np.cumsum(first) - 1,
+        )
+
+
 def _plan_steps(
-    samples: Sequence[Sample], plan: BatchPlan, balance: Balance, by_groups: bool
+    sizes: _Sizes, indices: Sequence[int | None], plan: BatchPlan, balance: Balance, by_groups: bool
 ) -> tuple[list[list[int]], list[list[TrainStep]]]:
     """(positions of each rank's samples, each rank's steps)."""
-    bounds = _step_bounds(samples, plan, by_groups)
-    for sample in samples:
-        sample.validate()
+    bounds = _step_bounds(sizes, plan, by_groups)
+    _check_lengths(sizes, indices, balance)
     per_rank: list[list[int]] = [[] for _ in range(plan.dp_size)]
     steps: list[list[TrainStep]] = [[] for _ in range(plan.dp_size)]
     for first, end in itertools.pairwise(bounds):
-        chosen = samples[first:end]
-        num_tokens = sum(int(response_mask(sample).sum()) for sample in chosen)
-        for rank, bins in enumerate(_divide(chosen, plan.dp_size, balance)):
+        lengths = sizes.lengths[first:end]
+        prompts, siblings = lengths - sizes.responses[first:end], _siblings(sizes.groups[first:end])
+        num_tokens = int(np.floor(sizes.trained[first:end]).sum())
+        for rank, bins in enumerate(divide(lengths, prompts, siblings, plan.dp_size, balance)):
             members = sorted(i for b in bins for i in b)
             local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
-            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, len(chosen)))
+            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, end - first))
             per_rank[rank] += [first + i for i in members]
     return per_rank, steps
 
 
-def _step_bounds(samples: Sequence[Sample], plan: BatchPlan, by_groups: bool) -> list[int]:
+def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
     """Where each optimizer step begins, and where the last one ends.
 
     A user's functions may make several samples for one prompt, or fewer prompts; then steps are of as many groups.
     """
-    if len(samples) == plan.num_samples and not by_groups:
+    count = len(sizes.lengths)
+    if count == plan.num_samples and not by_groups:
         return [step * plan.global_batch_size for step in range(plan.num_steps + 1)]
-    groups = _siblings(samples)
-    if len(groups) < plan.num_steps:
+    starts = [group[0] for group in _siblings(sizes.groups)]
+    if len(starts) < plan.num_steps:
         raise ValueError(
-            f"the rollout has {len(groups)} groups of samples for {plan.num_steps} optimizer steps "
+            f"the rollout has {len(starts)} groups of samples for {plan.num_steps} optimizer steps "
             "(--num-steps-per-rollout); return more groups, or lower it"
         )
-    starts = [group[0] for group in groups] + [len(samples)]
-    return [starts[step * len(groups) // plan.num_steps] for step in range(plan.num_steps)] + [len(samples)]
+    return [starts[step * len(starts) // plan.num_steps] for step in range(plan.num_steps)] + [count]
 
 
-def _divide(chosen: Sequence[Sample], dp_size: int, balance: Balance) -> list[list[list[int]]]:
-    """rank → micro-batch → positions in `chosen`."""
-    lengths = np.array([len(sample.tokens) for sample in chosen])
-    prompts = lengths - np.array([sample.response_length for sample in chosen])
-    padded = balance.padded(lengths)
+def _check_lengths(sizes: _Sizes, indices: Sequence[int | None], balance: Balance) -> None:
+    """Refuse a sample that does not fit into a micro-batch."""
+    padded = balance.padded(sizes.lengths)
     if int(padded.max(initial=0)) > balance.max_tokens:
         longest = int(padded.argmax())
         raise ValueError(
-            f"sample {chosen[longest].index} has {lengths[longest]} tokens ({padded[longest]} with padding), over the "
+            f"sample {indices[longest]} has {sizes.lengths[longest]} tokens ({padded[longest]} with padding), over the "
             f"{balance.max_tokens} of a micro-batch (--max-tokens-per-gpu x --context-parallel-size); raise "
             "--max-tokens-per-gpu, or bound the length with --rollout-max-context-len"
         )
-    return divide(lengths, prompts, _siblings(chosen), dp_size, balance)
 
 
-def _siblings(chosen: Sequence[Sample]) -> list[list[int]]:
-    """Positions in `chosen`, group by group: samples of one group that stand side by side."""
-    groups: list[list[int]] = []
-    for position, sample in enumerate(chosen):
-        group = sample.group_index
-        if groups and group is not None and group == chosen[groups[-1][-1]].group_index:
-            groups[-1].append(position)
-        else:
-            groups.append([position])
-    return groups
+def _siblings(groups: np.ndarray) -> list[list[int]]:
+    """Positions, group by group: samples of one group that stand side by side."""
+    starts = np.flatnonzero(np.diff(groups, prepend=-1))
+    return [list(range(first, end)) for first, end in itertools.pairwise([*starts.tolist(), len(groups)])]
 
 
-def _has(sample: Sample, name: str) -> bool:
-    """Whether the sample has the field; one that trains nothing does not need it."""
-    return getattr(sample, name, None) is not None or not response_mask(sample).any()
+def _present(samples: Sequence[Sample], sizes: _Sizes) -> dict[str, tuple[int, ...]]:
+    """Return the fields of the shards, and the dimensions behind the first; a field stands in every shard or in none.
+
+    A sample that trains nothing does not need a field that may be missing.
+    """
+    needed = [sample for sample, trained in zip(samples, sizes.trained, strict=True) if trained]
+
+    def is_whole(name: str) -> bool:
+        return all(getattr(sample, name, None) is not None for sample in needed)
+
+    names = [name for name, spec in FIELDS.items() if spec.required or (not spec.is_derived and is_whole(name))]
+    return {name: _trailing(samples, name) for name in names}
 
 
 def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
@@ -164,7 +229,7 @@ def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
 def _take_shard(
     samples: list[Sample],
     members: Sequence[int],
-    given: dict[str, Sequence[float]],
+    given: dict[str, Sequence[Any]],
     present: dict[str, tuple[int, ...]],
     *,
     rollout_id: int,
@@ -207,8 +272,6 @@ def _take_shard(
 def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[Any]:
     """A value a sample, for `flat_field`."""
     match name:
-        case "loss_mask":
-            return [response_mask(s) for s in samples]
         case "sample_index":
             return [_or(s.index, -1) for s in samples]
         case "group_index":
@@ -217,6 +280,8 @@ def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list
             return [s.status == Status.TRUNCATED for s in samples]
         case "rollout_routed_experts":
             return [_of_all_tokens(s.rollout_routed_experts, len(s.tokens), trailing) for s in samples]
+        case "loss_mask":
+            return [response_mask(s) for s in samples]
     values = [getattr(s, name, None) for s in samples]
     return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
 
@@ -231,3 +296,10 @@ def _of_all_tokens(experts: Any, num_tokens: int, trailing: tuple[int, ...]) -> 
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
+
+
+def _give_memory_back() -> None:
+    """Return what was freed to the system: glibc keeps the room of many small arrays for itself. Elsewhere nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

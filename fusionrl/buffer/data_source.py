@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class RolloutDataSourceWithBuffer:
     and `load_state_dict`; or, as with slime, to `save` and `load`, which are then called at each checkpoint.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args = args
         self.prompts: list[Sample] = []
         self.buffer: list[list[Sample]] = []

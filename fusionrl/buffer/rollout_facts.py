@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fusionrl.config.config import Config
 from fusionrl.config.parts import estimator_of
-from fusionrl.data.pairs import best_and_worst
-from fusionrl.data.sample import Sample, Status, is_trained_on
+from fusionrl.data.sample import Sample, Status, is_trained_on, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.text import ending, shorten
 from fusionrl.rollout.types import NO_ROOM_AFTER
@@ -22,8 +22,8 @@ _EQUAL = 1e-8  # rewards closer than this are equal, as in `rollout_metrics`
 
 def rollout_facts(
     config: Config, samples: Sequence[Sample], raw: Sequence[float], rewards: Sequence[float]
-) -> RolloutFacts:
-    """Facts of one rollout.
+) -> tuple[RolloutFacts, list[Glimpse]]:
+    """Facts of one rollout, and --log-samples of its samples, spread evenly.
 
     raw      [n] rewards as the reward function gave them
     rewards  [n] what is trained on: penalties for length are in them, and for most estimators they are advantages
@@ -31,12 +31,13 @@ def rollout_facts(
     groups: dict[Any, list[int]] = {}
     for i, sample in enumerate(samples):
         groups.setdefault(sample.group_index, []).append(i)
-    equal = [g for g in groups.values() if np.ptp([raw[i] for i in g]) < _EQUAL]
+    scored = {name: [raw[i] for i in members if not lacks_reward(samples[i])] for name, members in groups.items()}
+    equal = [groups[name] for name, values in scored.items() if not values or np.ptp(values) < _EQUAL]
     longest, most = config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
     example = _example(samples, equal)
     trained = np.array([_has_trained_token(sample) for sample in samples], bool)
-    return RolloutFacts(
+    facts = RolloutFacts(
         num_samples=len(samples),
         num_groups=len(groups),
         num_equal_groups=len(equal),
@@ -51,8 +52,10 @@ def rollout_facts(
         teaches_nothing=teaches_nothing(config, samples, rewards, trained),
         lowest=float(min(raw, default=0.0)),
         highest=float(max(raw, default=0.0)),
-        example=None if example is None else glimpse(samples[example], raw[example]),
     )
+    places = [*spread(len(samples), config.run.log_samples), *([] if example is None else [example])]
+    shown = [glimpse(samples[i], raw[i]) for i in places]
+    return (facts, shown) if example is None else (replace(facts, example=shown.pop()), shown)
 
 
 def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence[float], trained: np.ndarray) -> bool:
@@ -74,7 +77,7 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     if not values.size:
         return True
     if algorithm.policy_loss == "dpo":
-        return not best_and_worst(samples, rewards)
+        return not _has_pair(samples, rewards)
     if algorithm.use_opd or estimator.role == "critic":
         return False
     if estimator.role == "prm" and config.prm.prm_process_coef != 0:
@@ -86,6 +89,15 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     if estimator.group is None:  # the rewards of tokens are whitened, which a discount or a price makes unequal
         is_whitened = is_whitened and algorithm.gamma == 1.0 and algorithm.kl_coef == 0
     return is_whitened and float(np.ptp(values)) <= tiny
+
+
+def _has_pair(samples: Sequence[Sample], rewards: Sequence[float]) -> bool:
+    """Return whether a group has two samples to train on with different rewards, as DPO compares them."""
+    groups: dict[int | None, set[float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        if is_trained_on(sample):
+            groups.setdefault(sample.group_index, set()).add(reward)
+    return any(len(values) > 1 for values in groups.values())
 
 
 def _has_trained_token(sample: Sample) -> bool:
@@ -106,11 +118,10 @@ def _has_own_advantages(config: Config) -> bool:
     )
 
 
-def glimpses(samples: Sequence[Sample], raw: Sequence[float], count: int) -> list[Glimpse]:
-    """`count` samples, spread evenly over the rollout."""
-    count = min(count, len(samples))
-    places = [i * len(samples) // count for i in range(count)]
-    return [glimpse(samples[i], raw[i]) for i in places]
+def spread(num_samples: int, count: int) -> list[int]:
+    """Return the positions of `count` samples, spread evenly over the rollout."""
+    count = min(count, num_samples)
+    return [i * num_samples // count for i in range(count)]
 
 
 def glimpse(sample: Sample, reward: float) -> Glimpse:

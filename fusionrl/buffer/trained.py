@@ -22,31 +22,31 @@ class TrainedSamples:
 
     def __init__(self, writer: RolloutWriter) -> None:
         self._writer = writer
-        self._path: Path | None = None
-        self._by_identity: dict[int, int] = {}
-        self._by_index: dict[int | None, int] = {}
         self._given: dict[int, tuple[Path, list[int | None]]] = {}  # rollout -> file, line of each position
 
-    def wrote(self, path: Path, samples: Sequence[Sample]) -> None:
-        """The file at `path` has been written: a line for each of `samples`."""
-        self._path = path
-        self._by_identity = {id(sample): line for line, sample in enumerate(samples)}
-        counts = Counter(sample.index for sample in samples)
-        self._by_index = {s.index: line for line, s in enumerate(samples) if counts[s.index] == 1}
+    def gave(
+        self,
+        rollout_id: int,
+        path: Path,
+        written: Sequence[Sample],
+        samples: Sequence[Sample],
+        has_indices: bool = True,
+    ) -> None:
+        """Note that `samples` go to the trainers: those of the file, or with `has_indices` others with their indices.
 
-    def gave(self, rollout_id: int, samples: Sequence[Sample], has_indices: bool = True) -> None:
-        """`samples` go to the trainers: those of the file, or with `has_indices` others that have their indices."""
-        if self._path is None:
-            return
-        named = self._by_index if has_indices else {}
+        path     the rollout's file
+        written  the samples of its lines
+        """
+        by_identity = {id(sample): line for line, sample in enumerate(written)}
+        counts = Counter(sample.index for sample in written)
+        by_index = {s.index: line for line, s in enumerate(written) if counts[s.index] == 1} if has_indices else {}
         lines = []
         for sample in samples:
-            line = self._by_identity.get(id(sample))
+            line = by_identity.get(id(sample))
             if line is None and not sample.remove_sample:  # a blank of DPO has the index of another sample
-                line = named.get(sample.index)
+                line = by_index.get(sample.index)
             lines.append(line)
-        self._given[rollout_id] = (self._path, lines)
-        self._path, self._by_identity, self._by_index = None, {}, {}
+        self._given[rollout_id] = (path, lines)
         for old in [key for key in self._given if key <= rollout_id - KEPT]:
             del self._given[old]
 

@@ -51,9 +51,9 @@ class BufferHandle:
         ray.get(self.actor.set_engines.remote(list(urls)))
 
     # ------------------------------------------------------------------------------------ rounds
-    def start_rollout(self, rollout_id: int) -> Started:
-        """Begin a rollout; the engines have to be ready for it. Does not wait."""
-        return self._begin(self.actor.generate.remote, rollout_id)
+    def start_rollout(self, rollout_id: int, version: int) -> Started:
+        """Begin a rollout; the engines have to be ready for it, with weights of `version`. Does not wait."""
+        return self._begin(self.actor.generate.remote, rollout_id, version)
 
     def wait_rollout(self, started: Started) -> Rollout:
         """Wait for a rollout. Of an engine that dies meanwhile the death is reported, not its consequences."""
@@ -73,9 +73,9 @@ class BufferHandle:
         self._add_faults(metrics, "eval", started.faults)
         return metrics
 
-    def _begin(self, method: ray.remote_function.RemoteFunction, number: int) -> Started:
+    def _begin(self, method: ray.remote_function.RemoteFunction, *numbers: int) -> Started:
         faults = self._engines.count_faults()
-        ref = method(number)
+        ref = method(*numbers)
         self._engines.begin_round()
         return Started(ref, faults)
 

@@ -157,6 +157,11 @@ def hook_paths(args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield field, path
 
 
+def hook_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of users' functions among `args`, those that are set."""
+    return {field: value for field in SIGNATURES if (value := args.get(field))}
+
+
 def register_hooks(args: Mapping[str, Any]) -> None:
     """Let this process unpickle what the functions of the flags `args` made in others: objects of their own classes."""
     for _, path in hook_paths(args):

@@ -234,6 +234,11 @@ def is_trained_on(sample: Sample) -> bool:
     return not sample.remove_sample and sample.status not in (Status.FAILED, Status.ABORTED)
 
 
+def lacks_reward(sample: Sample) -> bool:
+    """Return whether the sample failed or was aborted before it got a reward: its 0 is no judgement of an answer."""
+    return sample.reward is None and sample.status in (Status.FAILED, Status.ABORTED)
+
+
 def response_mask(sample: Sample) -> np.ndarray:
     """[response_length] float32: 1 where the token is trained on; all 0 for a removed or failed sample."""
     if not is_trained_on(sample):
@@ -244,8 +249,13 @@ def response_mask(sample: Sample) -> np.ndarray:
 
 
 def as_version(version: Any) -> int:
-    """The pushed version of what an engine says; what it calls a checkpoint that it loaded itself is version 0."""
-    return int(version) if str(version).lstrip("-").isdigit() else 0
+    """The pushed version of what an engine says; what it calls a checkpoint that it loaded itself is version 0.
+
+    A version is counted from 0 by the pushes: a longer number is a name, too.
+    """
+    text = str(version)
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 10 else 0
 
 
 def token_versions(meta_info: dict[str, Any], count: int) -> np.ndarray:

@@ -37,6 +37,9 @@ FIELDS: dict[str, FieldSpec] = {
         "token", np.int16, False, "[layers, topk]: the experts that the engine chose; -1: not known", trailing=2
     ),
     "weight_versions": FieldSpec("response", np.int32, False, "weight version of each token; -1: not known"),
+    "current": FieldSpec(
+        "response", np.float32, False, "1 where the weights that train sampled the token, 0 where older did", True
+    ),
     "rewards": FieldSpec("sample", np.float32, True, "reward that is trained on, after post-processing"),
     "raw_rewards": FieldSpec("sample", np.float32, True, "reward as the reward function gave it"),
     "sample_index": FieldSpec("sample", np.int64, True, "Sample.index"),

@@ -41,7 +41,7 @@ class Run:
         """Begin a rollout with all engines. Returns at once; see `wait_rollout`."""
         self.actors.weights.restore_engines()
         self.actors.trainers.offload()
-        return self.actors.buffer.start_rollout(rollout_id)
+        return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
 
     def wait_rollout(self, started: Started) -> Rollout:
         """Wait for a rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""

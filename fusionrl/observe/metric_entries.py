@@ -211,7 +211,8 @@ POLICY: Table = {
 ENGINE_AGAINST_TRAINER: Table = {
     "logprob_diff_mean": Entry(
         "nats",
-        "Mean over tokens of |log p(trainer) - log p(engine)|.",
+        "Mean of |log p(trainer) - log p(engine)| over the trained tokens that the current weights sampled. As the"
+        " other metrics of this table, it leaves out tokens of older weights (--partial-rollout).",
         "algorithms/mismatch.py",
         "mode rl, where the engines' log-probs are known",
     ),
@@ -341,33 +342,31 @@ ROLLOUTS: Table = {
     "rollout/raw_reward": Entry(
         "reward",
         "Mean reward as the reward function gave it, before penalties and normalization; 0 for a failed sample.",
-        "buffer/rollout_metrics.py",
+        "buffer/report.py",
     ),
     "rollout/raw_reward_std": Entry(
-        "reward", "Standard deviation of these rewards over the samples.", "buffer/rollout_metrics.py"
+        "reward", "Standard deviation of these rewards over the samples.", "buffer/report.py"
     ),
-    "rollout/accuracy": Entry(
-        "share", "Share of samples with a raw reward of at least 1.", "buffer/rollout_metrics.py"
-    ),
+    "rollout/accuracy": Entry("share", "Share of samples with a raw reward of at least 1.", "buffer/report.py"),
     "rollout/zero_std_groups": Entry(
         "share",
         "Share of groups whose raw rewards are all equal: of them nothing is learnt by estimators that compare "
-        "within a group.",
-        "buffer/rollout_metrics.py",
+        "within a group. Samples without a reward do not count.",
+        "buffer/report.py",
     ),
     "rollout/response_len/mean": Entry(
-        "tokens", "Mean length of the responses, tools' tokens included.", "buffer/rollout_metrics.py"
+        "tokens", "Mean length of the responses, tools' tokens included.", "buffer/report.py"
     ),
-    "rollout/response_len/max": Entry("tokens", "The longest response.", "buffer/rollout_metrics.py"),
+    "rollout/response_len/max": Entry("tokens", "The longest response.", "buffer/report.py"),
     "rollout/truncated_ratio": Entry(
-        "share", "Share of responses that were cut off by the length limit.", "buffer/rollout_metrics.py"
+        "share", "Share of responses that were cut off by the length limit.", "buffer/report.py"
     ),
     "rollout/failed": Entry(
-        "samples", "Samples that failed or were aborted; they are not trained on.", "buffer/rollout_metrics.py"
+        "samples", "Samples that failed or were aborted; they are not trained on.", "buffer/report.py"
     ),
-    "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/rollout_metrics.py"),
+    "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/report.py"),
     "rollout/num_tokens": Entry(
-        "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/rollout_metrics.py"
+        "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/report.py"
     ),
     "rollout/reward_timeout": Entry(
         "samples",
@@ -384,28 +383,26 @@ ROLLOUTS: Table = {
     "rollout/code_failed/<reason>": Entry(
         "samples",
         "Samples with a program that failed for this reason (docs/rewards.md).",
-        "buffer/rollout_metrics.py",
+        "buffer/report.py",
         "--rm-type code, when it happens",
     ),
     "rollout/reward_<part>": Entry(
         "reward",
         "Mean of one part of a weighted sum of rewards, before its weight.",
-        "buffer/rollout_metrics.py",
+        "buffer/report.py",
         "several rewards in --rm-type",
     ),
     "rollout/<set>/raw_reward": Entry(
-        "reward", "As rollout/raw_reward, of one set.", "buffer/rollout_metrics.py", "several --prompt-data"
+        "reward", "As rollout/raw_reward, of one set.", "buffer/report.py", "several --prompt-data"
     ),
     "rollout/<set>/accuracy": Entry(
-        "share", "As rollout/accuracy, of one set.", "buffer/rollout_metrics.py", "several --prompt-data"
+        "share", "As rollout/accuracy, of one set.", "buffer/report.py", "several --prompt-data"
     ),
-    "rollout/<set>/num_samples": Entry(
-        "samples", "Samples of one set.", "buffer/rollout_metrics.py", "several --prompt-data"
-    ),
+    "rollout/<set>/num_samples": Entry("samples", "Samples of one set.", "buffer/report.py", "several --prompt-data"),
     "rollout/opd_reverse_kl": Entry(
         "nats",
         "Mean over trained tokens of log p(engine) - log p(teacher): an estimate of KL(policy || teacher).",
-        "buffer/rollout_metrics.py",
+        "buffer/tokens.py",
         "samples with teacher_log_probs",
     ),
     "rollout/dropped_<reason>": Entry(
@@ -413,6 +410,43 @@ ROLLOUTS: Table = {
         "Groups that were generated and not used, by reason: that of --dynamic-sampling-filter-path, `filtered` "
         "without one, `surplus` where there were more than enough.",
         "rollout/sglang_rollout.py",
+        "when it happens",
+    ),
+    "rollout/staleness/token_mean": Entry(
+        "pushes",
+        "Staleness of a trained token: pushes between the weights that sampled it and those that train on it; 0 where"
+        " they are the same. Mean over the trained tokens.",
+        "buffer/tokens.py",
+        "known weight versions",
+    ),
+    "rollout/staleness/token_max": Entry(
+        "pushes", "Staleness of the oldest trained token.", "buffer/tokens.py", "known weight versions"
+    ),
+    "rollout/staleness/sample_mean": Entry(
+        "pushes",
+        "Mean over the samples; a sample is as stale as its oldest trained token.",
+        "buffer/tokens.py",
+        "known weight versions",
+    ),
+    "rollout/staleness/sample_max": Entry(
+        "pushes", "As rollout/staleness/token_max.", "buffer/tokens.py", "known weight versions"
+    ),
+    "rollout/staleness/tokens/<k>": Entry(
+        "share",
+        "Share of trained tokens with staleness k; 8 also counts what is older.",
+        "buffer/tokens.py",
+        "known weight versions, where there are such tokens; k = 0 always",
+    ),
+    "rollout/staleness/samples/<k>": Entry(
+        "share",
+        "Share of samples with staleness k; 8 also counts what is older.",
+        "buffer/tokens.py",
+        "known weight versions, where there are such samples; k = 0 always",
+    ),
+    "rollout/staleness/unknown": Entry(
+        "share",
+        "Share of trained tokens whose weight version is not known; the metrics above leave them out.",
+        "buffer/tokens.py",
         "when it happens",
     ),
     "rollout/partial_samples": Entry(
@@ -427,19 +461,19 @@ ROLLOUTS: Table = {
     "rollout/answers_refused": Entry(
         "answers",
         "Answers of engines that were no answer to their request (docs/security.md); each was asked for once more.",
-        "rollout/sglang_rollout.py",
+        "rollout/client.py",
         "when it happens",
     ),
     "rollout/requests_retried": Entry(
         "requests",
         "Requests that were sent again, by the client and the router.",
-        "rollout/sglang_rollout.py",
+        "rollout/client.py",
         "--use-fault-tolerance",
     ),
     "rollout/tokens_kept": Entry(
         "tokens",
         "Tokens of engines that died which another engine continued.",
-        "rollout/sglang_rollout.py",
+        "rollout/client.py",
         "--use-fault-tolerance",
     ),
     "rollout/considered": Entry("samples", "Samples of the rollout.", "buffer/accepted.py", "--mode reject-sampling"),
@@ -470,34 +504,34 @@ ROLLOUTS: Table = {
 }
 
 EVALUATIONS: Table = {
-    "eval/<set>/reward": Entry("reward", "Mean reward over all samples of the set.", "buffer/rollout_metrics.py"),
+    "eval/<set>/reward": Entry("reward", "Mean reward over all samples of the set.", "buffer/eval_metrics.py"),
     "eval/<set>/reward_ci95": Entry(
         "reward",
         "Half the 95 % interval of this mean: 1.96 standard errors with prompts as clusters.",
-        "buffer/rollout_metrics.py",
+        "buffer/eval_metrics.py",
         "more than one prompt",
     ),
-    "eval/<set>/accuracy": Entry("share", "Share of samples with a reward of at least 1.", "buffer/rollout_metrics.py"),
+    "eval/<set>/accuracy": Entry("share", "Share of samples with a reward of at least 1.", "buffer/eval_metrics.py"),
     "eval/<set>/accuracy_ci95": Entry(
         "share",
         "Half the 95 % interval of this share, in the same way.",
-        "buffer/rollout_metrics.py",
+        "buffer/eval_metrics.py",
         "more than one prompt",
     ),
     "eval/<set>/pass@<k>": Entry(
         "share",
         "Chance that at least one of k samples of a prompt is right: the unbiased estimate 1 - C(n-c, k) / C(n, k) "
         "(2107.03374), mean over prompts; k = 1, 2, 4, … up to the samples of a prompt.",
-        "buffer/rollout_metrics.py",
+        "buffer/eval_metrics.py",
     ),
-    "eval/<set>/num_prompts": Entry("prompts", "Prompts of the set.", "buffer/rollout_metrics.py"),
-    "eval/<set>/num_samples": Entry("samples", "Samples of the set.", "buffer/rollout_metrics.py"),
+    "eval/<set>/num_prompts": Entry("prompts", "Prompts of the set.", "buffer/eval_metrics.py"),
+    "eval/<set>/num_samples": Entry("samples", "Samples of the set.", "buffer/eval_metrics.py"),
     "eval/<set>/truncated_ratio": Entry(
-        "share", "Share of responses cut off by the length limit.", "buffer/rollout_metrics.py"
+        "share", "Share of responses cut off by the length limit.", "buffer/eval_metrics.py"
     ),
-    "eval/<set>/response_len": Entry("tokens", "Mean length of the responses.", "buffer/rollout_metrics.py"),
-    "eval/<set>/response_len_median": Entry("tokens", "Their median.", "buffer/rollout_metrics.py"),
-    "eval/<set>/response_len_max": Entry("tokens", "The longest.", "buffer/rollout_metrics.py"),
+    "eval/<set>/response_len": Entry("tokens", "Mean length of the responses.", "buffer/eval_metrics.py"),
+    "eval/<set>/response_len_median": Entry("tokens", "Their median.", "buffer/eval_metrics.py"),
+    "eval/<set>/response_len_max": Entry("tokens", "The longest.", "buffer/eval_metrics.py"),
     "eval/<set>/loss": Entry(
         "nats",
         "Validation loss: mean of -log p over the tokens that would be trained on.",
@@ -514,15 +548,11 @@ EVALUATIONS: Table = {
     "eval/engines_died": Entry(
         "engines", "Engines found dead during the evaluation.", "cluster/engine_pool.py", "--use-fault-tolerance"
     ),
-    "eval/answers_refused": Entry(
-        "answers", "As rollout/answers_refused.", "rollout/sglang_rollout.py", "when it happens"
-    ),
+    "eval/answers_refused": Entry("answers", "As rollout/answers_refused.", "rollout/client.py", "when it happens"),
     "eval/requests_retried": Entry(
-        "requests", "As rollout/requests_retried.", "rollout/sglang_rollout.py", "--use-fault-tolerance"
+        "requests", "As rollout/requests_retried.", "rollout/client.py", "--use-fault-tolerance"
     ),
-    "eval/tokens_kept": Entry(
-        "tokens", "As rollout/tokens_kept.", "rollout/sglang_rollout.py", "--use-fault-tolerance"
-    ),
+    "eval/tokens_kept": Entry("tokens", "As rollout/tokens_kept.", "rollout/client.py", "--use-fault-tolerance"),
 }
 
 TIMES: Table = {

@@ -10,26 +10,27 @@ from fusionrl.config.hooks import load_function
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.registry import REMOTE, grade
 from fusionrl.rewards.remote import PATH
+from fusionrl.rewards.settings import Grading
 
 
-def reward_path(args: Any, sample: Sample) -> str | None:
-    """The user's function that scores the sample; None: a built-in one does."""
-    path = sample.custom_rm_path or args.custom_rm_path
-    return PATH if path is None and rm_type_of(args, sample) == REMOTE else path
+def reward_path(grading: Grading, sample: Sample) -> str | None:
+    """The function that scores the sample, a user's or the one that asks a server; None: a built-in reward does."""
+    path = sample.custom_rm_path or grading.custom_rm_path
+    return PATH if path is None and rm_type_of(grading, sample) == REMOTE else path
 
 
-def reward_name(args: Any, sample: Sample) -> str:
+def reward_name(grading: Grading, sample: Sample) -> str:
     """Who scores the sample, as messages say it.
 
     In this order: the sample's own function, --custom-rm-path, `rm_type` of the sample's metadata, --rm-type.
     """
-    path = reward_path(args, sample)
+    path = reward_path(grading, sample)
     if path == PATH:
-        return f"--rm-type {REMOTE} of --rm-url {args.rm_url}"
+        return f"--rm-type {REMOTE} of --rm-url {grading.rm_url}"
     if path is not None:
         return f"--custom-rm-path {path}"
     own = _metadata(sample).get("rm_type")
-    return f"--rm-type {own} of the sample's metadata" if own else f"--rm-type {args.rm_type}"
+    return f"--rm-type {own} of the sample's metadata" if own else f"--rm-type {grading.rm_type or None}"
 
 
 def is_async(path: str | None) -> bool:
@@ -48,29 +49,29 @@ def takes_a_list(path: str | None) -> bool:
     return names[1:2] == ["samples"]
 
 
-def call_reward(args: Any, target: Sample | list[Sample], **kwargs: Any) -> Any:
+def call_reward(grading: Grading, target: Sample | list[Sample], **kwargs: Any) -> Any:
     """What the reward function returns for a sample, or for a group with --group-rm: a reward, or an awaitable.
 
     `model_score` is among the keywords where a reward model has scored the sample. The parts of a weighted sum are kept
     in `sample.metadata["rewards"]`, the tests that a program failed, by reason, in `sample.metadata["code_failures"]`.
     """
-    path = args.custom_rm_path if isinstance(target, list) else reward_path(args, target)
+    path = grading.custom_rm_path if isinstance(target, list) else reward_path(grading, target)
     if path is not None:
-        return load_function(path)(args, target, **kwargs)
+        return load_function(path)(grading.args, target, **kwargs)
     assert isinstance(target, Sample)
     metadata = _metadata(target)
-    given = {"format_regex": getattr(args, "rm_format_regex", None)} | metadata
-    sandbox.allow_weak(bool(getattr(args, "allow_weak_sandbox", False)))
-    graded = grade(rm_type_of(args, target), target.response, target.label, given, kwargs.get("model_score"))
+    given = {"format_regex": grading.format_regex} | metadata
+    sandbox.allow_weak(grading.allow_weak_sandbox)
+    graded = grade(rm_type_of(grading, target), target.response, target.label, given, kwargs.get("model_score"))
     found = {"rewards": graded.parts, "code_failures": graded.failures}
     if any(found.values()):  # a new dict: the samples of a group may share theirs
         target.metadata = metadata | {name: value for name, value in found.items() if value}
     return graded.reward
 
 
-def rm_type_of(args: Any, sample: Sample) -> str:
+def rm_type_of(grading: Grading, sample: Sample) -> str:
     """The built-in reward of the sample where no function scores it; empty if there is none."""
-    return _metadata(sample).get("rm_type") or args.rm_type or ""
+    return _metadata(sample).get("rm_type") or grading.rm_type
 
 
 def _metadata(sample: Sample) -> dict[str, Any]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import logging
 import math
 import os
-import pickle
 import threading
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from fusionrl.config.config import HookArgs
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of, takes_a_list
 from fusionrl.rewards.model import model_score
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
+from fusionrl.rewards.remote import PATH as REMOTE_PATH
+from fusionrl.rewards.settings import RewardSettings
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class RewardError(HookError):
     """A reward function raised or returned what is no reward; the message names function and sample."""
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
-    """The reward of one sample; 0 where there is none but a teacher's word (--use-opd).
+async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
+    """The reward of one sample by the flags `args`; 0 where there is none but a teacher's word (--use-opd).
 
     A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it gets
     --reward-failure-value, and is counted.
@@ -41,32 +41,45 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> float | dict[str
     Raises:
         RewardError: the function raised, or returned no number and no dict.
     """
-    name, path, rm_type = reward_name(args, sample), reward_path(args, sample), rm_type_of(args, sample)
-    if path is None and not rm_type and getattr(args, "use_opd", False):
-        return 0.0
-    if path is None and asks_model(rm_type):
-        score = await _model_score(args, sample, name)
-        if isinstance(score, Lost):
-            return _without_reward(args, sample, score, name)
-        if rm_type == MODEL:
-            return score
-        kwargs = {"model_score": score}
-    reward = await _score(args, [sample], "sample", path, name, kwargs)
-    return _without_reward(args, sample, reward, name) if isinstance(reward, Lost) else _checked(reward, name, sample)
+    return await score_sample(RewardSettings.of_args(args), sample, **kwargs)
 
 
-async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of a group: in one call with --group-rm, one call a sample otherwise.
 
     In one call, too, where --custom-rm-path takes `samples`: what a generate function made of one prompt, say.
     """
-    is_one_call = args.group_rm or (args.custom_rm_path and takes_a_list(args.custom_rm_path))
+    return await score_group(RewardSettings.of_args(args), samples, **kwargs)
+
+
+async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
+    """Return the reward of one sample; see `async_rm`."""
+    grading = settings.grading
+    name, path, rm_type = reward_name(grading, sample), reward_path(grading, sample), rm_type_of(grading, sample)
+    if path is None and not rm_type and settings.is_optional:
+        return 0.0
+    if path is None and asks_model(rm_type):
+        score = await _model_score(settings, sample, name)
+        if isinstance(score, Lost):
+            return _without_reward(settings, sample, score, name)
+        if rm_type == MODEL:
+            return score
+        kwargs = {"model_score": score}
+    reward = await _score(settings, [sample], "sample", path, name, kwargs)
+    is_lost = isinstance(reward, Lost)
+    return _without_reward(settings, sample, reward, name) if is_lost else _checked(reward, name, sample)
+
+
+async def score_group(settings: RewardSettings, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+    """Return the rewards of a group; see `batched_async_rm`."""
+    path = settings.grading.custom_rm_path
+    is_one_call = settings.is_group_call or (path is not None and takes_a_list(path))
     if not is_one_call or any(sample.custom_rm_path for sample in samples):
-        return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
-    name = f"--custom-rm-path {args.custom_rm_path}"
-    rewards = await _score(args, samples, "group", args.custom_rm_path, name, kwargs)
+        return list(await asyncio.gather(*(score_sample(settings, sample, **kwargs) for sample in samples)))
+    name = f"--custom-rm-path {path}"
+    rewards = await _score(settings, samples, "group", path, name, kwargs)
     if isinstance(rewards, Lost):
-        return [_without_reward(args, sample, rewards, name) for sample in samples]
+        return [_without_reward(settings, sample, rewards, name) for sample in samples]
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
         raise RewardError(
             f"{name}: of several samples it must return a list of {len(samples)} rewards, got {rewards!r}", samples
@@ -74,9 +87,9 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     return [_checked(reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
 
-async def _model_score(args: Any, sample: Sample, name: str) -> float | Lost:
+async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> float | Lost:
     try:
-        score = await model_score(args, sample)
+        score = await model_score(settings.scorer, sample)
     except (RuntimeError, ValueError) as error:
         raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
     return score if isinstance(score, Lost) else _checked(score, name, sample)
@@ -97,13 +110,18 @@ def reward_pool(num_processes: int) -> RewardPool:
 
 
 async def _score(
-    args: Any, samples: Sequence[Sample], call: str, path: str | None, name: str, kwargs: dict[str, Any]
+    settings: RewardSettings,
+    samples: Sequence[Sample],
+    call: str,
+    path: str | None,
+    name: str,
+    kwargs: dict[str, Any],
 ) -> Any:
+    """Let a process of the pool call the function of `path`, or the built-in reward where that is None."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = reward_pool(getattr(args, "reward_num_processes", None) or cores)
-    future = pool.submit(
-        _plain(args), samples, call=call, kwargs=kwargs, limit_s=args.reward_timeout_s, is_async=is_async(path)
-    )
+    pool = reward_pool(settings.num_processes or cores)
+    packed = settings.grading.packed(_args_for(path, settings))
+    future = pool.submit(packed, samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=is_async(path))
     try:
         return await asyncio.wrap_future(future)
     except RewardRaised as error:
@@ -113,26 +131,16 @@ async def _score(
         raise RewardError(with_frames(f"{name}: {error} {at}", error.frames), blamed) from error
 
 
-def _plain(args: Any) -> bytes:
-    """`args` as another process can have them."""
-    values = {name: value for name, value in vars(args).items() if name not in HookArgs.SHARED}
-    whole = _pickled(argparse.Namespace(**values))
-    if whole is not None:
-        return whole
-    return pickle.dumps(argparse.Namespace(**{name: one for name, one in values.items() if _pickled(one) is not None}))
+def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:
+    """Return what the function of `path` gets as its `args`: all of them go to a user's function alone."""
+    if path == REMOTE_PATH:
+        return Namespace(rm_url=settings.grading.rm_url)
+    return None if path is None else settings.args
 
 
-def _pickled(value: Any) -> bytes | None:
-    """None: it cannot be sent to another process, and stays here."""
-    try:
-        return pickle.dumps(value)
-    except Exception:  # pickling runs code of whatever a hook put there
-        return None
-
-
-def _without_reward(args: Any, sample: Sample, lost: Lost, name: str) -> float:
-    value = float(getattr(args, "reward_failure_value", 0.0))
-    told = f"no reward after {args.reward_timeout_s} s" if lost.reason == "timeout" else "its process died"
+def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: str) -> float:
+    value = settings.failure_value
+    told = f"no reward after {settings.timeout_s} s" if lost.reason == "timeout" else "its process died"
     logger.warning("%s: %s at sample %s; it gets %s (--reward-failure-value)", name, told, sample.index, value)
     sample.metadata["reward_lost"] = lost.reason
     with _lock:

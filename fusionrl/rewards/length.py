@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from fusionrl.config.groups import RewardGroup
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LengthPenalties:
+    """--length-penalty-coef, --overlong-buffer-len and --overlong-penalty-factor."""
+
+    coef: float = 0.0
+    buffer_len: int | None = None
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, flags: Any) -> LengthPenalties:
+        """Read them from the group of reward flags, or from a hook's `args`."""
+        return cls(flags.length_penalty_coef, flags.overlong_buffer_len, flags.overlong_penalty_factor)
 
 
 def soft_overlong_punishment(length: int, max_length: int, buffer_length: int) -> float:
@@ -23,12 +38,12 @@ def length_penalty(length: int, max_length: int, coef: float) -> float:
     return -coef * length / max_length
 
 
-def length_reward(length: int, max_length: int | None, flags: RewardGroup) -> float:
-    """What the flags add to the reward of a response of `length` tokens, at most 0; 0 without such a flag."""
+def length_reward(length: int, max_length: int | None, penalties: LengthPenalties) -> float:
+    """What the penalties add to the reward of a response of `length` tokens, at most 0; 0 without any."""
     if max_length is None:  # only in runs without these flags, as the checks see to
         return 0.0
-    added = length_penalty(length, max_length, flags.length_penalty_coef)
-    if flags.overlong_buffer_len is not None:
-        overlong = soft_overlong_punishment(length, max_length, flags.overlong_buffer_len)
-        added += flags.overlong_penalty_factor * overlong
+    added = length_penalty(length, max_length, penalties.coef)
+    if penalties.buffer_len is not None:
+        overlong = soft_overlong_punishment(length, max_length, penalties.buffer_len)
+        added += penalties.factor * overlong
     return added

@@ -72,7 +72,7 @@ class RewardRaised(Exception):
 @dataclass
 class _Job:
     number: int
-    head: tuple[bytes, bytes]  # key of the arguments, and their pickle
+    head: tuple[bytes, bytes]  # key of the grading, and its pickle
     call: str  # "sample" or "group"
     kwargs: dict[str, Any]
     samples: list[Sample]
@@ -100,7 +100,7 @@ class _Process:
         self.kind = kind
         self.jobs: dict[int, _Job] = {}
         self.since = time.monotonic()  # of the sample that a plain process is at; of the last work, when it has none
-        self.args_key = b""
+        self.grading_key = b""
         self._memory = os.memfd_create("fusionrl-reward")
         os.ftruncate(self._memory, STATE.size)
         self._state = mmap.mmap(self._memory, STATE.size)
@@ -128,10 +128,10 @@ class _Process:
 
     def give(self, job: _Job) -> None:
         """Hand it a job; sent when it reads."""
-        key, args = job.head
-        if key != self.args_key:
-            self._out.append(memoryview(frame(("args", key, args))))
-            self.args_key = key
+        key, grading = job.head
+        if key != self.grading_key:
+            self._out.append(memoryview(frame(("grading", key, grading))))
+            self.grading_key = key
         self._out.append(memoryview(frame(("job", job.number, key, job.call, job.kwargs, job.payload))))
         if not self.jobs:
             self.since = time.monotonic()
@@ -226,7 +226,7 @@ class RewardPool:
 
     def submit(
         self,
-        args: bytes,
+        grading: bytes,
         samples: Sequence[Sample],
         *,
         call: str,
@@ -239,7 +239,7 @@ class RewardPool:
         What the function changed of the samples is changed here, too, before the future is done.
 
         Args:
-            args: pickled arguments of the hook.
+            grading: a pickled `Grading`.
             samples: one, or the group.
             call: "sample" or "group".
             kwargs: further keyword arguments of the function.
@@ -247,8 +247,8 @@ class RewardPool:
             is_async: whether it runs on an event loop.
         """
         payload = pickle.dumps(list(samples))
-        key = hashlib.blake2b(args, digest_size=16).digest()
-        job = _Job(next(self._numbers), (key, args), call, kwargs, list(samples), payload, limit_s, is_async)
+        key = hashlib.blake2b(grading, digest_size=16).digest()
+        job = _Job(next(self._numbers), (key, grading), call, kwargs, list(samples), payload, limit_s, is_async)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from fusionrl.data.sample import Sample
@@ -11,7 +12,7 @@ PATH = f"{__name__}.remote_rm"
 MAX_TRIES = 10
 
 
-async def remote_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+async def remote_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     """What --rm-url answers to `{"prompt", "response", "label"}`: a number, or a JSON object (see --reward-key).
 
     Broken connections and 5xx answers are tried again with growing pauses, within --reward-timeout-s.

@@ -2,9 +2,10 @@
 
     python -m fusionrl.rewards.worker DESCRIPTOR MEMFD sync|async LEVEL
 
-Messages are pickles behind their length. In: ("args", key, args), ("job", number, key, call, kwargs, pickled samples).
-Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, [what else `RewardRaised`
-takes]), and first of all (0, "ready", None, []). It ends when the pool's end of the connection is closed.
+Messages are pickles behind their length. In: ("grading", key, pickled `Grading`), ("job", number, key, call, kwargs,
+pickled samples). Out: (number, "ok", reward, changed attributes of each sample) or (number, "error", text, [what else
+`RewardRaised` takes]), and first of all (0, "ready", None, []). It ends when the pool's end of the connection
+is closed.
 
 What a reward function prints, or logs from LEVEL on, goes where the output of the pool's process goes: to the Buffer's
 log.
@@ -37,6 +38,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.rewards.calls import call_reward, reward_path
 from fusionrl.rewards.pool import STATE
+from fusionrl.rewards.settings import Grading
 
 BEAT_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -46,15 +48,15 @@ READY = frame((0, "ready", None, []))
 class _Job:
     """One call: the samples, what they were like, and the answer."""
 
-    def __init__(self, number: int, args: Any, call: str, kwargs: dict[str, Any], payload: bytes) -> None:
-        self.number, self.args, self.call, self.kwargs = number, args, call, kwargs
+    def __init__(self, number: int, grading: Grading, call: str, kwargs: dict[str, Any], payload: bytes) -> None:
+        self.number, self.grading, self.call, self.kwargs = number, grading, call, kwargs
         self.samples: list[Sample] = pickle.loads(payload)
         self._before = [_attributes(sample) for sample in self.samples]
 
     def start(self) -> Any:
         """The reward, or what must be awaited for it."""
         target = self.samples if self.call == "group" else self.samples[0]
-        return call_reward(self.args, target, **self.kwargs)
+        return call_reward(self.grading, target, **self.kwargs)
 
     def answer(self, reward: Any) -> bytes:
         """Return the frame of the reward, with what the function changed in its samples.
@@ -68,7 +70,7 @@ class _Job:
         return frame((self.number, "ok", reward, changes))
 
     def failure(self, error: BaseException) -> bytes:
-        path = reward_path(self.args, self.samples[0])
+        path = reward_path(self.grading, self.samples[0])
         blamed = set(map(id, blamed_samples(error, path)))
         positions = [position for position, sample in enumerate(self.samples) if id(sample) in blamed]
         return _failure(self.number, error, path, positions)
@@ -85,24 +87,24 @@ def _attributes(sample: Sample) -> dict[str, bytes]:
 
 
 class _Inbox:
-    """Messages, with the arguments that jobs name."""
+    """Messages, with the gradings that jobs name."""
 
     def __init__(self) -> None:
-        self._args: dict[bytes, Any] = {}
-        self._registered = b""  # the arguments whose hooks' folders this process knows
+        self._gradings: dict[bytes, bytes] = {}
+        self._registered = b""  # the grading whose hooks' folders this process knows
 
     def take(self, message: tuple[Any, ...]) -> _Job | bytes | None:
         """A job to do, the frame of its failure, or None: the message was no job."""
-        if message[0] == "args":
-            self._args = {message[1]: message[2]}  # earlier ones are of earlier rollouts
+        if message[0] == "grading":
+            self._gradings = {message[1]: message[2]}  # earlier ones are of earlier rollouts
             return None
         _, number, key, call, kwargs, payload = message
         try:
-            args = pickle.loads(self._args[key])
+            grading: Grading = pickle.loads(self._gradings[key])
             if key != self._registered:  # samples may hold objects of classes in other hooks' files
-                register_hooks(vars(args))
+                register_hooks(grading.hooks)
                 self._registered = key
-            return _Job(number, args, call, kwargs, payload)
+            return _Job(number, grading, call, kwargs, payload)
         except Exception as error:  # unpickling runs code of the user's classes
             return _failure(number, error, None, ())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
-from fusionrl.rollout.sglang_rollout import generate_turn, note_no_room, prompt_tokens, room
+from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
+from fusionrl.rollout.turns import SamplingParams, note_no_room
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """One sample with the tools of --tools-path."""
     tools: Sequence[Tool] = (
         call_hook("tools_path", args.tools_path, args, sample) if args.tools_path else [PythonTool()]
@@ -38,7 +40,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return await run_agent(args, sample, sampling_params, tools)
 
 
-async def run_agent(args: Any, sample: Sample, sampling_params: dict[str, Any], tools: Sequence[Tool]) -> Sample:
+async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingParams, tools: Sequence[Tool]) -> Sample:
     """Turns of the model and of `tools`, until the model answers without a call or a limit is reached.
 
     COMPLETED is an answer without calls; TRUNCATED a turn that was cut off, calls in the last of --max-turns, or an
@@ -91,7 +93,7 @@ async def run_agent(args: Any, sample: Sample, sampling_params: dict[str, Any], 
 
 
 # ------------------------------------------------------------------------------------------------ the sample
-def begin(args: Any, sample: Sample, schemas: list[dict[str, Any]] | None = None) -> None:
+def begin(args: Namespace, sample: Sample, schemas: list[dict[str, Any]] | None = None) -> None:
     """Put the prompt's tokens into the sample. A row's own tools (--tool-key) are in its prompt already.
 
     Raises:
@@ -113,13 +115,15 @@ def begin(args: Any, sample: Sample, schemas: list[dict[str, Any]] | None = None
     sample.tokens = prompt_tokens(args, sample)
 
 
-def append_text(args: Any, sample: Sample, sampling_params: dict[str, Any], text: str) -> bool:
+def append_text(args: Namespace, sample: Sample, sampling_params: SamplingParams, text: str) -> bool:
     """Append text of an environment as it stands; see `append_tokens`."""
     tokens = load_tokenizer(args.hf_checkpoint).encode(text, add_special_tokens=False)
     return append_tokens(args, sample, sampling_params, tokens, text)
 
 
-def append_tokens(args: Any, sample: Sample, sampling_params: dict[str, Any], tokens: list[int], text: str) -> bool:
+def append_tokens(
+    args: Namespace, sample: Sample, sampling_params: SamplingParams, tokens: list[int], text: str
+) -> bool:
     """Append tokens that the model did not sample: mask 0, log-prob 0, and the weight version of the token before.
 
     Where they would leave no room for another turn, nothing is appended, the sample is TRUNCATED, and False returned.
@@ -170,7 +174,7 @@ class ToolResult:
     is_error: bool = False
 
 
-async def call_tool(args: Any, tools: Sequence[Tool], call: ToolCall) -> ToolResult:
+async def call_tool(args: Namespace, tools: Sequence[Tool], call: ToolCall) -> ToolResult:
     """Run one call. Whatever the model did wrong is told to the model; what a tool did wrong is raised.
 
     Raises:
@@ -202,14 +206,14 @@ async def call_tool(args: Any, tools: Sequence[Tool], call: ToolCall) -> ToolRes
             return ToolResult(f"error: {call.name} took longer than {args.tool_timeout_s:g} s", True)
 
 
-def _named_tool(args: Any, name: str) -> AbstractContextManager[None]:
+def _named_tool(args: Namespace, name: str) -> AbstractContextManager[None]:
     if args.tools_path is None:  # a tool of a user's generate function, which is named with what the tool raises
         return nullcontext()
     return user_code(f"--tools-path {args.tools_path}: the tool {name!r}", args.tools_path)
 
 
 async def parse_tool_calls(
-    args: Any, tokenizer: Any, schemas: list[dict[str, Any]], text: str
+    args: Namespace, tokenizer: Any, schemas: list[dict[str, Any]], text: str
 ) -> tuple[str, list[ToolCall]]:
     """(what is said beside the calls, the calls) of one turn by SGLang's parser; a call that cannot be read has an
     `error`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.types import DynamicFilterOutput
 
 
-def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: Namespace, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: all right or all wrong carries no gradient (DAPO, arXiv 2503.14476, 3.2)."""
     rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
     if not rewards:  # every sample failed or was aborted
@@ -18,14 +19,16 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     return DynamicFilterOutput(False, f"all_{rewards[0]:.1f}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Namespace, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
     """The same, but such a group is kept where without it more prompts would have to be sampled."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output
 
 
-def check_accuracy_in_range(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_accuracy_in_range(args: Namespace, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group whose share of right answers is in --accuracy-lower-bound … --accuracy-upper-bound, ends included.
 
     Right is a reward above 0; samples without a reward do not count. PRIME's online prompt filtering (arXiv 2502.01456;

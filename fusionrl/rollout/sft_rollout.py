@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,31 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.types import RolloutFnTrainOutput
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     """Take the next --rollout-batch-size rows: lists of messages, or a text prompt with its response as the label."""
-    groups = data_source.get_samples(args.rollout_batch_size)
-    return RolloutFnTrainOutput([[to_sft_sample(args, sample) for sample in group] for group in groups])
+    groups, settings = data_source.get_samples(args.rollout_batch_size), SftSettings.of_args(args)
+    return RolloutFnTrainOutput([[to_sft_sample(settings, sample) for sample in group] for group in groups])
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """How a row becomes a sample.
+
+    tokenizer        folder of the tokenizer (--hf-checkpoint)
+    template_kwargs  --apply-chat-template-kwargs, as JSON
+    """
+
+    tokenizer: str
+    loss_mask_type: str
+    template_kwargs: str
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> SftSettings:
+        """Read them from a hook's `args`."""
+        kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
+        return cls(args.hf_checkpoint, args.loss_mask_type, kwargs)
 
 
 @functools.cache
@@ -25,7 +48,7 @@ def _loss_masks(folder: str, kind: str, template_kwargs: str) -> MultiTurnLossMa
     return MultiTurnLossMaskGenerator(load_tokenizer(folder), kind, json.loads(template_kwargs))
 
 
-def to_sft_sample(args: Any, sample: Sample) -> Sample:
+def to_sft_sample(settings: SftSettings, sample: Sample) -> Sample:
     """One supervised sample: tokens, response length and mask.
 
     Raises:
@@ -33,8 +56,7 @@ def to_sft_sample(args: Any, sample: Sample) -> Sample:
             a text prompt without a text label.
     """
     if isinstance(sample.prompt, list):
-        template_kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
-        masks = _loss_masks(args.hf_checkpoint, args.loss_mask_type, template_kwargs)
+        masks = _loss_masks(settings.tokenizer, settings.loss_mask_type, settings.template_kwargs)
         try:
             made = conversation_to_sample(sample.prompt, masks, sample.metadata.get("tools"))
         except ValueError as error:
@@ -45,7 +67,7 @@ def to_sft_sample(args: Any, sample: Sample) -> Sample:
                 "--mode sft: a row needs a list of messages (--input-key), or a text prompt and its response as text"
                 " (--label-key)"
             )
-        tokenizer = load_tokenizer(args.hf_checkpoint)
+        tokenizer = load_tokenizer(settings.tokenizer)
         prompt = tokenizer.encode(sample.prompt, add_special_tokens=False)
         response = tokenizer.encode(sample.label, add_special_tokens=False) + [tokenizer.eos_token_id]
         made = Sample(

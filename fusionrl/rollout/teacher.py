@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Self
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -20,13 +21,16 @@ _READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 class Teacher:
     """The teacher's engines. Belongs to one event loop; a context manager. Without engines it does nothing."""
 
-    def __init__(self, args: Any) -> None:
-        """`args` are a hook's: `teacher_urls`, `api_key`, `vocab_size`."""
+    def __init__(self, urls: Sequence[str], api_key: str | None, vocab_size: int | None) -> None:
         self._clients = [
-            GenerateClient(url, args.api_key, max_connections=MAX_IN_FLIGHT, vocab_size=args.vocab_size)
-            for url in getattr(args, "teacher_urls", ())
+            GenerateClient(url, api_key, max_connections=MAX_IN_FLIGHT, vocab_size=vocab_size) for url in urls
         ]
         self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> Self:
+        """Make that of a hook's `args`: `teacher_urls`, `api_key`, `vocab_size`."""
+        return cls(getattr(args, "teacher_urls", ()), args.api_key, args.vocab_size)
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Score `samples` while other things are done; `finish` waits for it."""
@@ -80,7 +84,7 @@ class Teacher:
         await asyncio.gather(*(client.close() for client in self._clients))
 
 
-async def score_samples(args: Any, samples: Sequence[Sample]) -> None:
-    """`Teacher.score` of samples, by clients that are opened for it."""
-    async with Teacher(args) as teacher:
+async def score_samples(open_teacher: Callable[[], Teacher], samples: Sequence[Sample]) -> None:
+    """`Teacher.score` of samples, by clients that are opened for it on this event loop."""
+    async with open_teacher() as teacher:
         await teacher.score(samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,8 +48,25 @@ class RolloutAborted(RuntimeError):
     """The rollout was told to stop before it had enough groups."""
 
 
-def check_samples(field: str, path: str, samples: Sequence[Any], args: Any = None) -> None:
-    """Check what a user's function returned: samples whose fields fit together.
+@dataclass(frozen=True)
+class Limits:
+    """Limits of numbers in samples. None: not known, and not checked.
+
+    vocab_size   ids of tokens are below it
+    num_experts  of a layer; numbers of experts are below it
+    """
+
+    vocab_size: int | None = None
+    num_experts: int | None = None
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> Limits:
+        """Read them from a hook's `args`, which a user may have made."""
+        return cls(getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
+
+
+def check_samples(field: str, path: str, samples: Sequence[Any], limits: Limits) -> None:
+    """Check what a user's function returned: samples whose fields fit together, with numbers within the limits.
 
     Raises:
         HookError: names the flag of `field`, the function, and what is wrong.
@@ -58,7 +76,7 @@ def check_samples(field: str, path: str, samples: Sequence[Any], args: Any = Non
         if not isinstance(sample, Sample):
             raise HookError(f"{where}: it returned a {type(sample).__name__} where a Sample is wanted")
         try:
-            check_values(sample, getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
+            check_values(sample, limits.vocab_size, limits.num_experts)
         except (TypeError, ValueError) as error:
             raise HookError(f"{where}: {error}", [sample]) from error
 

@@ -53,12 +53,12 @@ _answers: ContextVar[Answers | None] = ContextVar("answers", default=None)
 
 
 @contextmanager
-def noting_answers(args: Any, keeps_tokens: bool = True) -> Iterator[Answers]:
+def noting_answers(urls: Sequence[str], keeps_tokens: bool = True) -> Iterator[Answers]:
     """Note what the engines answer to `post` within the block, also in tasks and threads that are started in it.
 
-    keeps_tokens: to tell the versions of several pushes apart; else only which versions there were.
+    urls          of the policy's engines and their router
+    keeps_tokens  to tell the versions of several pushes apart; else only which versions there were
     """
-    urls = [getattr(args, "router_url", "") or "", *(getattr(args, "engine_urls", None) or ())]
     answers = Answers(tuple(f"{url}/" for url in urls if url), keeps_tokens)
     token = _answers.set(answers)
     try:

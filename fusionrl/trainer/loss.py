@@ -231,9 +231,11 @@ def micro_batch_loss(
     peak, differences = log_probs.new_zeros(1, dtype=torch.float64), None
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
         reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
-        found, peak = mismatch_sums(reference, engine, mask)
+        # Of a token that older weights sampled, the difference would say how far the weights have moved since.
+        compared = mask * batch.fields.get("current", 1.0)
+        found, peak = mismatch_sums(reference, engine, compared)
         if "log_probs" not in batch.fields:  # else the shard has what is compared, of whole samples
-            differences = sample_differences(reference, engine, mask, batch.sequences, len(batch.samples))
+            differences = sample_differences(reference, engine, compared, batch.sequences, len(batch.samples))
         token_sums |= {MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
     finite = losses.detach().isfinite()
     kept = _kept(sums), _kept(token_sums), peak, finite, batch, _kept(sequence_sums)

@@ -14,8 +14,8 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleC
     num_trained     tokens that are trained on
     trained_reward  the reward after post-processing and normalisation
     advantage       mean over the tokens that are trained on
-    mismatch        mean |trainer - engine| log-prob of these, nats; of the trainers' log-probs before the first step
-                    where the shard has them, else `differences` [num_samples]
+    mismatch        mean |trainer - engine| log-prob of those of these that the current weights sampled, nats; of the
+                    trainers' log-probs before the first step where the shard has them, else `differences` [num_samples]
 
     What is not known, or the mean over no token, is left out. Columns over the response tokens may be added as arrays.
     """
@@ -28,6 +28,8 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleC
         with np.errstate(invalid="ignore"):  # -inf on both sides
             gaps = np.abs(shard.fields["log_probs"] - shard.fields["rollout_log_probs"])
         used = mask & np.isfinite(gaps)
+        if "current" in shard.fields:
+            used &= shard.fields["current"] > 0
         num_used = counts if used.sum() == mask.sum() else _sums(used, lengths)
         found["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
     elif differences is not None:

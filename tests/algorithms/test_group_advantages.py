@@ -143,3 +143,24 @@ def test_leave_one_out_leaves_out_samples_without_a_value() -> None:
 def test_refuses_what_it_cannot_use(name: str, given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GROUP_STAGES[name](SampleBatch(**{"rewards": np.array([1.0, 0.0]), "group_index": np.zeros(2, int)} | given))
+
+
+@pytest.mark.parametrize("name", sorted(GROUP_STAGES))
+def test_a_sample_without_a_reward_is_in_no_mean_and_no_deviation(name: str) -> None:
+    """The others of its group fare as if it had not been asked for; it is given a 0, which is no judgement."""
+    rng = np.random.default_rng(4)
+    groups, scored = np.repeat([5, 8, 2], 4), rng.permutation([True] * 9 + [False] * 3)
+    rewards = np.where(scored, rng.integers(0, 2, 12).astype(float), 0.0)
+    lengths, baselines = rng.integers(1, 90, 12), rng.normal(size=12)
+    found = GROUP_STAGES[name](SampleBatch(rewards, groups, lengths, baselines, 2, scored))
+    own = (rewards[scored], groups[scored], lengths[scored], baselines[scored])
+    assert found[scored] == pytest.approx(GROUP_STAGES[name](SampleBatch(*own, 2)))
+    if name != "remax":
+        assert not found[~scored].any()
+
+
+def test_pass_at_k_where_every_group_has_lost_a_sample() -> None:
+    """The flags fit: that is no user's mistake, and nothing is learnt of such a group."""
+    scored = np.array([True, False, True, False])
+    lost = SampleBatch(np.array([1.0, 0.0, 0.0, 0.0]), np.array([0, 0, 1, 1]), k=2, scored=scored)
+    assert not GROUP_STAGES["pass_at_k"](lost).any()

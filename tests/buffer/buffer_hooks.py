@@ -328,3 +328,22 @@ def backwards(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
 
 def backwards_without_indices(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     return {name: values for name, values in backwards(args, samples).items() if name != "sample_indices"}
+
+
+def loses_the_first(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The first sample of each group fails before it is scored, the last one is aborted."""
+    groups = bare_lists(args, rollout_id, data_source)
+    for group in groups:
+        group[0].status, group[-1].status = Sample.Status.FAILED, Sample.Status.ABORTED
+    return groups
+
+
+def of_several_versions(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Of each group the first sample was begun two pushes ago, the others are new; the last has no versions."""
+    groups = bare_lists(args, rollout_id, data_source)
+    for group in groups:
+        for sample in group:
+            sample.weight_versions = [5, 5]
+        group[0].weight_versions = [3, 5]
+    groups[-1][-1].weight_versions = None
+    return groups

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fusionrl.buffer.accepted import AcceptedSamples
 from fusionrl.data.sample import Sample, Status
 
@@ -54,3 +56,13 @@ def test_a_resumed_run_forgets_what_it_makes_again(tmp_path: Path) -> None:
     assert resumed.add(2, [sample(2, "a")], [1.0])["accepted"] == 1, "what was forgotten is no duplicate"
     AcceptedSamples(tmp_path / "none.jsonl", 0.5, 1).forget_after(-1)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_what_could_not_be_written_is_no_duplicate_when_it_comes_again(tmp_path: Path) -> None:
+    path = tmp_path / "later" / "out.jsonl"
+    accepted = AcceptedSamples(path, threshold=0.5, per_prompt=1)
+    with pytest.raises(OSError, match="later"):
+        accepted.add(0, [sample(0, "good")], [1.0])
+    path.parent.mkdir()
+    assert accepted.add(0, [sample(0, "good")], [1.0])["accepted"] == 1
+    assert accepted.add(1, [sample(0, "good")], [1.0])["duplicates"] == 1

@@ -135,7 +135,7 @@ def test_the_control_loop_answers_while_a_rollout_function_sleeps(buffer: MakeBu
     assert status["offset"] == 4
     assert run(made.status())["phase"] == "idle"
     # Its prompts came back, and the next rollout begins with them.
-    assert [group[0].prompt for group in made._source.buffer] == ["p0", "p1", "p2", "p3"]
+    assert [group[0].prompt for group in made.source.hooked.buffer] == ["p0", "p1", "p2", "p3"]
 
 
 def test_groups_that_are_missing_are_asked_for_again(buffer: MakeBuffer, notes: Any) -> None:
@@ -244,6 +244,43 @@ def test_estimators_of_whole_samples(buffer: MakeBuffer) -> None:
             assert trained[i] == pytest.approx(wanted, rel=1e-5, abs=1e-6), (name, i)
 
 
+def test_samples_without_a_reward_are_not_in_their_group_s_mean(buffer: MakeBuffer) -> None:
+    """Six samples a prompt, two of them lost: the other four are compared with each other."""
+    flags = {"rollout_function_path": f"{HOOKS}:loses_the_first", "n_samples_per_prompt": 6}
+    made = run(buffer(**flags, custom_rm_path=f"{HOOKS}:graded").generate(0))
+    raw, trained, groups = _many(made.shards)
+    for group in np.unique(groups):
+        own = raw[groups == group][1:-1]
+        wanted = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+        assert trained[groups == group] == pytest.approx([0.0, *wanted, 0.0], rel=1e-5, abs=1e-6)
+    # Equal rewards beside lost samples teach nothing, and are reported so.
+    equal = run(buffer(run="equal", **flags, custom_rm_path=f"{HOOKS}:same").generate(0))
+    assert not _many(equal.shards)[1].any()
+    assert equal.metrics["rollout/zero_std_groups"] == 1.0
+    assert equal.facts.num_equal_groups == 4
+
+
+def test_staleness_is_reported_and_marked_for_the_trainers(buffer: MakeBuffer) -> None:
+    made = buffer(rollout_function_path=f"{HOOKS}:of_several_versions")
+    rollout = run(made.generate(0, 6))
+    found = {n.removeprefix("rollout/staleness/"): v for n, v in rollout.metrics.items() if "staleness" in n}
+    # 14 tokens have versions: 4 are 3 pushes old, 10 are 1; of 7 samples 4 are 3 old.
+    assert found == {
+        **{"token_mean": pytest.approx(22 / 14), "token_max": 3.0, "sample_mean": pytest.approx(15 / 7)},
+        **{"sample_max": 3.0, "tokens/0": 0.0, "tokens/1": pytest.approx(10 / 14), "tokens/3": pytest.approx(4 / 14)},
+        **{"samples/0": 0.0, "samples/1": pytest.approx(3 / 7), "samples/3": pytest.approx(4 / 7), "unknown": 0.125},
+    }
+    assert sum(shard.fields["current"].sum() for shard in rollout.shards) == 2, "but for those of unknown version"
+    shards = run(buffer(run="b", rollout_function_path=f"{HOOKS}:of_several_versions").generate(0)).shards
+    marks = {
+        int(i): tuple(own.tolist())
+        for shard in shards
+        for i, own in zip(shard.fields["sample_index"], shard.split("current"), strict=True)
+    }
+    assert marks == {i: (1.0, 1.0) if i % 2 else (0.0, 1.0) for i in range(8)}, "without a push the newest is current"
+    assert "current" not in run(buffer(run="c").generate(0, 2)).shards[0].fields
+
+
 def test_pairs_of_answers(buffer: MakeBuffer) -> None:
     """The best and the worst of each prompt in one optimizer step; what is missing for a step is nothing to learn."""
     made = buffer(policy_loss="dpo", custom_rm_path=f"{HOOKS}:graded", n_samples_per_prompt=4, num_steps_per_rollout=2)
@@ -314,7 +351,7 @@ def test_a_users_own_data_source_keeps_its_own_state(buffer: MakeBuffer, tmp_pat
     run(made.save(str(tmp_path / "s.json"), 0))
     resumed = buffer(attempt=2, data_source_path=f"{HOOKS}:OwnSource")
     run(resumed.load(str(tmp_path / "s.json")))
-    assert resumed._source.position == 4
+    assert resumed.source.hooked.position == 4
 
 
 def test_a_source_derived_as_with_slime_saves_its_own_part_too(buffer: MakeBuffer, tmp_path: Path) -> None:
@@ -322,11 +359,11 @@ def test_a_source_derived_as_with_slime_saves_its_own_part_too(buffer: MakeBuffe
     made = buffer(data_source_path=path)
     run(made.generate(0))
     run(made.save(str(tmp_path / "s.json"), 0))
-    wanted = [[s.to_dict() for s in group] for group in made._source.get_samples(3)]
+    wanted = [[s.to_dict() for s in group] for group in made.source.hooked.get_samples(3)]
     resumed = buffer(attempt=2, data_source_path=path)
     run(resumed.load(str(tmp_path / "s.json")))
-    assert resumed._source.num_calls == 1
-    assert [[s.to_dict() for s in group] for group in resumed._source.get_samples(3)] == wanted
+    assert resumed.source.hooked.num_calls == 1
+    assert [[s.to_dict() for s in group] for group in resumed.source.hooked.get_samples(3)] == wanted
 
 
 def test_a_mixture_reports_each_set_and_goes_on_exactly(
@@ -349,7 +386,7 @@ def test_a_mixture_reports_each_set_and_goes_on_exactly(
     assert run(resumed.state_hash()) == run(made.state_hash())
     wanted, found = run(made.generate(1)), run(resumed.generate(1))
     assert [s.fields["rewards"].tolist() for s in found.shards] == [s.fields["rewards"].tolist() for s in wanted.shards]
-    assert resumed._source.num_drawn == made._source.num_drawn == {"math": 6, "code": 2}
+    assert resumed.source.hooked.num_drawn == made.source.hooked.num_drawn == {"math": 6, "code": 2}
     with pytest.raises(ValueError, match=r"--prompt-data-weights: .* \(3/4, 1/4\); a resume needs the same"):
         run(buffer(attempt=2, **flags | {"prompt_data_weights": [1, 1]}).load(str(tmp_path / "s.json")))
     with pytest.raises(ValueError, match="has 1 sets now, but had 2"):

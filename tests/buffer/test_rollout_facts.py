@@ -9,9 +9,10 @@ import pytest
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.groups import SampleBatch
-from fusionrl.buffer.rollout_facts import glimpses, rollout_facts, teaches_nothing
+from fusionrl.buffer.rollout_facts import rollout_facts, teaches_nothing
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
+from fusionrl.observe.advice import Glimpse
 
 EQUAL = [0.0, 0.0, 1.0, 1.0]  # two groups of two: equal within, different between
 ALL_ZERO, ALL_ONE, MIXED = [0.0] * 4, [1.0] * 4, [0.0, 1.0, 1.0, 1.0]
@@ -125,7 +126,7 @@ def test_what_is_counted() -> None:
     samples[7].metadata = {"no_room_after_turns": 4}
     config = Config.from_flat({"rollout_max_response_len": 4, "rollout_max_context_len": 9})
     raw = [0.0, 0.25, *[0.5] * 6]
-    facts = rollout_facts(config, samples, raw, [0.0] * 8)
+    facts, _ = rollout_facts(config, samples, raw, [0.0] * 8)
     assert (facts.num_samples, facts.num_groups, facts.num_equal_groups, facts.is_all_equal) == (8, 4, 3, False)
     assert (facts.num_truncated, facts.num_at_response_limit, facts.num_at_context_limit) == (2, 1, 1)
     assert (facts.num_failed, facts.num_without_label, facts.num_trained, facts.num_no_second_turn) == (1, 2, 5, 1)
@@ -138,8 +139,13 @@ def test_what_is_shown_is_short_and_spread() -> None:
     samples = samples_of([0.0] * 8)
     samples[0].prompt = [{"role": "user", "content": "x" * 5000 + "end"}]
     samples[0].response = "y" * 100_000
-    shown = glimpses(samples, [0.0] * 8, 3)
+
+    def glimpses(samples: list[Sample], count: int) -> list[Glimpse]:
+        rewards = [0.0] * len(samples)
+        return rollout_facts(Config.from_flat({"log_samples": count}), samples, rewards, rewards)[1]
+
+    shown = glimpses(samples, 3)
     assert [one.index for one in shown] == [0, 2, 5]
     assert shown[0].prompt.endswith("xend") and len(shown[0].prompt) < 1100 and len(shown[0].response) < 1100
-    assert glimpses(samples, [0.0] * 8, 0) == [] and glimpses([], [], 4) == []
-    assert len(glimpses(samples, [0.0] * 8, 100)) == 8
+    assert glimpses(samples, 0) == [] and glimpses([], 4) == []
+    assert len(glimpses(samples, 100)) == 8

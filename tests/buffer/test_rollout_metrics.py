@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.buffer.rollout_metrics import eval_metrics, eval_table, rollout_metrics, set_metrics
+from fusionrl.buffer.eval_metrics import eval_metrics, eval_table
+from fusionrl.buffer.report import rollout_metrics, set_metrics
 from fusionrl.data.sample import Sample
 
 
 def test_of_a_rollout() -> None:
     statuses = ["completed", "truncated", "failed", "aborted"]
     samples = [Sample(response_length=n, status=Sample.Status(s)) for n, s in zip((2, 4, 0, 2), statuses, strict=True)]
-    found = rollout_metrics(samples, [1.0, 0.0, 0.5, 0.5], np.array([0, 0, 1, 1]))
+    for i, sample in enumerate(samples):
+        sample.group_index = i // 2
+    found = rollout_metrics(samples, [1.0, 0.0, 0.5, 0.5])
     assert found["rollout/raw_reward"] == 0.5
     assert found["rollout/accuracy"] == 0.25
     assert found["rollout/response_len/mean"] == 2.0
@@ -28,7 +31,7 @@ def test_of_a_rollout() -> None:
 def test_the_parts_of_a_weighted_sum() -> None:
     own: list[dict[str, Any]] = [{}, {"rewards": ["a user's column"]}, {"rewards": {"gold": "medal"}}]
     parts = [{"rewards": {"math": 1.0, "format": 0.0}}, {"rewards": {"math": 0.0}}, *own]
-    found = rollout_metrics([Sample(metadata=m) for m in parts], [1.0, 0.0, 0.0, 0.0, 0.0], np.zeros(5))
+    found = rollout_metrics([Sample(metadata=m) for m in parts], [1.0, 0.0, 0.0, 0.0, 0.0])
     assert found["rollout/reward_math"] == 0.5
     assert found["rollout/reward_format"] == 0.0
 

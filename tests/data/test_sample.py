@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.data.sample import Sample, reward_value
+from fusionrl.data.sample import Sample, reward_value, token_versions
 from fusionrl.observe.values import json_line
 
 
@@ -194,3 +194,8 @@ def test_one_number_of_a_reward() -> None:
         with pytest.raises(ValueError, match=part):
             value(reward, key)
     assert reward_value({"a": True}, "a", "--x") == 1.0
+
+
+@pytest.mark.parametrize("version", ["default", "99999999999", "--3", "\u00b2", "", None])
+def test_a_version_that_no_push_gave_is_the_checkpoint_s(version: Any) -> None:
+    assert token_versions({"weight_version": version}, 2).tolist() == [0, 0]

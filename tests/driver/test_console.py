@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer.actor import Rollout
-from fusionrl.buffer.rollout_facts import glimpses, rollout_facts
+from fusionrl.buffer.rollout_facts import rollout_facts
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
 from fusionrl.driver.context import Run
@@ -59,8 +59,8 @@ def test_a_rollout_that_teaches_nothing(screen: io.StringIO, tmp_path: Path) -> 
     fields: dict[str, Any] = {"tokens": [1, 2, 3], "response_length": 2, "status": Status.COMPLETED}
     samples = [Sample(index=i, group_index=i // 2, response="\x1b[2Jno", label="x", **fields) for i in range(4)]
     flags = {"n_samples_per_prompt": 2, "log_samples": 2, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    facts = rollout_facts(Config.from_flat(flags), samples, [0.0] * 4, [0.0] * 4)
-    rollout = Rollout(4, [], facts=facts, glimpses=glimpses(samples, [0.0] * 4, 2))
+    facts, glimpses = rollout_facts(Config.from_flat(flags), samples, [0.0] * 4, [0.0] * 4)
+    rollout = Rollout(4, [], facts=facts, glimpses=glimpses)
     run = run_of(screen, tmp_path, rollout, **flags)
     started: Any = None
     assert run.wait_rollout(started) is rollout

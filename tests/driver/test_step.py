@@ -25,10 +25,10 @@ class Cluster:
         self.log: list[str] = []
         self._stops, self._left = stops, number
         self.trainers: Any = SimpleNamespace(train=self.train, offload=lambda: None, sample_columns=lambda _: [])
-        self.weights = SimpleNamespace(push=self.push, restore_engines=lambda: None)
+        self.weights = SimpleNamespace(version=0, push=self.push, restore_engines=lambda: None)
         self.engines = SimpleNamespace(release_memory=lambda: None)
         self.buffer = SimpleNamespace(
-            start_rollout=lambda rollout_id: rollout_id,
+            start_rollout=lambda rollout_id, version: rollout_id,
             wait_rollout=lambda started: Rollout(started, [], {"rollout/num_tokens": 6.0}),
             start_evaluation=lambda step: step,
             wait_evaluation=self.evaluate,

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,8 @@ from fusionrl.algorithms.policy_losses import POLICY_LOSSES
 from fusionrl.algorithms.sequences import Sequences
 from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.buffer.accepted import AcceptedSamples
-from fusionrl.buffer.rollout_metrics import eval_metrics, rollout_metrics, set_metrics
+from fusionrl.buffer.eval_metrics import eval_metrics
+from fusionrl.buffer.report import rollout_metrics, set_metrics
 from fusionrl.cli import main
 from fusionrl.data.sample import Sample
 from fusionrl.driver import reporter as train
@@ -131,7 +131,7 @@ def test_what_rollouts_and_evaluations_report_is_documented(tmp_path: Path) -> N
         sample.metadata = {"data_source": "gsm8k", "rewards": {"math": 1.0}}
         sample.teacher_log_probs = sample.rollout_log_probs = [-1.0, -1.0]
     raw = [0.0, 1.0, 1.0, 1.0]
-    names = [*rollout_metrics(samples, raw, np.arange(4) // 2), *set_metrics(samples, raw)]
+    names = [*rollout_metrics(samples, raw), *set_metrics(samples, raw)]
     names += eval_metrics({"held-out": {"rewards": raw, "truncated": [False] * 4, "samples": samples}})
     counts = AcceptedSamples(tmp_path / "accepted.jsonl", 0.5, 1).add(0, samples, raw)
     names += [f"rollout/{name}" for name in counts]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fusionrl.buffer.rollout_metrics import rollout_metrics
+from fusionrl.buffer.report import rollout_metrics
 from fusionrl.data.sample import Sample
 from fusionrl.rewards import code_run
 from fusionrl.rewards.calls import call_reward
 from fusionrl.rewards.code import grade_all, grade_share
 from fusionrl.rewards.code_labels import NumbersTest, read_tests
 from fusionrl.rewards.code_run import REASONS
+from fusionrl.rewards.settings import Grading
 from fusionrl.sandbox import SandboxError
 from tests.rewards.cheats import CHEATS, EXPECTED, FEW_QUESTIONS, LABELS, NO_ANSWER
 
@@ -358,17 +357,17 @@ def test_a_judge_without_pipes_is_an_error_of_the_sandbox(monkeypatch: pytest.Mo
 
 
 def test_reasons_reach_the_sample_and_the_metrics() -> None:
-    args = SimpleNamespace(custom_rm_path=None, rm_type="code+format:0.1", allow_weak_sandbox=True)
+    grading = Grading(rm_type="code+format:0.1", allow_weak_sandbox=True)
     metadata = {"shared": 1}
     samples = [
         Sample(index=i, response=block(f"def f(): return {i}"), label=["assert f() == 1"] * 2, metadata=metadata)
         for i in range(3)
     ]
-    rewards = [call_reward(args, sample) for sample in samples]
+    rewards = [call_reward(grading, sample) for sample in samples]
     assert rewards == [0.0, 1.0, 0.0]
     assert [sample.metadata.get("code_failures") for sample in samples] == [{"wrong": 2}, None, {"wrong": 2}]
     assert metadata == {"shared": 1}, "the samples of a group share it"
-    metrics = rollout_metrics(samples, rewards, np.zeros(3))
+    metrics = rollout_metrics(samples, rewards)
     assert {name: value for name, value in metrics.items() if "code_failed" in name} == {
         "rollout/code_failed/wrong": 2.0
     }

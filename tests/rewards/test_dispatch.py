@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import pickle
 import re
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, take_lost
 from fusionrl.rewards.registry import RM_TYPES
+from fusionrl.rewards.settings import Grading, RewardSettings
 
 HOOKS = """
 import asyncio, os
@@ -193,3 +195,16 @@ def test_a_server_scores(json_server: Any) -> None:
     json_server.answers = [(200, "good")]
     with pytest.raises(RewardError, match="returned 'good'"):
         score(args, Sample())
+
+
+def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
+    """The flags go to a user's function, as it has them elsewhere; a built-in reward gets the few that it reads."""
+    args = flags(rm_type="exact", prompt_data=["x" * 1000], abort_event=threading.Event(), own=threading.Lock())
+    settings = RewardSettings.of_args(args)
+    graded: Grading = pickle.loads(settings.grading.packed(None))
+    assert graded.args is None and (graded.rm_type, graded.format_regex) == ("exact", None)
+    assert len(settings.grading.packed(None)) < 500
+    for_hook: Grading = pickle.loads(settings.grading.packed(args))
+    assert vars(for_hook.args) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
+    other = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"])).grading
+    assert other.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}

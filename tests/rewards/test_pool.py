@@ -14,6 +14,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.calls import is_async
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
+from fusionrl.rewards.settings import Grading
 
 GUILTY = 7
 HOOKS = """
@@ -94,8 +95,13 @@ def pool() -> Iterator[RewardPool]:
     made.close()
 
 
+def grading(path: str) -> bytes:
+    """Return what a process is sent of the flags, for a user's function."""
+    return Grading(custom_rm_path=path).packed(argparse.Namespace(custom_rm_path=path))
+
+
 def score(pool: RewardPool, path: str, count: int, limit_s: float, **kwargs: Any) -> tuple[list[Any], list[Sample]]:
-    args = pickle.dumps(argparse.Namespace(custom_rm_path=path, rm_type=None, group_rm=False))
+    args = grading(path)
     samples = [Sample(index=i, response="x" * i) for i in range(count)]
     futures = [
         pool.submit(args, [s], call="sample", kwargs=kwargs, limit_s=limit_s, is_async=is_async(path)) for s in samples
@@ -165,7 +171,7 @@ def test_errors_come_back_as_what_they_say(pool: RewardPool, hooks: str) -> None
         score(pool, f"{hooks}:raises", 1, 5.0)
     with pytest.raises(RewardRaised, match="cannot pickle"):
         score(pool, f"{hooks}:a_lock", 1, 5.0)
-    args = pickle.dumps(argparse.Namespace(custom_rm_path=None, rm_type="exact"))
+    args = pickle.dumps(Grading(rm_type="exact"))
     strange = Sample(response="a", label=Strange())
     with pytest.raises(RewardRaised, match="TypeError"):
         pool.submit(args, [strange], call="sample", kwargs={}, limit_s=5.0, is_async=False).result(30)
@@ -179,7 +185,7 @@ class Strange:
 
 
 def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> None:
-    args = pickle.dumps(argparse.Namespace(custom_rm_path=f"{hooks}:waits", rm_type=None, group_rm=False))
+    args = grading(f"{hooks}:waits")
     kwargs: dict[str, Any] = {"call": "sample", "kwargs": {}, "limit_s": 5.0, "is_async": True}
     futures = [pool.submit(args, [Sample(index=i, response="x" * i)], **kwargs) for i in range(100)]
     for future in futures[::2]:
@@ -188,7 +194,7 @@ def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> 
 
 
 def test_a_group_is_one_call(pool: RewardPool, hooks: str) -> None:
-    args = pickle.dumps(argparse.Namespace(custom_rm_path=f"{hooks}:group", rm_type=None, group_rm=True))
+    args = grading(f"{hooks}:group")
     group = [Sample(index=i) for i in range(4)]
     future = pool.submit(args, group, call="group", kwargs={}, limit_s=5.0, is_async=False)
     assert future.result(30) == [0.0, 1.0, 2.0, 3.0]
@@ -196,7 +202,7 @@ def test_a_group_is_one_call(pool: RewardPool, hooks: str) -> None:
 
 def test_nothing_is_left_when_it_is_closed(hooks: str) -> None:
     pool = RewardPool(2)
-    args = pickle.dumps(argparse.Namespace(custom_rm_path=f"{hooks}:sleeps", rm_type=None, group_rm=False))
+    args = grading(f"{hooks}:sleeps")
     futures = [
         pool.submit(args, [Sample(index=i)], call="sample", kwargs={}, limit_s=60.0, is_async=False) for i in range(20)
     ]

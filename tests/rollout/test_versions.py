@@ -15,11 +15,18 @@ import pytest
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.plugin_api import post, run
-from fusionrl.rollout import sglang_rollout, versions
+from fusionrl.rollout import versions
+from fusionrl.rollout.samples import SampleContext, custom_generate
 from fusionrl.rollout.versions import Answers, Before, fill_versions, note_answer, noting_answers, take_warnings
 
 URL = "http://engine:1"
-ARGS = argparse.Namespace(router_url=URL, engine_urls=["http://engine:2"])
+URLS = [URL, "http://engine:2"]
+
+
+def context(**values: Any) -> SampleContext:
+    given = {"custom_generate_function_path": None, "rollout_sample_hook_path": [], "semaphore": None}
+    scored = {"rm_type": None, "custom_rm_path": None, "reward_timeout_s": 1.0}
+    return SampleContext.of_args(argparse.Namespace(**given, **scored, **values))
 
 
 def answer(tokens: list[int], version: Any, **more: Any) -> dict[str, Any]:
@@ -48,7 +55,7 @@ def forget_warnings() -> None:
 
 
 def filled(sample: Sample, *answers: dict[str, Any], before: Before | None = None, **options: Any) -> Any:
-    with noting_answers(ARGS, **options) as noted:
+    with noting_answers(URLS, **options) as noted:
         for one in answers:
             note_answer(f"{URL}/generate", one)
     fill_versions([sample], noted, "--custom-generate-function-path f", before)
@@ -121,7 +128,7 @@ def test_a_sample_of_an_earlier_rollout() -> None:
 
 
 def test_only_the_policys_engines_are_heard() -> None:
-    with noting_answers(ARGS) as noted:
+    with noting_answers(URLS) as noted:
         for number, url in enumerate(("http://judge:1", "http://engine:11", "http://engine:2", URL)):
             note_answer(f"{url}/generate", answer([5], str(number)))
         note_answer(f"{URL}/flush_cache", {"success": True})
@@ -129,7 +136,7 @@ def test_only_the_policys_engines_are_heard() -> None:
     assert noted.versions == {2, 3}
     note_answer(f"{URL}/generate", answer([5], "6"))
     assert noted.versions == {2, 3}, "the call is over"
-    with noting_answers(argparse.Namespace()) as nobody:
+    with noting_answers([]) as nobody:
         note_answer("http://anything/generate", answer([5], "6"))
     assert not nobody.versions
 
@@ -164,8 +171,8 @@ def test_a_function_that_posts(json_server: Any, tmp_path: Path, monkeypatch: py
     path = tmp_path / "posts.py"
     path.write_text(f"from {__name__} import FUNCTIONS\nasync def f(args, sample, params):\n")
     path.write_text(path.read_text() + "    return await FUNCTIONS['generate'](args, sample, params)\n")
-    args = argparse.Namespace(router_url=json_server.url, engine_urls=[])
-    made = asyncio.run(sglang_rollout._custom_generate(f"{path}:f", args, Sample(index=1), {}, False))
+    own = context(router_url=json_server.url, engine_urls=[])
+    made = asyncio.run(custom_generate(own, f"{path}:f", Sample(index=1), {}, False))
     assert [list(one.weight_versions) for one in made] == [[4, 4], [4, 4]]
     assert take_warnings() == []
 
@@ -183,4 +190,4 @@ def test_a_function_whose_fields_do_not_fit_is_named(tmp_path: Path, line: str, 
     path = tmp_path / "bad.py"
     path.write_text(f"async def f(args, sample, params):\n    {line}\n    return sample\n")
     with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: .*{said}"):
-        asyncio.run(sglang_rollout._custom_generate(f"{path}:f", argparse.Namespace(), Sample(index=1), {}, False))
+        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=1), {}, False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fusionrl.buffer.actor import BufferActor
+from fusionrl.buffer.source import PromptSource
 from fusionrl.cluster.checkpoints import Checkpoints
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer.checkpoint_mutations import MARKER, MUTATIONS, forge
@@ -31,7 +30,7 @@ class Saved:
     folder: Path
     hashes: list[dict[str, str]]
     workers: LocalRanks
-    buffer: BufferActor
+    source: PromptSource
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +48,25 @@ def saved(workers: LocalRanks, hf: Any, tiny_model: Path, tmp_path_factory: pyte
         checkpoints = Checkpoints(base / "checkpoints")
         temporary = checkpoints.begin(1)
         workers.call("save", str(temporary / "trainer"), 1)
-        buffer = _buffer(base / "prompts.jsonl", tiny_model)
-        asyncio.run(buffer.save(str(temporary / "buffer.json"), 1))
+        source = _source(base / "prompts.jsonl", tiny_model)
+        source.save(temporary / "buffer.json", 1)
         checkpoints.publish(1, temporary, {"metrics": {}})
-        yield Saved(base / "checkpoints", workers.call("state_hashes"), workers, buffer)
+        yield Saved(base / "checkpoints", workers.call("state_hashes"), workers, source)
     finally:
         os.environ.pop(MARKER)
 
 
-def _buffer(prompts: Path, model: Path) -> BufferActor:
+def _source(prompts: Path, model: Path) -> PromptSource:
     """The part of a Buffer that writes and reads the data cursor."""
     from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
     from fusionrl.config.config import Config
 
     config = Config.from_flat({"prompt_data": [str(prompts)], "rollout_shuffle": True, "hf_checkpoint": str(model)})
-    buffer = object.__new__(BufferActor)  # its constructor wants engines
-    buffer.config, buffer._source = config, RolloutDataSourceWithBuffer(config.to_args())
-    buffer._source.add_samples(buffer._source.get_samples(1))
-    buffer._states = {1: buffer._source_state()}
-    return buffer
+    source = PromptSource(config)
+    source.hooked = RolloutDataSourceWithBuffer(config.to_args())
+    source.hooked.add_samples(source.hooked.get_samples(1))
+    source.keep(1)
+    return source
 
 
 def _resume(saved: Saved, folder: Path) -> str | None:
@@ -77,7 +76,7 @@ def _resume(saved: Saved, folder: Path) -> str | None:
         assert latest is not None
         Checkpoints.check(latest)
         saved.workers.call("load", str(latest.path / "trainer"))
-        asyncio.run(saved.buffer.load(str(latest.path / "buffer.json")))
+        saved.source.load(latest.path / "buffer.json")
     except ValueError as error:
         return str(error)
     except Failed as error:

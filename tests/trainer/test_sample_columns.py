@@ -112,3 +112,29 @@ def test_only_the_last_rollout_that_was_trained_on(workers, hf):
     workers.start(config_of(folder, "sft"))
     workers.train(shards_of(Samples(4, seed=24), TrainerLayout(1), 1))
     assert workers.call("sample_columns", 0) == [{}]
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["from-the-loss", "from-log-probs"])
+def test_tokens_of_older_weights_are_no_mismatch(workers, hf, steps):
+    """They are trained on; how far they are off says how old they are, and not that engine and trainer disagree."""
+    folder, _ = hf("qwen3", False)
+    samples = Samples(6, seed=25)
+    workers.start(config_of(folder))
+    scores = workers.call("score", samples.shards()[0])[0]
+    shards = shards_of(samples, TrainerLayout(1), steps)
+    current = [(np.arange(n) >= n // 2).astype(np.float32) for n in samples.response]
+    current[2][:] = 0.0
+    shards[0].fields["current"] = np.concatenate(current)
+    workers.start(config_of(folder))
+    metrics = workers.train(shards, TrainerLayout(1))
+    gaps = [np.abs(a.astype(np.float64) - b) for a, b in zip(scores, samples.log_probs, strict=True)]
+    used = [(m > 0) & (c > 0) for m, c in zip(samples.mask, current, strict=True)]
+    wanted = np.concatenate([gap[own] for gap, own in zip(gaps, used, strict=True)])
+    assert metrics["train/logprob_diff_mean"] == pytest.approx(wanted.mean(), rel=1e-4)
+    found = columns_of_all(workers)
+    for i, columns in found.items():
+        assert columns["num_trained"] == int(samples.mask[i].sum())
+        if used[i].any():
+            assert columns["mismatch"] == pytest.approx(gaps[i][used[i]].mean(), rel=1e-4)
+        else:
+            assert "mismatch" not in columns

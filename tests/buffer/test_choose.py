@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusionrl.data.pairs import best_and_worst
+from fusionrl.buffer.choose import best_and_worst
 from fusionrl.data.sample import Sample, Status
 
 

@@ -1,83 +1,14 @@
-"""Numbers about a rollout or an evaluation, under slime's names."""
+"""Numbers about an evaluation, under slime's names."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
-from fusionrl.buffer.build import response_mask
-from fusionrl.data.sample import Sample, Status
-from fusionrl.rewards.code_run import REASONS
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
-
-
-def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float], group_index: np.ndarray) -> dict[str, float]:
-    """Means over the samples of one rollout, and the share of groups whose rewards are all equal."""
-    rewards = np.asarray(raw, np.float64)
-    lengths = np.array([s.response_length for s in samples])
-    groups = [rewards[group_index == g] for g in np.unique(group_index)]
-    parts: dict[str, list[float]] = {}  # of a weighted sum in --rm-type
-    for sample in samples:
-        graded = (sample.metadata or {}).get("rewards")  # a user's data may have a column of that name
-        for name, value in graded.items() if isinstance(graded, dict) else ():
-            if isinstance(value, float):
-                parts.setdefault(name, []).append(value)
-    return {
-        **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
-        **_code_failures(samples),
-        **_distance_to_teacher(samples),
-        "rollout/raw_reward": float(rewards.mean()),
-        "rollout/raw_reward_std": float(rewards.std()),
-        "rollout/accuracy": float((rewards >= ACCURATE).mean()),
-        "rollout/response_len/mean": float(lengths.mean()),
-        "rollout/response_len/max": float(lengths.max()),
-        "rollout/truncated_ratio": float(np.mean([s.status == Status.TRUNCATED for s in samples])),
-        "rollout/failed": float(sum(s.status in (Status.FAILED, Status.ABORTED) for s in samples)),
-        "rollout/zero_std_groups": float(np.mean([np.ptp(g) < 1e-8 for g in groups])),
-        "rollout/num_samples": float(len(samples)),
-        "rollout/num_tokens": float(lengths.sum()),
-    }
-
-
-def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
-    """Per reason for which programs failed tests (`code_run.REASONS`): how many samples have such a test."""
-    counts: Counter[str] = Counter()
-    for sample in samples:
-        reasons = (sample.metadata or {}).get("code_failures")  # a user's data may have a column of that name
-        if isinstance(reasons, dict):
-            counts.update(name for name in reasons if name in REASONS)
-    return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}
-
-
-def _distance_to_teacher(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean of log p(student) - log p(teacher) over the trained-on tokens: an estimate of their reverse KL (k1)."""
-    gaps = [np.zeros(0)]
-    for s in samples:
-        if s.teacher_log_probs is not None and s.rollout_log_probs is not None:
-            gap = np.asarray(s.rollout_log_probs, np.float64) - np.asarray(s.teacher_log_probs, np.float64)
-            gaps.append(gap[response_mask(s) > 0])
-    found = np.concatenate(gaps)
-    return {"rollout/opd_reverse_kl": float(found.mean())} if found.size else {}
-
-
-def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
-    """Per set of a mixture (`metadata["data_source"]`): mean raw reward, accuracy, number of samples."""
-    sets: dict[str, list[float]] = {}
-    for sample, reward in zip(samples, raw, strict=True):
-        name = sample.metadata.get("data_source")
-        if name is not None:
-            sets.setdefault(str(name), []).append(reward)
-    out: dict[str, float] = {}
-    for name, rewards in sets.items():
-        out[f"rollout/{name}/raw_reward"] = float(np.mean(rewards))
-        out[f"rollout/{name}/accuracy"] = float(np.mean(np.asarray(rewards) >= ACCURATE))
-        out[f"rollout/{name}/num_samples"] = float(len(rewards))
-    return out
 
 
 def eval_metrics(data: dict[str, dict[str, Any]]) -> dict[str, float]:

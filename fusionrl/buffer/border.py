@@ -1,0 +1,102 @@
+"""The border between the Buffer and a user's functions: the flat `args` that they get, as slime's users know it."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import call_hook, flag_of
+from fusionrl.plan.plan import Plan
+from fusionrl.rollout.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A user's function of one flag. What it raises names the flag and the function."""
+
+    field: str
+    path: str
+
+    @property
+    def where(self) -> str:
+        """Flag and function, as messages begin."""
+        return f"{flag_of(self.field)} {self.path}"
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            HookError: whatever it raised.
+        """
+        return call_hook(self.field, self.path, *given)
+
+
+class HookBorder:
+    """Makes the `args` of hooks; nothing else in the Buffer reads flags from a flat namespace.
+
+    It is built at most once a rollout, when the first hook is called. Each hook gets a copy of its own, so that what
+    one writes on it reaches no other.
+    """
+
+    def __init__(self, config: Config, plan: Plan, run_dir: Path, abort: threading.Event) -> None:
+        self._config, self._plan, self._run_dir, self._abort = config, plan, run_dir, abort
+        self._endpoints = EngineEndpoints()
+        self._built: argparse.Namespace | None = None
+
+    def set_endpoints(self, endpoints: EngineEndpoints) -> None:
+        """Tell hooks of these engines from the next call on."""
+        self._endpoints, self._built = endpoints, None
+
+    def begin(self) -> None:
+        """Begin a rollout or an evaluation: `args` are built anew."""
+        self._built = None
+
+    def hook(self, field: str) -> Hook | None:
+        """Return the function of the flag of `field`; None where the user gives none."""
+        flags = {**vars(self._config.rollout), **vars(self._config.reward)}
+        return Hook(field, flags[field]) if flags[field] is not None else None
+
+    def args(self) -> argparse.Namespace:
+        """Return a copy of the flags for one call of a hook, with slime's names for what the run adds."""
+        if self._built is None:
+            self._built = self._build()
+        return copy.deepcopy(self._built)
+
+    def teacher(self) -> Teacher:
+        """Return the teacher, whose clients belong to the event loop that uses it."""
+        ends = self._endpoints
+        return Teacher(ends.teacher_urls, ends.api_key, self._plan.shape.vocab_size)
+
+    def policy_urls(self) -> list[str]:
+        """Return the addresses of the policy's engines and of their router."""
+        ends = self._endpoints
+        return [url for url in (ends.router_url, *ends.engine_urls) if url]
+
+    def _build(self) -> argparse.Namespace:
+        ends, shape = self._endpoints, self._plan.shape
+        host, _, port = ends.router_url.removeprefix("http://").rpartition(":")
+        asks_for_experts = self._config.algorithm.use_rollout_routing_replay and self._plan.device == "cuda"
+        return self._config.to_args(
+            sglang_router_ip=host or None,
+            sglang_router_port=int(port) if port else None,
+            router_url=ends.router_url,
+            engine_urls=list(ends.engine_urls),
+            api_key=ends.api_key,
+            rm_urls=list(ends.rm_urls),
+            teacher_urls=list(ends.teacher_urls),
+            rollout_global_dataset=True,
+            vocab_size=shape.vocab_size,
+            # (layers, experts of a token), where the engines are asked which experts they chose
+            routed_experts_size=(shape.num_layers, shape.moe.topk) if asks_for_experts and shape.moe else None,
+            num_experts=shape.moe.num_experts if shape.moe else None,
+            save=str(self._run_dir / "checkpoints"),
+            load=None,
+            run_dir=str(self._run_dir),
+            abort_event=self._abort,
+        )

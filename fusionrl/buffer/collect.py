@@ -1,0 +1,131 @@
+"""Collection: the rollout function is called until there are enough groups; what it left undone is done here."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.functions import RolloutFunctions
+from fusionrl.buffer.source import PromptSource
+from fusionrl.config.config import Config
+from fusionrl.data.sample import Sample, lacks_reward
+from fusionrl.plan.plan import Plan
+from fusionrl.rewards.dispatch import score_group
+from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.samples import apply_filter
+from fusionrl.rollout.teacher import score_samples
+from fusionrl.rollout.types import Limits, RolloutFnTrainOutput, as_train_output, check_samples, flatten
+from fusionrl.rollout.versions import fill_versions, noting_answers
+
+DROPPED = "rollout/dropped_"  # metrics of this prefix count groups; they add up over calls
+MAX_REFILLS = 10  # calls of a rollout function that keeps returning too few groups
+
+
+@dataclass
+class Collected:
+    """The samples of a rollout, group after group, and the metrics of the rollout function's own."""
+
+    samples: list[Sample]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    """Collects --rollout-batch-size groups: generated, scored, filtered and numbered."""
+
+    def __init__(
+        self, config: Config, plan: Plan, border: HookBorder, functions: RolloutFunctions, source: PromptSource
+    ) -> None:
+        self._config, self._plan = config, plan
+        self._border, self._functions, self._source = border, functions, source
+
+    def collect(self, rollout_id: int) -> Collected:
+        """Return the groups of one rollout, chosen and checked.
+
+        Raises:
+            HookError, ValueError: with the flag concerned.
+        """
+        groups, metrics = self._enough_groups(rollout_id)
+        samples = self._choose(groups)
+        asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
+        return Collected(samples, metrics)
+
+    def _enough_groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Call the rollout function until there are enough groups; score and filter what it left undone."""
+        assert self._plan.batch is not None
+        wanted = self._plan.batch.num_prompts
+        groups: list[list[Sample]] = []
+        metrics: dict[str, float] = {}
+        dropped: Counter[str] = Counter()
+        for _ in range(MAX_REFILLS):
+            args = self._border.args()  # one for the rollout function and for what it left undone
+            output = self._call(args, rollout_id)
+            dropped.update({k: v for k, v in output.metrics.items() if k.startswith(DROPPED)})
+            metrics.update(output.metrics)
+            groups += output.samples if self._config.run.mode == "sft" else self._finish(args, output.samples, dropped)
+            if len(groups) >= wanted:
+                break
+        if len(groups) < wanted:
+            raise ValueError(
+                f"--rollout-function-path {self._config.rollout.rollout_function_path}: {MAX_REFILLS} calls gave"
+                f" {len(groups)} groups that pass the filter, --rollout-batch-size is {wanted}"
+            )
+        if len(groups) > wanted:
+            dropped[f"{DROPPED}surplus"] += len(groups) - wanted
+        return groups, {**metrics, **dropped}
+
+    def _call(self, args: Namespace, rollout_id: int) -> RolloutFnTrainOutput:
+        """Call the rollout function once; tokens of a user's function get the weight versions that engines said."""
+        with noting_answers(self._border.policy_urls(), keeps_tokens=False) as answers:
+            output = as_train_output(self._functions.generate(args, rollout_id))
+        if self._functions.where is not None and answers.urls:
+            fill_versions(flatten(output.samples), answers, self._functions.where)
+        return output
+
+    def _finish(self, args: Namespace, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
+        """Compute rewards that are still missing; groups that got them here are filtered here."""
+        kept: list[list[Sample]] = []
+        settings = RewardSettings.of_args(args)
+        for group in groups:
+            missing = [s for s in group if s.reward is None and not lacks_reward(s)]
+            if missing:
+                rewards = asyncio.run(score_group(settings, missing))
+                for sample, reward in zip(missing, rewards, strict=True):
+                    sample.reward = reward
+                verdict = apply_filter(self._config.rollout.dynamic_sampling_filter_path, args, group)
+                if not verdict.keep:
+                    dropped[f"{DROPPED}{verdict.reason or 'filtered'}"] += 1
+                    continue
+            kept.append(group)
+        return kept
+
+    def _choose(self, groups: list[list[Sample]]) -> list[Sample]:
+        """Cut the groups to the batch, between the hooks that see all and that filter; number and check them."""
+        assert self._plan.batch is not None
+        border, path, args = self._border, self._config.rollout.rollout_function_path, self._border.args()
+        if show_all := border.hook("rollout_all_samples_process_path"):
+            show_all(args, groups, self._source.hooked.get_samples)
+        groups = groups[: self._plan.batch.num_prompts]
+        if mark_removed := border.hook("rollout_sample_filter_path"):
+            mark_removed(args, groups)
+        for position, group in enumerate(groups):
+            _number_group(group, position)
+            check_samples("rollout_function_path", path, group, limits_of(self._plan))
+        return flatten(groups)
+
+
+def limits_of(plan: Plan) -> Limits:
+    """Return the limits of the plan's model, against which numbers in samples are checked."""
+    moe = plan.shape.moe
+    return Limits(plan.shape.vocab_size, moe.num_experts if moe is not None else None)
+
+
+def _number_group(group: list[Sample], position: int) -> None:
+    """Samples that a rollout function made without a group get their group's number, or one below zero."""
+    known = (sample.group_index for sample in group if sample.group_index is not None)
+    number = next(known, -2 - position)
+    for sample in group:
+        if sample.group_index is None:
+            sample.group_index = number

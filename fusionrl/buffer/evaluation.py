@@ -1,0 +1,89 @@
+"""Evaluation sets: answered by the engines and scored, or in --mode sft made into shards for a validation loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.build import build_shards
+from fusionrl.buffer.eval_metrics import eval_metrics, eval_set_metrics
+from fusionrl.buffer.functions import RolloutFunctions
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import EvalSet, eval_sets
+from fusionrl.data.prompts import PromptColumns, load_conversations
+from fusionrl.data.train_batch import TrainShard
+from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.observe.values import to_jsonable, write_atomically
+from fusionrl.plan.batch import BatchPlan
+from fusionrl.plan.plan import Plan
+from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
+from fusionrl.rollout.types import as_eval_output
+
+
+class Evaluation:
+    """Evaluates, and writes the samples and eval/<step>.json."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        border: HookBorder,
+        functions: RolloutFunctions,
+        writer: RolloutWriter,
+        run_dir: Path,
+        attempt: int,
+    ) -> None:
+        self._config, self._plan, self._border, self._functions = config, plan, border, functions
+        self._writer, self._run_dir, self._attempt = writer, run_dir, attempt
+        self._sets: list[EvalSet] = eval_sets(border.args())
+
+    def run(self, rollout_id: int) -> dict[str, float]:
+        """Evaluate on every set; returns eval/<set>/….
+
+        Raises:
+            HookError, ValueError: with the flag concerned.
+        """
+        result = as_eval_output(self._functions.evaluate(self._border.args(), rollout_id))
+        for name, found in result.data.items():
+            rows = (sample.to_row() for sample in found.get("samples", []))
+            self._writer.write(rollout_id, self._attempt, rows, kind=f"eval-{name}")
+        self._write_summary(rollout_id, result.data)
+        log = self._border.hook("custom_eval_rollout_log_function_path")
+        itself = log is not None and log(rollout_id, self._border.args(), result.data, result.metrics)
+        return {
+            **({} if itself else eval_metrics(result.data)),
+            **{f"eval/reward_{reason}": float(count) for reason, count in take_lost().items()},
+            **result.metrics,
+        }
+
+    def _write_summary(self, rollout_id: int, data: Mapping[str, dict[str, Any]]) -> None:
+        """Write eval/<step>.json: each set's metrics, and the settings that they were found with (null: a user's)."""
+        settings = {one.name: one.model_dump() for one in self._sets}
+        sets = {
+            name: {"metrics": eval_set_metrics(name, found), "settings": settings.get(name)}
+            for name, found in data.items()
+        }
+        folder = self._run_dir / "eval"
+        folder.mkdir(exist_ok=True)
+        summary = to_jsonable({"step": rollout_id, "attempt": self._attempt, "sets": sets})
+        write_atomically(folder / f"{rollout_id}.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+    def validation_shards(self, put: Callable[[TrainShard], Any]) -> dict[str, list[Any]]:
+        """--mode sft: set → one shard a rank, for `TrainerActor.evaluate_loss`."""
+        assert self._plan.balance is not None and self._plan.batch is not None
+        shards, settings = {}, SftSettings.of_args(self._border.args())
+        for one in self._sets:
+            columns = PromptColumns(one.input_key, one.label_key, one.metadata_key, one.tool_key)
+            samples = load_conversations(one.path, columns, f"--eval-prompt-data {one.name}").samples
+            for index, sample in enumerate(samples):
+                sample.index = sample.group_index = index
+            samples = [to_sft_sample(settings, sample) for sample in samples]
+            zeros, count = [0.0] * len(samples), len(samples)
+            batch = BatchPlan(count, 1, 1, count, self._plan.batch.dp_size)
+            built = build_shards(samples, zeros, zeros, batch, self._plan.balance, rollout_id=-1)
+            shards[one.name] = [put(shard) for shard in built]
+        return shards

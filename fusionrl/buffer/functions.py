@@ -1,0 +1,59 @@
+"""The user's rollout function and evaluation function, loaded once and called under their flags' names."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from fusionrl.buffer.source import PromptSource
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of, load_function, user_code
+from fusionrl.rollout.types import RolloutAborted
+
+SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
+
+
+class RolloutFunctions:
+    """Calls --rollout-function-path and --eval-function-path with `args` and the data source."""
+
+    def __init__(self, config: Config, source: PromptSource) -> None:
+        rollout = config.rollout
+        default = type(rollout)().rollout_function_path
+        self._source, self._default = source, default
+        is_sft = config.run.mode == "sft" and rollout.rollout_function_path == default
+        self._path = rollout.rollout_function_path
+        self._function = load_function(SFT_ROLLOUT if is_sft else self._path)
+        self._eval_field = "eval_function_path" if rollout.eval_function_path else "rollout_function_path"
+        self._eval_path = rollout.eval_function_path or self._path
+        self._eval_function = load_function(self._eval_path)
+
+    @property
+    def where(self) -> str | None:
+        """Flag and path of a user's own rollout function; None for the default one."""
+        return None if self._path == self._default else f"--rollout-function-path {self._path}"
+
+    def generate(self, args: Namespace, rollout_id: int) -> Any:
+        """Call the rollout function; returns what it returned."""
+        return self._call("rollout_function_path", self._path, self._function, args, rollout_id, {})
+
+    def evaluate(self, args: Namespace, rollout_id: int) -> Any:
+        """Call the function that evaluates; returns what it returned."""
+        keywords = {"evaluation": True}
+        return self._call(self._eval_field, self._eval_path, self._eval_function, args, rollout_id, keywords)
+
+    def _call(
+        self,
+        field: str,
+        path: str,
+        function: Callable[..., Any],
+        args: Namespace,
+        rollout_id: int,
+        keywords: dict[str, bool],
+    ) -> Any:
+        source = self._source
+        if path == self._default:
+            with source.guarded():  # of the user's functions in it, only the data source does not name itself
+                return function(args, rollout_id, source.hooked, **keywords)
+        with user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,)):
+            return function(args, rollout_id, source.hooked, **keywords)

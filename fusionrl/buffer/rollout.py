@@ -1,0 +1,103 @@
+"""One rollout, stage after stage: collect or replay → score → report → write → accept → choose → cut.
+
+Each stage is a function of the stage before it, in a file of its own; users' functions are called at the borders
+between them. The collection is the only stage that waits for engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusionrl.buffer.accepted import AcceptedSamples
+from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.build import CutShards, cut
+from fusionrl.buffer.choose import choose
+from fusionrl.buffer.collect import Collected, Collector, limits_of
+from fusionrl.buffer.replay import load_samples, save_samples
+from fusionrl.buffer.report import report
+from fusionrl.buffer.scores import score
+from fusionrl.buffer.trained import TrainedSamples
+from fusionrl.config.config import Config
+from fusionrl.data.train_batch import TrainShard
+from fusionrl.observe.advice import Glimpse, RolloutFacts
+from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.plan.plan import Plan
+
+
+@dataclass
+class Rollout:
+    """What the driver gets of a rollout: references to one shard a rank, and numbers."""
+
+    rollout_id: int
+    shards: list[Any]  # object references; the trainers pull what they stand for
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_accepted: int = 0
+    auxiliary_shards: list[Any] = field(default_factory=list)  # the same samples, cut for the critic's or prm's ranks
+    warnings: list[str] = field(default_factory=list, kw_only=True)  # for the console
+    facts: RolloutFacts | None = field(default=None, kw_only=True)  # for warnings; not in --mode sft
+    glimpses: list[Glimpse] = field(default_factory=list, kw_only=True)  # --log-samples of its samples
+
+
+class RolloutStages:
+    """The stages of a rollout, and the files that they write."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        border: HookBorder,
+        collector: Collector,
+        writer: RolloutWriter,
+        accepted: AcceptedSamples,
+        attempt: int,
+        put: Callable[[TrainShard], Any],
+    ) -> None:
+        self._config, self._plan, self._border, self._collector = config, plan, border, collector
+        self._writer, self._accepted, self._attempt, self._put = writer, accepted, attempt, put
+        self.trained = TrainedSamples(writer)
+
+    def make(self, rollout_id: int, pushed_version: int | None, since: float) -> Rollout:
+        """Make rollout `rollout_id`, which began at `since` (`time.monotonic`).
+
+        Raises:
+            HookError, RolloutAborted, ValueError: with the flag concerned; nothing of the rollout is kept.
+        """
+        if self._config.run.load_debug_rollout_data:
+            pushed_version = None  # the versions in the file are those of another run
+        return self._pass_on(rollout_id, self._take(rollout_id), pushed_version, since)
+
+    def _take(self, rollout_id: int) -> Collected:
+        """Collect the samples, or read those of --load-debug-rollout-data."""
+        run = self._config.run
+        if run.load_debug_rollout_data:
+            collected = Collected(load_samples(run.load_debug_rollout_data, rollout_id, self._plan))
+        else:
+            collected = self._collector.collect(rollout_id)
+        if run.save_debug_rollout_data:
+            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
+        return collected
+
+    def _pass_on(self, rollout_id: int, collected: Collected, pushed_version: int | None, since: float) -> Rollout:
+        """Take the samples through the stages behind the collection."""
+        config, border, mode = self._config, self._border, self._config.run.mode
+        samples = collected.samples
+        counts, made, path = dict[str, int](), CutShards[Any](), None
+        scored = score(samples, config, border)
+        told = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
+        if mode != "sft":
+            path = self._writer.write(rollout_id, self._attempt, (s.to_row() for s in samples), kind="train")
+        if mode == "reject-sampling":
+            counts = self._accepted.add(rollout_id, samples, scored.raw)
+            told.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
+        elif self._plan.balance is not None and self._plan.batch is not None and mode != "eval":
+            chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
+            if path is not None:
+                self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
+            del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
+            made = cut(chosen, self._plan, rollout_id, told.version, self._put)
+        accepted, shown = counts.get("accepted", 0), told.glimpses
+        return Rollout(
+            rollout_id, made.shards, told.metrics, accepted, made.auxiliary, facts=told.facts, glimpses=shown
+        )

@@ -1,0 +1,110 @@
+"""Numbers over the trained tokens of a rollout: staleness, and the distance to a teacher.
+
+Staleness is how many pushes lie between the weights that sampled a token and those that train on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
+
+LAST_BIN = 8  # of the histogram: it also counts what is older
+
+
+def training_version(samples: Sequence[Sample], pushed: int | None = None) -> int | None:
+    """Return the version of the weights that will train on these samples.
+
+    pushed  version of the last push; None where that is not known, as for samples read from a file: then it is the
+            newest version that sampled any of their tokens, and None if no token has a version.
+    """
+    known = [
+        int(np.max(s.weight_versions)) for s in samples if s.weight_versions is not None and len(s.weight_versions)
+    ]
+    newest = max(known, default=UNKNOWN_VERSION)
+    newest = max(newest, UNKNOWN_VERSION if pushed is None else pushed)
+    return None if newest == UNKNOWN_VERSION else newest
+
+
+def is_current(sample: Sample, version: int) -> np.ndarray:
+    """[response_length] bool: False where weights older than `version` sampled the token.
+
+    A token of an unknown version counts as current.
+    """
+    if sample.weight_versions is None:
+        return np.ones(sample.response_length, bool)
+    versions = np.asarray(sample.weight_versions, np.int32)
+    return (versions >= version) | (versions == UNKNOWN_VERSION)
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """Numbers over the trained tokens of a rollout.
+
+    version    of the weights that will train on them; None: no token has a known version
+    staleness  metrics of the tokens' and the samples' staleness; none where no version is known
+    distance   metrics of the distance to the teacher; none without a teacher
+    """
+
+    version: int | None
+    staleness: dict[str, float]
+    distance: dict[str, float]
+
+
+def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) -> TokenNumbers:
+    """Return the numbers of a rollout; `pushed_version` as `training_version` takes it."""
+    version = training_version(samples, pushed_version)
+    ages: list[np.ndarray] = []  # of each sample's trained tokens whose version is known
+    gaps: list[np.ndarray] = []
+    num_unknown = 0
+    for sample in samples:
+        trained = response_mask(sample) > 0
+        if sample.teacher_log_probs is not None and sample.rollout_log_probs is not None:
+            teacher = np.asarray(sample.teacher_log_probs, np.float64)
+            gaps.append((np.asarray(sample.rollout_log_probs, np.float64) - teacher)[trained])
+        if sample.weight_versions is None:
+            num_unknown += int(trained.sum())
+        elif version is not None:
+            versions = np.asarray(sample.weight_versions, np.int64)[trained]
+            known = versions[versions != UNKNOWN_VERSION]
+            num_unknown += len(versions) - len(known)
+            ages.append(np.maximum(version - known, 0))
+    return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
+
+
+def _staleness_metrics(ages: Sequence[np.ndarray], num_unknown: int) -> dict[str, float]:
+    """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
+
+    ages         of each sample: [tokens] pushes between the weights that sampled them and those that train
+    num_unknown  trained tokens of an unknown version
+    """
+    ages = [own for own in ages if len(own)]
+    if not ages:
+        return {}
+    tokens, oldest = np.concatenate(ages), np.array([own.max() for own in ages])
+    metrics = {
+        "rollout/staleness/token_mean": float(tokens.mean()),
+        "rollout/staleness/token_max": float(tokens.max()),
+        "rollout/staleness/sample_mean": float(oldest.mean()),
+        "rollout/staleness/sample_max": float(oldest.max()),
+    }
+    metrics |= {f"rollout/staleness/tokens/{age}": share for age, share in _histogram(tokens).items()}
+    metrics |= {f"rollout/staleness/samples/{age}": share for age, share in _histogram(oldest).items()}
+    if num_unknown:
+        metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + len(tokens))
+    return metrics
+
+
+def _distance_metrics(gaps: Sequence[np.ndarray]) -> dict[str, float]:
+    """Mean of log p(student) - log p(teacher) over the trained tokens: an estimate of their reverse KL (k1)."""
+    found = np.concatenate([np.zeros(0), *gaps])
+    return {"rollout/opd_reverse_kl": float(found.mean())} if found.size else {}
+
+
+def _histogram(ages: np.ndarray) -> dict[int, float]:
+    """Age in pushes -> share, of those that occur and of 0."""
+    counts = np.bincount(np.minimum(ages, LAST_BIN))
+    return {age: float(count / len(ages)) for age, count in enumerate(counts) if count or not age}

@@ -1,0 +1,222 @@
+"""One sample and one group: generated and scored, each by the user's function where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from argparse import Namespace
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
+from fusionrl.data.sample import Sample, lacks_reward, reward_value
+from fusionrl.rewards.dispatch import score_group, score_sample
+from fusionrl.rewards.length import LengthPenalties, length_reward
+from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.turns import SamplingParams, TurnSettings, generate_sample
+from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
+from fusionrl.rollout.versions import Before, fill_versions, noting_answers
+
+_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+@dataclass(frozen=True)
+class SampleContext:
+    """How the samples of a rollout, or of an evaluation set, are generated and scored.
+
+    args           as users' functions get them; nothing else reads flags from it
+    generate_path  --custom-generate-function-path
+    sample_hooks   --rollout-sample-hook-path
+    semaphore      bounds the samples under way
+    policy_urls    of the engines and their router
+    """
+
+    args: Namespace
+    generate_path: str | None
+    sample_hooks: tuple[str, ...]
+    semaphore: asyncio.Semaphore
+    turns: TurnSettings
+    rewards: RewardSettings
+    limits: Limits
+    policy_urls: tuple[str, ...]
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> SampleContext:
+        """Read them from a hook's `args`, which a user may have made."""
+        urls = [getattr(args, "router_url", None), *(getattr(args, "engine_urls", None) or ())]
+        return cls(
+            args=args,
+            generate_path=args.custom_generate_function_path,
+            sample_hooks=tuple(args.rollout_sample_hook_path or ()),
+            semaphore=args.semaphore,
+            turns=TurnSettings.of_args(args),
+            rewards=RewardSettings.of_args(args),
+            limits=Limits.of_args(args),
+            policy_urls=tuple(url for url in urls if url),
+        )
+
+
+async def generate_and_score(
+    context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Generate one sample and score it; a user's function may make several of it."""
+    if not evaluation and sample.status in _FINISHED:
+        return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
+    path = sample.generate_function_path or context.generate_path
+    result: Sample | list[Sample]
+    async with context.semaphore:
+        if path is None:
+            result = await generate_sample(context.turns, sample, params)
+        else:
+            result = await custom_generate(context, path, sample, params, evaluation)
+    samples = [await _hooked(context, one, evaluation) for one in as_list(result)]
+    await _score(context, samples, isinstance(result, list), evaluation)
+    return samples if isinstance(result, list) else samples[0]
+
+
+async def _score(context: SampleContext, samples: list[Sample], are_several: bool, evaluation: bool) -> None:
+    """Fill in the rewards that are missing; those of --group-rm wait for the group."""
+    if context.rewards.is_group_call:
+        if evaluation:  # an evaluation has no groups: the group function sees one sample at a time
+            for one in samples:
+                one.reward = (await score_group(context.rewards, [one]))[0]
+        return
+    missing = [one for one in samples if one.reward is None and not lacks_reward(one)]
+    if missing and are_several:
+        for one, reward in zip(missing, await score_group(context.rewards, missing), strict=True):
+            one.reward = reward
+    elif missing:
+        missing[0].reward = await score_sample(context.rewards, missing[0])
+
+
+async def custom_generate(
+    context: SampleContext, path: str, sample: Sample, params: SamplingParams, evaluation: bool
+) -> Sample | list[Sample]:
+    """What the user's generate function made of a sample: one or several, each checked.
+
+    Raises:
+        HookError: it raised, or returned what is no sample, or one whose fields do not fit together.
+    """
+    takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
+    keywords = {"evaluation": evaluation} if takes_evaluation else {}
+    field, before = "custom_generate_function_path", Before.of(sample)
+    with noting_answers(context.policy_urls) as answers:
+        result = await awaited_hook(field, path, context.args, sample, copy.deepcopy(params), **keywords)
+    samples = as_list(result)
+    made = [one for one in samples if isinstance(one, Sample)]
+    fill_versions(made, answers, f"--custom-generate-function-path {path}", before)
+    check_samples(field, path, samples, context.limits)
+    return result
+
+
+async def _hooked(context: SampleContext, sample: Sample, evaluation: bool) -> Sample:
+    """The sample as the functions of --rollout-sample-hook-path leave it."""
+    field = "rollout_sample_hook_path"
+    for path in context.sample_hooks:
+        rollout_id = getattr(context.args, "rollout_id", None)
+        found = await awaited_hook(field, path, context.args, sample, rollout_id=rollout_id, evaluation=evaluation)
+        sample = sample if found is None else found
+        check_samples(field, path, [sample], context.limits)
+    return sample
+
+
+def as_list(result: Sample | list[Sample]) -> list[Sample]:
+    """Return the samples that a generate function made of one."""
+    return result if isinstance(result, list) else [result]
+
+
+# ------------------------------------------------------------------------------------------------ a group
+@dataclass(frozen=True)
+class GroupContext:
+    """How groups are made, beyond their samples.
+
+    needs_greedy_answer  the estimator compares with the greedy answer to the prompt
+    filter_path          --dynamic-sampling-filter-path
+    penalties            for length
+    longest              --rollout-max-response-len
+    """
+
+    samples: SampleContext
+    needs_greedy_answer: bool
+    filter_path: str | None
+    reward_key: str | None
+    penalties: LengthPenalties
+    longest: int | None
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> GroupContext:
+        """Read them from a hook's `args`."""
+        return cls(
+            SampleContext.of_args(args),
+            ESTIMATORS[args.advantage_estimator].needs_greedy_answer,
+            args.dynamic_sampling_filter_path,
+            args.reward_key,
+            LengthPenalties.of(args),
+            args.rollout_max_response_len,
+        )
+
+
+async def generate_group(context: GroupContext, group: list[Sample], params: SamplingParams) -> list[Sample]:
+    """Make all samples of one prompt; with --group-rm they are scored together."""
+    own = context.samples
+    makes = asyncio.gather(*(generate_and_score(own, sample, dict(params)) for sample in group))
+    if context.needs_greedy_answer and group[0].baseline_reward is None:
+        results, baseline = await asyncio.gather(makes, _greedy_reward(context, group[0], params))
+        for sample in (s for result in results for s in as_list(result)):
+            sample.baseline_reward = baseline
+    else:
+        results = await makes
+    samples = [s for result in results for s in as_list(result)]
+    if own.rewards.is_group_call and any(s.reward is None for s in samples):
+        for sample, reward in zip(samples, await score_group(own.rewards, samples), strict=True):
+            sample.reward = reward
+    return samples
+
+
+async def _greedy_reward(context: GroupContext, sample: Sample, params: SamplingParams) -> float | None:
+    """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it was aborted."""
+    blank = Sample(
+        group_index=sample.group_index,
+        prompt=copy.deepcopy(sample.prompt),
+        label=copy.deepcopy(sample.label),
+        metadata=copy.deepcopy(sample.metadata),
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        prompt_tokens=sample.prompt_tokens,
+        messages=copy.deepcopy(sample.messages),
+    )
+    made = await generate_and_score(context.samples, blank, dict(params, temperature=0.0, top_p=1.0, top_k=-1))
+    answer = as_list(made)[0]
+    if answer.status == Sample.Status.ABORTED:
+        return None
+    rewards = context.samples.rewards
+    if answer.status == Sample.Status.FAILED and answer.reward is None:
+        return rewards.failure_value  # as a reward function that fails
+    if answer.reward is None:
+        answer.reward = (await score_group(rewards, [answer]))[0]
+    try:
+        value = reward_value(answer.reward, context.reward_key, "--reward-key")
+    except ValueError as error:
+        raise ValueError(f"sample {answer.index}: {error}") from error
+    return value + length_reward(answer.response_length, context.longest, context.penalties)
+
+
+def apply_filter(path: str | None, args: Namespace, group: list[Sample]) -> DynamicFilterOutput:
+    """Ask the dynamic sampling filter `path`, if there is one, about a finished group; a bare bool is accepted.
+
+    Raises:
+        HookError: it raised, or returned something else.
+    """
+    if path is None:
+        return DynamicFilterOutput(True)
+    verdict = call_hook("dynamic_sampling_filter_path", path, args, group)
+    if isinstance(verdict, bool | np.bool_):
+        return DynamicFilterOutput(bool(verdict))
+    if not hasattr(verdict, "keep"):
+        said = f"it returned {type(verdict).__name__}; a DynamicFilterOutput or a bool is wanted"
+        raise HookError(f"--dynamic-sampling-filter-path {path}: {said}", group)
+    fallback = bool(getattr(verdict, "keep_when_insufficient", False))
+    return DynamicFilterOutput(bool(verdict.keep), getattr(verdict, "reason", None), fallback)

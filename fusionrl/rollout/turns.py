@@ -1,0 +1,208 @@
+"""One turn of the model: the request that goes on from a sample's tokens, and what its answer adds to the sample.
+
+Tokens in, tokens out: what the engine returned is what is trained; nothing is tokenized again.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusionrl.data.sample import Sample, as_version
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.engines.asked import AnswerError, routed_experts
+from fusionrl.engines.client import GenerateClient, Generation
+from fusionrl.rollout.types import NO_ROOM_AFTER
+
+SamplingParams = dict[str, Any]  # SGLang's
+
+
+@dataclass(frozen=True)
+class TurnSettings:
+    """Everything that a turn depends on besides the sample.
+
+    client           None where no request is made
+    tokenizer        folder of the policy's tokenizer (--hf-checkpoint)
+    max_context_len  limit of prompt and response together; None: the response has a limit of its own
+    experts_size     (layers, experts of a token), where the engine is asked which experts it chose
+    num_experts      of a layer; None: not known
+    is_stopping      says whether the rollout has ended; None: it does not end
+    """
+
+    client: GenerateClient | None
+    tokenizer: str
+    max_context_len: int | None
+    experts_size: tuple[int, int] | None
+    num_experts: int | None
+    is_stopping: Callable[[], bool] | None
+
+    @classmethod
+    def of_args(cls, args: Namespace) -> TurnSettings:
+        """Read them from a hook's `args`, which a user may have made."""
+        return cls(
+            getattr(args, "generate_client", None),
+            getattr(args, "hf_checkpoint", ""),
+            getattr(args, "rollout_max_context_len", None),
+            getattr(args, "routed_experts_size", None),
+            getattr(args, "num_experts", None),
+            getattr(args, "is_stopping", None),
+        )
+
+
+async def generate_sample(settings: TurnSettings, sample: Sample, params: SamplingParams) -> Sample:
+    """Generate the response of one sample, or go on with one that was aborted."""
+    done = sample.response_length
+    if not done:
+        sample.tokens = prompt_ids(settings.tokenizer, sample)
+    await take_turn(settings, sample, params, done)
+    return sample
+
+
+async def take_turn(
+    settings: TurnSettings, sample: Sample, params: SamplingParams, done: int = 0, longest: int | None = None
+) -> Generation | None:
+    """Take one turn; see `sglang_rollout.generate_turn`."""
+    payload = _payload(settings, sample, params, done)
+    if payload is None:
+        return None
+    if longest is not None:
+        asked = payload["sampling_params"]
+        payload["sampling_params"] = dict(asked, max_new_tokens=min(longest, asked["max_new_tokens"]))
+    assert settings.client is not None, "args.generate_client is set within a rollout"
+    answer = await settings.client.generate(payload, **_routing(sample))
+    text = answer.text if answer.part == 1 else _decoded(settings, answer.tokens, params)
+    sample.append_response_tokens(
+        tokens=answer.tokens,
+        log_probs=answer.log_probs,
+        versions=_versions(answer),
+        text=text,
+        finish_reason=answer.finish_reason,
+    )
+    _add_routed_experts(settings, sample, answer)
+    return answer
+
+
+async def stream_sample(
+    settings: TurnSettings, sample: Sample, params: SamplingParams
+) -> AsyncGenerator[Generation, None]:
+    """`generate_sample`, piece by piece; see `sglang_rollout.stream_generate`."""
+    done = sample.response_length
+    if not done:
+        sample.tokens = prompt_ids(settings.tokenizer, sample)
+    payload = _payload(settings, sample, params, done)
+    if payload is None:
+        return
+    before = sample.response
+    assert settings.client is not None, "args.generate_client is set within a rollout"
+    async with aclosing(settings.client.stream(payload, **_routing(sample))) as pieces:
+        async for piece in pieces:
+            sample.append_response_tokens(
+                tokens=piece.tokens,
+                log_probs=piece.log_probs,
+                versions=_versions(piece),
+                text=piece.text,
+                finish_reason=piece.finish_reason or "stop",
+            )
+            if piece.finish_reason:
+                _add_routed_experts(settings, sample, piece)
+            if piece.finish_reason and piece.part > 1:
+                sample.response = before + _decoded(settings, sample.tokens[len(payload["input_ids"]) :], params)
+            yield piece
+
+
+def room_left(max_context_len: int | None, sample: Sample, params: SamplingParams) -> int:
+    """Tokens by which the sample may still grow.
+
+    --rollout-max-context-len bounds all of it; without that flag, the response (the tokens of tools included) is
+    bounded by its own limit, so that a sample is never longer than the trainers were told.
+    """
+    if max_context_len is not None:
+        return max_context_len - len(sample.tokens)
+    return params["max_new_tokens"] - sample.response_length
+
+
+def note_no_room(sample: Sample) -> None:
+    """Note in the metadata after how many turns of the model no room was left; the run warns where it was one.
+
+    Turns are counted as stretches of tokens that are trained on: what tools say between them has mask 0.
+    """
+    sample.metadata = {**(sample.metadata or {}), NO_ROOM_AFTER: _num_turns(sample)}
+
+
+def prompt_ids(tokenizer: str, sample: Sample) -> np.ndarray:
+    """[prompt_length] int32: the ids made when the data was read, or the prompt's text tokenized now.
+
+    Raises:
+        ValueError: the prompt is a list of messages.
+    """
+    if sample.prompt_tokens is not None:
+        return sample.prompt_tokens
+    if not isinstance(sample.prompt, str):
+        raise ValueError("the prompt is a list of messages: add --apply-chat-template")
+    return np.asarray(load_tokenizer(tokenizer).encode(sample.prompt, add_special_tokens=False), np.int32)
+
+
+def _payload(settings: TurnSettings, sample: Sample, params: SamplingParams, done: int) -> dict[str, Any] | None:
+    """The request that goes on from `sample.tokens`; None, with the status set, where there is nothing to ask."""
+    limit = min(params["max_new_tokens"] - done, room_left(settings.max_context_len, sample, params))
+    if limit < 1:
+        if not done:  # else the turn is one that an earlier rollout began
+            note_no_room(sample)
+        sample.append_response_tokens(tokens=[], log_probs=[], finish_reason="length")
+        return None
+    if settings.is_stopping is not None and settings.is_stopping():
+        sample.status = Sample.Status.ABORTED
+        return None
+    return {
+        "input_ids": np.asarray(sample.tokens).tolist(),
+        "sampling_params": dict(params, max_new_tokens=limit),
+        "return_logprob": True,
+        **({"return_routed_experts": True} if settings.experts_size else {}),
+    }
+
+
+def _add_routed_experts(settings: TurnSettings, sample: Sample, answer: Generation) -> None:
+    """The experts that the engine chose, with --use-rollout-routing-replay: base64 of int32 [tokens - 1, layers, topk],
+    of the request's tokens and the answer's.
+
+    Raises:
+        AnswerError: the engine did not say, or spoke of another number of tokens or of other experts.
+    """
+    if not settings.experts_size or answer.finish_reason == "abort":
+        return  # what is aborted is gone on with, and then the engine tells of all tokens
+    size = (len(sample.tokens) - 1, *settings.experts_size)
+    try:
+        sample.rollout_routed_experts = routed_experts(answer.meta_info, size, settings.num_experts)
+    except AnswerError as error:
+        raise AnswerError(
+            f"--use-rollout-routing-replay: sample {sample.index}: {error}; does the engine's SGLang know"
+            " --enable-return-routed-experts?"
+        ) from error
+
+
+def _routing(sample: Sample) -> dict[str, str]:
+    return {} if sample.session_id is None else {"routing_key": sample.session_id}
+
+
+def _versions(answer: Generation) -> np.ndarray:
+    """[n] int32: the version of the weights that sampled each token."""
+    spans = [np.full(count, as_version(version), np.int32) for version, count in answer.weight_versions]
+    return np.concatenate([np.zeros(0, np.int32), *spans])
+
+
+def _decoded(settings: TurnSettings, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> str:
+    """The text of an answer of several engines: a character may lie across a seam, where each had half of it."""
+    skip = params.get("skip_special_tokens", True)
+    return load_tokenizer(settings.tokenizer).decode(np.asarray(tokens).tolist(), skip_special_tokens=skip)
+
+
+def _num_turns(sample: Sample) -> int:
+    if sample.loss_mask is None:
+        return int(sample.response_length > 0)
+    mask = np.asarray(sample.loss_mask) != 0
+    return int(mask[:1].sum() + (mask[1:] & ~mask[:-1]).sum())

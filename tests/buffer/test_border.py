@@ -1,0 +1,67 @@
+"""The border to users' functions: what they find in `args`, and how often it is built."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.endpoints import EngineEndpoints
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import HookError
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.plan import make_plan
+
+URLS = ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+
+
+@pytest.fixture
+def border(tiny_model: Path, tmp_path: Path) -> HookBorder:
+    flags = {"hf_checkpoint": str(tiny_model), "rollout_batch_size": 4, "rm_type": "exact"}
+    config = Config.from_flat(flags | {"rollout_sample_filter_path": f"{__file__}:breaks"})
+    plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=4)
+    made = HookBorder(config, plan, tmp_path, threading.Event())
+    made.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", teacher_urls=("http://t:1",)))
+    return made
+
+
+def breaks(args: Any, groups: Any) -> None:
+    raise KeyError("mine")
+
+
+def test_hooks_find_the_flags_and_what_the_run_adds(border: HookBorder, tmp_path: Path) -> None:
+    args = border.args()
+    assert (args.rollout_batch_size, args.rm_type, args.custom_rm_path) == (4, "exact", None)
+    assert (args.sglang_router_ip, args.sglang_router_port) == ("10.0.0.9", 31000)
+    assert (args.router_url, args.engine_urls, args.api_key) == ("http://10.0.0.9:31000", URLS, "key")
+    assert (args.rm_urls, args.teacher_urls, args.rollout_global_dataset) == ([], ["http://t:1"], True)
+    assert (args.save, args.load, args.run_dir) == (str(tmp_path / "checkpoints"), None, str(tmp_path))
+    assert (args.vocab_size > 0, args.num_experts, args.routed_experts_size) == (True, None, None)
+    assert isinstance(args.abort_event, threading.Event)
+
+
+def test_it_is_built_once_a_rollout_and_each_hook_has_a_copy(border: HookBorder, monkeypatch: Any) -> None:
+    built = []
+    to_args = Config.to_args
+    monkeypatch.setattr(Config, "to_args", lambda self, **extra: built.append(1) or to_args(self, **extra))
+    border.begin()
+    one, other = border.args(), border.args()
+    one.engine_urls.append("http://nowhere")
+    one.rm_type = "math"
+    assert (other.engine_urls, other.rm_type) == (URLS, "exact") and len(built) == 1
+    assert one.abort_event is other.abort_event
+    border.begin()
+    border.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", (URLS[1],)))
+    assert border.args().engine_urls == [URLS[1]] and len(built) == 2
+    assert border.policy_urls() == ["http://10.0.0.9:31000", URLS[1]]
+
+
+def test_a_hook_is_named_with_its_flag(border: HookBorder) -> None:
+    assert border.hook("custom_reward_post_process_path") is None
+    hook = border.hook("rollout_sample_filter_path")
+    assert hook is not None and hook.where == f"--rollout-sample-filter-path {__file__}:breaks"
+    with pytest.raises(HookError, match="--rollout-sample-filter-path .*:breaks: KeyError: 'mine'"):
+        hook(border.args(), [])
