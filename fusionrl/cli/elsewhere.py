@@ -14,7 +14,8 @@ from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import imbalance_of
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.cluster import Cluster, cluster_errors, not_checked, on_cluster, read_shape
-from fusionrl.plan.plan import make_plan, plan_errors, render_plan
+from fusionrl.plan.plan import make_plan, plan_errors
+from fusionrl.plan.render import render_plan
 from fusionrl.plan.schedule import lr_decay_steps
 
 

@@ -9,7 +9,7 @@ from fusionrl.cli.exits import refuse
 from fusionrl.cli.resolve import resolve
 from fusionrl.config.parser import CommandLineError, build_parser
 from fusionrl.config.plan_flags import PLAN_FLAGS, take_plan_flags
-from fusionrl.plan.plan import render_plan
+from fusionrl.plan.render import render_plan
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,7 +16,8 @@ from fusionrl.cli.resolve import resolve
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser
 from fusionrl.config.plan_flags import take_plan_flags
-from fusionrl.plan.plan import Plan, memory_warnings, render_plan
+from fusionrl.plan.plan import Plan
+from fusionrl.plan.render import memory_warnings, render_plan
 
 
 def run(argv: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 `<set>`, `<k>`, … in a name stand for any text. Metrics that a user's function reports under names of its own are not
 in it.
 
-To add a metric, add an entry to `metric_entries.py` and write the page anew: `fusionrl metrics > docs/metrics.md`.
+To add a metric, add an entry to a table in `metric_entries/` and make the page: `fusionrl metrics > docs/metrics.md`.
 Tests compare the table with the code (tests/observe/test_glossary.py) and with what whole runs wrote
 (tests/e2e/launch.py).
 """
@@ -13,19 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fusionrl.observe.metric_entries import (
-    CRITIC,
-    ENGINE_AGAINST_TRAINER,
-    EVALUATIONS,
-    EVERY_MODEL,
-    POLICY,
-    PUSHES,
-    REWARD_MODEL,
-    ROLLOUTS,
-    TIMES,
-    Entry,
-    Table,
-)
+from fusionrl.observe.metric_entries.entry import Entry, Table
+from fusionrl.observe.metric_entries.rollouts import EVALUATIONS, ROLLOUTS
+from fusionrl.observe.metric_entries.run import PUSHES, TIMES
+from fusionrl.observe.metric_entries.training import CRITIC, ENGINE_AGAINST_TRAINER, EVERY_MODEL, POLICY, REWARD_MODEL
 from fusionrl.observe.metrics import RESERVED_KEYS
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fusionrl.models.families.rules import Rule, Sizes, Split
 from fusionrl.models.quantization import SCALE, BlockFp8
@@ -423,3 +423,8 @@ def plan_for_layout(
     num_experts = shape.moe.num_experts if shape.moe else 0
     nodes = [""] * layout.world_size
     return plan_push(tensors, layout, targets, nodes, max_bytes, num_experts, by_node=False)
+
+
+def torch_name(precision: Literal["fp32", "bf16"]) -> str:
+    """Return torch's name of a precision."""
+    return "float32" if precision == "fp32" else "bfloat16"

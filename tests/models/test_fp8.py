@@ -20,8 +20,9 @@ from fusionrl.models.fp8 import dequantize, held, quantize, quantized
 from fusionrl.models.hf_io import HFReader, read_part, save_hf
 from fusionrl.models.quantization import SCALE, BlockFp8, read_quantization
 from fusionrl.models.shape import read_model_shape
-from fusionrl.plan.plan import make_plan, push_bytes, render_plan
+from fusionrl.plan.plan import make_plan
 from fusionrl.plan.push import buckets
+from fusionrl.plan.render import render_plan
 from fusionrl.sync.checksums import hash_tensor
 from tests.tiny_model import make_fp8
 
@@ -203,7 +204,7 @@ def test_what_the_engines_are_sent(tiny_model: Path, folder: Path) -> None:
     }
     config = Config.from_flat({"hf_checkpoint": str(folder), "rollout_num_gpus": 1, "num_rollout": 1})
     plan = make_plan(config, read_model_shape(folder), device="cuda", num_prompts=1, quantization=spec)
-    assert push_bytes(plan) == sum(tensor.nbytes for tensor in sent.values())
+    assert plan.push_bytes == sum(tensor.nbytes for tensor in sent.values())
     assert "11 tensors of them in block-wise fp8" in render_plan(plan, config)
     assert list(quantized(tensors.items(), None)) == list(tensors.items())
 

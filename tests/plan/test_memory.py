@@ -12,13 +12,15 @@ import pytest
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import GIB, KINDS, Machine, host_memory
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, layer_bytes
 from fusionrl.plan.memory.engine import engine_memory, kv_bytes, static_fraction
 from fusionrl.plan.memory.head import BLOCK_BYTES, KEPT_BYTES, block_sizes, head_kept_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, in_flight, trainer_memory
-from fusionrl.plan.plan import Plan, make_plan, memory_warnings, plan_for_layout, render_plan, stage_layers
+from fusionrl.plan.plan import Plan, make_plan
+from fusionrl.plan.push import plan_for_layout
+from fusionrl.plan.render import memory_warnings, render_plan
 
 QWEN3_30B = shape_from_hf_config(json.loads((Path(__file__).parent / "qwen3_30b_a3b.json").read_text()))
 DENSE = shape_from_hf_config(

@@ -9,7 +9,8 @@ import pytest
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.auxiliary import auxiliary_config
-from fusionrl.plan.plan import Plan, make_plan, plan_errors, render_plan
+from fusionrl.plan.plan import Plan, make_plan, plan_errors
+from fusionrl.plan.render import render_plan
 
 SHAPE = shape_from_hf_config(
     {

@@ -281,9 +281,7 @@ def weight_bytes(plan: Plan) -> float:
     whole = float(plan.shape.num_parameters * width)
     if plan.quantization is None:
         return whole
-    from fusionrl.plan.plan import push_bytes
-
-    return float(push_bytes(plan))
+    return float(plan.push_bytes)
 
 
 def _beside_engines(plan: Plan, config: Config, groups: list[_Group]) -> list[tuple[str, float]]:

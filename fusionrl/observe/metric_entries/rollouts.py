@@ -1,0 +1,223 @@
+"""Entries of rollouts and of evaluations."""
+
+from __future__ import annotations
+
+from fusionrl.observe.metric_entries.entry import Entry, Table
+
+ROLLOUTS: Table = {
+    "rollout/raw_reward": Entry(
+        "reward",
+        "Mean reward as the reward function gave it, before penalties and normalization; 0 for a failed sample.",
+        "buffer/report.py",
+    ),
+    "rollout/raw_reward_std": Entry(
+        "reward", "Standard deviation of these rewards over the samples.", "buffer/report.py"
+    ),
+    "rollout/accuracy": Entry("share", "Share of samples with a raw reward of at least 1.", "buffer/report.py"),
+    "rollout/zero_std_groups": Entry(
+        "share",
+        "Share of groups whose raw rewards are all equal: of them nothing is learnt by estimators that compare "
+        "within a group. Samples without a reward do not count.",
+        "buffer/report.py",
+    ),
+    "rollout/response_len/mean": Entry(
+        "tokens", "Mean length of the responses, tools' tokens included.", "buffer/report.py"
+    ),
+    "rollout/response_len/max": Entry("tokens", "The longest response.", "buffer/report.py"),
+    "rollout/truncated_ratio": Entry(
+        "share", "Share of responses that were cut off by the length limit.", "buffer/report.py"
+    ),
+    "rollout/failed": Entry(
+        "samples", "Samples that failed or were aborted; they are not trained on.", "buffer/report.py"
+    ),
+    "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/report.py"),
+    "rollout/num_tokens": Entry(
+        "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/report.py"
+    ),
+    "rollout/reward_timeout": Entry(
+        "samples",
+        "Samples without a reward because the reward function took too long.",
+        "rewards/pool.py",
+        "when it happens",
+    ),
+    "rollout/reward_crash": Entry(
+        "samples",
+        "Samples without a reward because the reward function took its process down.",
+        "rewards/pool.py",
+        "when it happens",
+    ),
+    "rollout/code_failed/<reason>": Entry(
+        "samples",
+        "Samples with a program that failed for this reason (docs/rewards.md).",
+        "buffer/report.py",
+        "--rm-type code, when it happens",
+    ),
+    "rollout/reward_<part>": Entry(
+        "reward",
+        "Mean of one part of a weighted sum of rewards, before its weight.",
+        "buffer/report.py",
+        "several rewards in --rm-type",
+    ),
+    "rollout/<set>/raw_reward": Entry(
+        "reward", "As rollout/raw_reward, of one set.", "buffer/report.py", "several --prompt-data"
+    ),
+    "rollout/<set>/accuracy": Entry(
+        "share", "As rollout/accuracy, of one set.", "buffer/report.py", "several --prompt-data"
+    ),
+    "rollout/<set>/num_samples": Entry("samples", "Samples of one set.", "buffer/report.py", "several --prompt-data"),
+    "rollout/opd_reverse_kl": Entry(
+        "nats",
+        "Mean over trained tokens of log p(engine) - log p(teacher): an estimate of KL(policy || teacher).",
+        "buffer/tokens.py",
+        "samples with teacher_log_probs",
+    ),
+    "rollout/dropped_<reason>": Entry(
+        "groups",
+        "Groups that were generated and not used, by reason: that of --dynamic-sampling-filter-path, `filtered` "
+        "without one, `surplus` where there were more than enough.",
+        "rollout/sglang_rollout.py",
+        "when it happens",
+    ),
+    "rollout/staleness/token_mean": Entry(
+        "pushes",
+        "Staleness of a trained token: pushes between the weights that sampled it and those that train on it; 0 where"
+        " they are the same. Mean over the trained tokens.",
+        "buffer/tokens.py",
+        "known weight versions",
+    ),
+    "rollout/staleness/token_max": Entry(
+        "pushes", "Staleness of the oldest trained token.", "buffer/tokens.py", "known weight versions"
+    ),
+    "rollout/staleness/sample_mean": Entry(
+        "pushes",
+        "Mean over the samples; a sample is as stale as its oldest trained token.",
+        "buffer/tokens.py",
+        "known weight versions",
+    ),
+    "rollout/staleness/sample_max": Entry(
+        "pushes", "As rollout/staleness/token_max.", "buffer/tokens.py", "known weight versions"
+    ),
+    "rollout/staleness/tokens/<k>": Entry(
+        "share",
+        "Share of trained tokens with staleness k; 8 also counts what is older.",
+        "buffer/tokens.py",
+        "known weight versions, where there are such tokens; k = 0 always",
+    ),
+    "rollout/staleness/samples/<k>": Entry(
+        "share",
+        "Share of samples with staleness k; 8 also counts what is older.",
+        "buffer/tokens.py",
+        "known weight versions, where there are such samples; k = 0 always",
+    ),
+    "rollout/staleness/unknown": Entry(
+        "share",
+        "Share of trained tokens whose weight version is not known; the metrics above leave them out.",
+        "buffer/tokens.py",
+        "when it happens",
+    ),
+    "rollout/partial_samples": Entry(
+        "samples",
+        "Unfinished samples that the next rollout continues.",
+        "rollout/sglang_rollout.py",
+        "--partial-rollout",
+    ),
+    "rollout/engines_died": Entry(
+        "engines", "Engines found dead during the rollout.", "cluster/engine_pool.py", "--use-fault-tolerance"
+    ),
+    "rollout/answers_refused": Entry(
+        "answers",
+        "Answers of engines that were no answer to their request (docs/security.md); each was asked for once more.",
+        "rollout/client.py",
+        "when it happens",
+    ),
+    "rollout/requests_retried": Entry(
+        "requests",
+        "Requests that were sent again, by the client and the router.",
+        "rollout/client.py",
+        "--use-fault-tolerance",
+    ),
+    "rollout/tokens_kept": Entry(
+        "tokens",
+        "Tokens of engines that died which another engine continued.",
+        "rollout/client.py",
+        "--use-fault-tolerance",
+    ),
+    "rollout/considered": Entry("samples", "Samples of the rollout.", "buffer/accepted.py", "--mode reject-sampling"),
+    "rollout/unfinished": Entry(
+        "samples", "Not accepted: truncated, aborted or failed.", "buffer/accepted.py", "--mode reject-sampling"
+    ),
+    "rollout/below_threshold": Entry(
+        "samples",
+        "Not accepted: reward below --reject-sampling-threshold.",
+        "buffer/accepted.py",
+        "--mode reject-sampling",
+    ),
+    "rollout/duplicates": Entry(
+        "samples",
+        "Not accepted: the same answer to the same prompt is in the file.",
+        "buffer/accepted.py",
+        "--mode reject-sampling",
+    ),
+    "rollout/surplus": Entry(
+        "samples",
+        "Not accepted: the prompt has --reject-sampling-per-prompt better ones.",
+        "buffer/accepted.py",
+        "--mode reject-sampling",
+    ),
+    "rollout/accepted": Entry(
+        "samples", "Written to --reject-sampling-output.", "buffer/accepted.py", "--mode reject-sampling"
+    ),
+}
+
+
+EVALUATIONS: Table = {
+    "eval/<set>/reward": Entry("reward", "Mean reward over all samples of the set.", "buffer/eval_metrics.py"),
+    "eval/<set>/reward_ci95": Entry(
+        "reward",
+        "Half the 95 % interval of this mean: 1.96 standard errors with prompts as clusters.",
+        "buffer/eval_metrics.py",
+        "more than one prompt",
+    ),
+    "eval/<set>/accuracy": Entry("share", "Share of samples with a reward of at least 1.", "buffer/eval_metrics.py"),
+    "eval/<set>/accuracy_ci95": Entry(
+        "share",
+        "Half the 95 % interval of this share, in the same way.",
+        "buffer/eval_metrics.py",
+        "more than one prompt",
+    ),
+    "eval/<set>/pass@<k>": Entry(
+        "share",
+        "Chance that at least one of k samples of a prompt is right: the unbiased estimate 1 - C(n-c, k) / C(n, k) "
+        "(2107.03374), mean over prompts; k = 1, 2, 4, … up to the samples of a prompt.",
+        "buffer/eval_metrics.py",
+    ),
+    "eval/<set>/num_prompts": Entry("prompts", "Prompts of the set.", "buffer/eval_metrics.py"),
+    "eval/<set>/num_samples": Entry("samples", "Samples of the set.", "buffer/eval_metrics.py"),
+    "eval/<set>/truncated_ratio": Entry(
+        "share", "Share of responses cut off by the length limit.", "buffer/eval_metrics.py"
+    ),
+    "eval/<set>/response_len": Entry("tokens", "Mean length of the responses.", "buffer/eval_metrics.py"),
+    "eval/<set>/response_len_median": Entry("tokens", "Their median.", "buffer/eval_metrics.py"),
+    "eval/<set>/response_len_max": Entry("tokens", "The longest.", "buffer/eval_metrics.py"),
+    "eval/<set>/loss": Entry(
+        "nats",
+        "Validation loss: mean of -log p over the tokens that would be trained on.",
+        "cluster/trainers.py",
+        "--mode sft",
+    ),
+    "eval/<set>/num_tokens": Entry("tokens", "Number of these tokens.", "cluster/trainers.py", "--mode sft"),
+    "eval/reward_timeout": Entry(
+        "samples", "As rollout/reward_timeout, of all sets.", "rewards/pool.py", "when it happens"
+    ),
+    "eval/reward_crash": Entry(
+        "samples", "As rollout/reward_crash, of all sets.", "rewards/pool.py", "when it happens"
+    ),
+    "eval/engines_died": Entry(
+        "engines", "Engines found dead during the evaluation.", "cluster/engine_pool.py", "--use-fault-tolerance"
+    ),
+    "eval/answers_refused": Entry("answers", "As rollout/answers_refused.", "rollout/client.py", "when it happens"),
+    "eval/requests_retried": Entry(
+        "requests", "As rollout/requests_retried.", "rollout/client.py", "--use-fault-tolerance"
+    ),
+    "eval/tokens_kept": Entry("tokens", "As rollout/tokens_kept.", "rollout/client.py", "--use-fault-tolerance"),
+}

@@ -1,0 +1,104 @@
+"""The plan as text, as `fusionrl plan` and a run's plan.txt show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusionrl.config.config import Config
+from fusionrl.config.presets import described
+from fusionrl.plan.layout import TrainerLayout, stage_layers
+from fusionrl.plan.plan import Plan
+from fusionrl.plan.push import plan_for_layout, torch_name
+from fusionrl.plan.schedule import warm_up_notes
+
+
+def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str:
+    """The plan as text: what runs where, and with what arithmetic; and the `warnings` that checks had."""
+    shape = plan.shape
+    is_known = config.run.num_rollout is not None or plan.num_rollout or config.run.mode == "eval"
+    steps = f"{plan.num_rollout} rollout steps" if is_known else "number of rollout steps not given"
+    lines = [
+        f"mode       {config.run.mode}, pipeline {config.run.pipeline}, {steps}",
+        f"model      {shape.model_type}, {shape.num_parameters / 1e6:.2f} M parameters, {shape.num_layers} layers x "
+        f"{shape.hidden_size}, {shape.num_attention_heads} heads, vocabulary {shape.vocab_size}",
+        f"device     {plan.device}, trainers {plan.precision}, engines {plan.rollout_dtype}, "
+        f"collectives {plan.backend}",
+        f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
+    ]
+    if config.algorithm.algorithm is not None:
+        lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
+    if plan.layout:
+        lines.append(f"trainers   {_ranks(plan.layout, plan.trainer_bundles)}")
+    if plan.auxiliary:
+        lines.append(f"{plan.auxiliary.role:<11}{_ranks(plan.auxiliary.layout, plan.auxiliary.bundles)}")
+    if plan.num_engines:
+        named = [f"engine {i} on {_devices(bundles)}" for i, bundles in enumerate(plan.engine_bundles)]
+        places = ", ".join(named if len(named) <= 8 else [*named[:3], "…", named[-1]])
+        in_place = config.weights.pause_generation_mode == "in_place"
+        cache = "; no prefix cache, for --pause-generation-mode in_place" if in_place else ""
+        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}{cache}")
+    for scorer in plan.scorers:
+        name = "rm" if scorer.role == "reward-model" else scorer.role
+        lines.append(
+            f"{name:<11}{len(scorer.bundles)} x TP {scorer.size} of {scorer.model_path}:"
+            f" {', '.join(str(list(bundles)) for bundles in scorer.bundles)}"
+        )
+    if plan.transport:
+        lines += _push(plan, config)
+    if plan.batch:
+        lines.append(f"batches    {plan.batch.describe()}")
+    if plan.memory:
+        lines += [f"{'memory' if not i else '':<11}{line}" for i, line in enumerate(plan.memory.lines())]
+        lines.append(f"verdict    {plan.memory.verdict()} (an estimate: docs/memory.md)")
+    lines += [f"schedule   {text}" for text in warm_up_notes(config, plan.num_optimizer_steps)]
+    if plan.sandbox is not None:
+        lines.append(f"sandbox    {plan.sandbox}")
+    lines += [f"warning    {text}" for text in warnings]
+    return "\n".join(lines) + "\n"
+
+
+def memory_warnings(plan: Plan) -> list[str]:
+    """Return loud warnings about memory; the run starts nevertheless, as an estimate may be wrong."""
+    if plan.memory is None or plan.memory.fits is not False:
+        return []
+    return [f"memory, by estimate: {plan.memory.verdict()}"]
+
+
+def _push(plan: Plan, config: Config) -> list[str]:
+    """Lines about the weight push; without its buckets where all ranks send all, or where Megatron deals out the layers
+    in a way of its own."""
+    assert plan.layout is not None
+    fp8 = "" if plan.quantization is None else f", {len(plan.quantization.names)} tensors of them in block-wise fp8"
+    line = f"weights    {plan.push_bytes / 1e6:.1f} MB by {plan.transport}{fp8}"
+    stages = stage_layers(plan.layout, plan.shape.num_layers, config.passthrough.transformer)
+    if stages is None or plan.transport == "disk" or (plan.transport == "ipc" and plan.device == "cuda"):
+        return [line]
+    what, who = plan_for_layout(
+        plan.shape,
+        plan.layout,
+        plan.engine_bundles,
+        config.weights.update_weight_buffer_size,
+        torch_name(plan.rollout_dtype),
+        stages,
+        plan.quantization,
+    ).describe()
+    return [f"{line}: {what}", f"           {who}"]
+
+
+def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
+    sizes = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} x DP {layout.dp} (EP {layout.ep})"
+    return f"{layout.world_size} ranks = {sizes} on devices {_devices(bundles)}"
+
+
+def _devices(bundles: tuple[int, ...]) -> str:
+    """Devices as a list, or as first and last where many follow one another."""
+    follow = bundles == tuple(range(bundles[0], bundles[0] + len(bundles)))
+    return f"[{bundles[0]} … {bundles[-1]}]" if follow and len(bundles) > 8 else str(list(bundles))
+
+
+def _idle(plan: Plan) -> str:
+    """The devices that nothing runs on, so that no engine spans two nodes."""
+    used = {*plan.trainer_bundles}.union(*plan.engine_bundles, *(b for scorer in plan.scorers for b in scorer.bundles))
+    used |= set(plan.auxiliary.bundles) if plan.auxiliary else set()
+    idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
+    return f", idle {idle} so that no engine spans two nodes" if idle else ""
