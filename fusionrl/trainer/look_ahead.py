@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusionrl.algorithms.losses import LOSSES
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.trainer.loss import LossOptions
 from fusionrl.trainer.score import Scorer, score_samples
 from fusionrl.trainer.selection import pair_advantages, select_tokens
 from fusionrl.trainer.stages import Experts
-
-LOSSES = ("clip_cov", "kl_cov", "dpo")
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class LookAhead:
     @classmethod
     def of(cls, config: Config, loss: LossOptions, scorer: Scorer, num_steps_before: int) -> LookAhead | None:
         """That of the configuration; None where its loss needs none."""
-        if loss.mode != "rl" or loss.policy_loss not in LOSSES:
+        if loss.mode != "rl" or not (LOSSES[loss.policy_loss].selects or loss.policy_loss == "dpo"):
             return None
         algorithm, seed = config.algorithm, config.run.seed + num_steps_before
         return cls(loss, scorer, seed, algorithm.dpo_beta, algorithm.dpo_label_smoothing)
