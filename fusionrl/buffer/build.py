@@ -163,7 +163,7 @@ def _plan_steps(
 
 
 def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
-    """Where each optimizer step begins, and where the last one ends.
+    """Return the position at which each optimizer step begins, and the end of the last one.
 
     A user's functions may make several samples for one prompt, or fewer prompts; then steps are of as many groups.
     """

@@ -145,7 +145,7 @@ class RolloutDataSourceWithBuffer:
         self.metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, Any]:
-        """What hooks keep with the cursor."""
+        """Return the entries that hooks keep with the cursor."""
         return self.metadata
 
     # -------------------------------------------------------------------------------- checkpoints

@@ -1,4 +1,4 @@
-"""Where the engines of a run are."""
+"""Addresses of a run's engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusionrl.engines.http import ROUTER_URLS
 
 @dataclass(frozen=True)
 class EngineEndpoints:
-    """Where the engines are; empty lists in a mode without engines."""
+    """Addresses of the engines; empty in a mode without engines."""
 
     router_url: str = ""
     engine_urls: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from fusionrl.rewards.dispatch import take_lost
 
 @dataclass
 class Report:
-    """What is told of a rollout. In --mode sft there are no facts and no glimpses.
+    """Numbers and samples of a rollout, for people. In --mode sft there are no facts and no glimpses.
 
     version  of the weights that will train on the samples; None: no token has a known version
     """

@@ -28,7 +28,7 @@ from fusionrl.plan.plan import Plan
 
 @dataclass
 class Rollout:
-    """What the driver gets of a rollout: references to one shard a rank, and numbers."""
+    """A rollout as the driver gets it: references to one shard a rank, and numbers."""
 
     rollout_id: int
     shards: list[Any]  # object references; the trainers pull what they stand for

@@ -59,7 +59,7 @@ def rollout_facts(
 
 
 def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence[float], trained: np.ndarray) -> bool:
-    """Whether all advantages are 0, as far as they are known before the trainers have seen the rollout.
+    """Return whether all advantages are 0, as far as they are known before the trainers have seen the rollout.
 
     rewards  [n] what is trained on
     trained  [n] whether any token of the sample is
@@ -107,7 +107,7 @@ def _has_trained_token(sample: Sample) -> bool:
 
 
 def _has_own_advantages(config: Config) -> bool:
-    """Whether a user's function may make advantages, or a loss that needs none."""
+    """Return whether a user's function may make advantages, or a loss that needs none."""
     return any(
         (
             config.reward.custom_convert_samples_to_train_data_path,

@@ -34,12 +34,12 @@ def reward_name(grading: Grading, sample: Sample) -> str:
 
 
 def is_async(path: str | None) -> bool:
-    """Whether the function of `path` is to run on an event loop."""
+    """Return whether the function of `path` is to run on an event loop."""
     return path is not None and inspect.iscoroutinefunction(load_function(path))
 
 
 def takes_a_list(path: str | None) -> bool:
-    """Whether a user's function scores several samples in a call: its second parameter is `samples`, as in slime."""
+    """Return whether a function scores several samples in a call: its second parameter is `samples`, as in slime."""
     if path is None:
         return False
     try:
@@ -50,7 +50,7 @@ def takes_a_list(path: str | None) -> bool:
 
 
 def call_reward(grading: Grading, target: Sample | list[Sample], **kwargs: Any) -> Any:
-    """What the reward function returns for a sample, or for a group with --group-rm: a reward, or an awaitable.
+    """Call the reward function for a sample, or for a group with --group-rm; returns a reward, or an awaitable.
 
     `model_score` is among the keywords where a reward model has scored the sample. The parts of a weighted sum are kept
     in `sample.metadata["rewards"]`, the tests that a program failed, by reason, in `sample.metadata["code_failures"]`.

@@ -96,7 +96,7 @@ async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> f
 
 
 def take_lost() -> dict[str, int]:
-    """How many samples got no reward since the last call, and why ("timeout", "crash")."""
+    """Return how many samples got no reward since the last call, and why ("timeout", "crash")."""
     with _lock:
         found = dict(_lost)
         _lost.clear()

@@ -39,7 +39,7 @@ def length_penalty(length: int, max_length: int, coef: float) -> float:
 
 
 def length_reward(length: int, max_length: int | None, penalties: LengthPenalties) -> float:
-    """What the penalties add to the reward of a response of `length` tokens, at most 0; 0 without any."""
+    """Return what the penalties add to the reward of a response of `length` tokens, at most 0; 0 without any."""
     if max_length is None:  # only in runs without these flags, as the checks see to
         return 0.0
     added = length_penalty(length, max_length, penalties.coef)

@@ -55,7 +55,7 @@ async def model_score(scorer: ScorerAddress, sample: Sample) -> float | Lost:
 
 
 def input_ids(scorer: ScorerAddress, sample: Sample) -> list[int]:
-    """What the reward model reads of a sample: its own tokens, or the conversation by the reward model's template.
+    """Return what the reward model reads of a sample: its tokens, or the conversation by the reward model's template.
 
     Tokens of padding at the end are left out, as transformers takes the score of the last one that is none.
 

@@ -13,7 +13,7 @@ from fusionrl.config.hooks import hook_values
 
 @dataclass(frozen=True)
 class Grading:
-    """How samples are graded: what a reward process is sent, once for all samples of the same flags.
+    """Settings of graders: sent to a reward process once for all samples of the same flags.
 
     hooks  field → functions of that flag: samples may hold objects of classes in their files
     args   as a user's reward function gets them; None where a built-in reward scores

@@ -70,7 +70,9 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
         if sample.metadata["num_turns"] == args.max_turns:
             sample.status = Sample.Status.TRUNCATED
             return sample
-        results = await asyncio.gather(*(call_tool(args, tools, call) for call in calls))
+        results = await asyncio.gather(
+            *(call_tool(tools, call, args.tools_path, args.tool_timeout_s) for call in calls)
+        )
         sample.metadata["num_tool_errors"] += sum(result.is_error for result in results)
         messages = [
             {
@@ -174,8 +176,11 @@ class ToolResult:
     is_error: bool = False
 
 
-async def call_tool(args: Namespace, tools: Sequence[Tool], call: ToolCall) -> ToolResult:
+async def call_tool(tools: Sequence[Tool], call: ToolCall, tools_path: str | None, timeout_s: float) -> ToolResult:
     """Run one call. Whatever the model did wrong is told to the model; what a tool did wrong is raised.
+
+    tools_path  --tools-path, for messages; None: the tools are a user's generate function's
+    timeout_s   limit of one call
 
     Raises:
         HookError: what a tool of --tools-path raised.
@@ -194,22 +199,22 @@ async def call_tool(args: Namespace, tools: Sequence[Tool], call: ToolCall) -> T
     except (json.JSONDecodeError, jsonschema.ValidationError) as error:
         told = error.message if isinstance(error, jsonschema.ValidationError) else str(error)
         return ToolResult(f"error: wrong arguments for {call.name}: {told}", True)
-    with _named_tool(args, call.name):
+    with _named_tool(tools_path, call.name):
         try:
-            async with asyncio.timeout(args.tool_timeout_s) as limit:
+            async with asyncio.timeout(timeout_s) as limit:
                 return ToolResult(await tool(**arguments))
         except ToolError as error:
             return ToolResult(f"error: {error}", True)
         except TimeoutError:
             if not limit.expired():  # the tool's own
                 raise
-            return ToolResult(f"error: {call.name} took longer than {args.tool_timeout_s:g} s", True)
+            return ToolResult(f"error: {call.name} took longer than {timeout_s:g} s", True)
 
 
-def _named_tool(args: Namespace, name: str) -> AbstractContextManager[None]:
-    if args.tools_path is None:  # a tool of a user's generate function, which is named with what the tool raises
+def _named_tool(tools_path: str | None, name: str) -> AbstractContextManager[None]:
+    if tools_path is None:  # a tool of a user's generate function, which is named with what the tool raises
         return nullcontext()
-    return user_code(f"--tools-path {args.tools_path}: the tool {name!r}", args.tools_path)
+    return user_code(f"--tools-path {tools_path}: the tool {name!r}", tools_path)
 
 
 async def parse_tool_calls(

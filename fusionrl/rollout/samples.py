@@ -25,7 +25,7 @@ _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 @dataclass(frozen=True)
 class SampleContext:
-    """How the samples of a rollout, or of an evaluation set, are generated and scored.
+    """Settings by which the samples of a rollout, or of an evaluation set, are generated and scored.
 
     args           as users' functions get them; nothing else reads flags from it
     generate_path  --custom-generate-function-path
@@ -95,7 +95,7 @@ async def _score(context: SampleContext, samples: list[Sample], are_several: boo
 async def custom_generate(
     context: SampleContext, path: str, sample: Sample, params: SamplingParams, evaluation: bool
 ) -> Sample | list[Sample]:
-    """What the user's generate function made of a sample: one or several, each checked.
+    """Call the user's generate function on a sample; returns one or several, each checked.
 
     Raises:
         HookError: it raised, or returned what is no sample, or one whose fields do not fit together.
@@ -131,7 +131,7 @@ def as_list(result: Sample | list[Sample]) -> list[Sample]:
 # ------------------------------------------------------------------------------------------------ a group
 @dataclass(frozen=True)
 class GroupContext:
-    """How groups are made, beyond their samples.
+    """Settings by which groups are made, beyond those of their samples.
 
     needs_greedy_answer  the estimator compares with the greedy answer to the prompt
     filter_path          --dynamic-sampling-filter-path

@@ -26,7 +26,7 @@ def generate_rollout(
 
 @dataclass(frozen=True)
 class SftSettings:
-    """How a row becomes a sample.
+    """Settings by which a row becomes a sample.
 
     tokenizer        folder of the tokenizer (--hf-checkpoint)
     template_kwargs  --apply-chat-template-kwargs, as JSON

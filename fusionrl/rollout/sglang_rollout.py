@@ -139,7 +139,7 @@ async def generate_and_rm(args: Namespace, sample: Sample, params: SamplingParam
 # ------------------------------------------------------------------------------------------------ a rollout
 @dataclass(frozen=True)
 class LoopSettings:
-    """How many groups a rollout takes and keeps.
+    """Settings of the loop: how many groups a rollout takes and keeps.
 
     wanted         groups to return
     at_once        groups drawn of the data source at a time

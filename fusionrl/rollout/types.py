@@ -82,7 +82,7 @@ def check_samples(field: str, path: str, samples: Sequence[Any], limits: Limits)
 
 
 def as_train_output(output: Any) -> RolloutFnTrainOutput:
-    """What a rollout function returned, with bare lists accepted.
+    """Return the output of a rollout function; bare lists are accepted.
 
     Raises:
         ValueError: neither a RolloutFnTrainOutput nor a list of groups or samples.

@@ -25,7 +25,7 @@ _warnings: list[str] = []
 
 @dataclass
 class Answers:
-    """What the policy's engines answered to the requests of one function.
+    """Answers of the policy's engines to the requests of one function.
 
     parts     (tokens, their versions), int32 [n] each, in the order of the answers; empty where `keeps_tokens` is off
     versions  all versions that were among them
@@ -85,7 +85,7 @@ class Before:
 
     @classmethod
     def of(cls, sample: Sample) -> Before:
-        """What `fill_versions` compares the result with."""
+        """Keep what `fill_versions` compares the result with."""
         versions = sample.weight_versions
         return cls(_response(sample), None if versions is None else np.array(versions, np.int32))
 
@@ -157,7 +157,7 @@ def _find(sample: Sample, known: np.ndarray, answers: Answers) -> None:
 
 
 def _index(response: np.ndarray, tokens: np.ndarray, start: int) -> int | None:
-    """Where `tokens` stand in `response`, from `start` on."""
+    """Return the place at which `tokens` stand in `response`, from `start` on."""
     whole, part, size = response.tobytes(), tokens.tobytes(), response.itemsize
     place = whole.find(part, start * size)
     while place >= 0 and place % size:  # within a number

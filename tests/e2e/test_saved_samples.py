@@ -56,6 +56,8 @@ def test_partial_rollouts(task: Path, rl_flags: list[str], tmp_path: Path) -> No
     assert mixed
     for row in rows:  # only what this rollout sampled is trained on; of a sibling finished in an earlier one nothing
         assert row["loss_mask"] == [int(version == row["rollout"]) for version in row["weight_versions"]]
+    trained = [row for row in metrics_of(folder) if "rollout/staleness/token_max" in row]
+    assert len(trained) == 4 and all(row["rollout/staleness/token_max"] == 0 for row in trained)
 
 
 def test_turns_with_a_tool(task: Path, rl_flags: list[str], tmp_path: Path) -> None:
