@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusionrl.buffer.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
@@ -117,7 +117,9 @@ class GenerateState:
         return bool(is_stopping is not None and is_stopping())
 
 
-async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+async def post(
+    url: str, payload: Mapping[str, object], max_retries: int = 60, headers: dict[str, str] | None = None
+) -> Any:
     """POST `payload` as JSON and return the JSON that is answered; the run's own engines get their key by themselves.
 
     Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s. What the policy's engines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,5 +125,5 @@ def _row(rollout_id: int, sample: Sample, reward: float) -> dict[str, Any]:
     return row | {"reward": reward, "label": sample.label, "metadata": sample.metadata}
 
 
-def _digest(row: dict[str, Any]) -> bytes:
+def _digest(row: Mapping[str, object]) -> bytes:
     return hashlib.sha256(json.dumps([row["prompt"], row["response"]], sort_keys=True).encode()).digest()

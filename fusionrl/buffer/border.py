@@ -28,7 +28,7 @@ class Hook:
         """Flag and function, as messages begin."""
         return f"{flag_of(self.field)} {self.path}"
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: object) -> Any:
         """Call the function.
 
         Raises:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ class RolloutDataSourceWithBuffer:
         """Number of groups that were handed back."""
         return len(self.buffer)
 
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
+    def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add entries to what is kept with the cursor for hooks."""
         self.metadata.update(metadata)
 
@@ -234,7 +234,7 @@ class RolloutDataSourceWithBuffer:
 RolloutDataSource = RolloutDataSourceWithBuffer  # slime's two classes: the one without a buffer is the same here
 
 
-def _check_groups(groups: Any, where: str) -> None:
+def _check_groups(groups: object, where: str) -> None:
     if not isinstance(groups, Sequence) or not all(
         isinstance(group, list) and group and all(isinstance(sample, Sample) for sample in group) for group in groups
     ):

@@ -46,7 +46,7 @@ class RolloutFunctions:
         self,
         field: str,
         path: str,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         args: Namespace,
         rollout_id: int,
         keywords: dict[str, bool],

@@ -137,7 +137,7 @@ def glimpse(sample: Sample, reward: float) -> Glimpse:
     )
 
 
-def prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: object) -> str:
     """A prompt as text; of messages each one's role and content on lines of its own."""
     if isinstance(prompt, str):
         return prompt

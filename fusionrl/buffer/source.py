@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ class PromptSource:
             self._states[rollout_id] = source
         return rollout_id
 
-    def _restore(self, path: Path, rollout_id: int, source: dict[str, Any]) -> None:
+    def _restore(self, path: Path, rollout_id: int, source: Mapping[str, object]) -> None:
         if self._keeps_own_state():
             self.hooked.load(rollout_id)
         if hasattr(self.hooked, "load_state_dict"):  # last: this is the state right after that rollout

@@ -53,7 +53,7 @@ def resolve_names(config: Config, *, with_weights: bool = True) -> tuple[Config,
     errors: list[str] = []
     update: dict[str, dict[str, Any]] = {}
 
-    def put(group: str, field: str, find: Callable[[], Any]) -> None:
+    def put(group: str, field: str, find: Callable[[], object]) -> None:
         try:
             update.setdefault(group, {})[field] = find()
         except HubError as error:

@@ -80,6 +80,6 @@ def _without(config: Config, kind: str, name: str) -> Config:
     return config.model_copy(update={"passthrough": PassThrough(**values)})
 
 
-def _flag(name: str, value: Any) -> str:
+def _flag(name: str, value: object) -> str:
     flag = "--" + name.replace("_", "-")
     return flag if value is True else "--no-" + flag[2:] if value is False else f"{flag} {value}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from fusionrl.algorithms.estimators import names_where
 from fusionrl.config.config import Config
@@ -40,7 +40,7 @@ def scorer_errors(config: Config, shape: ModelShape | None) -> list[str]:
     return errors
 
 
-def _without_effect(group: Any, default: Any, names: tuple[str, ...], needed: str) -> list[str]:
+def _without_effect(group: object, default: object, names: tuple[str, ...], needed: str) -> list[str]:
     given = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(default, name)}
     return [f"--{name.replace('_', '-')} {value} has no effect without {needed}" for name, value in given.items()]
 
@@ -153,7 +153,7 @@ def _megatron_teacher_errors(folder: str, shape: ModelShape, config: Config) -> 
 
 
 def _engine_errors(
-    prefix: str, size: int, server_args: dict[str, Any], model: ScorerModel, config: Config
+    prefix: str, size: int, server_args: Mapping[str, object], model: ScorerModel, config: Config
 ) -> list[str]:
     errors = []
     heads = model.num_attention_heads

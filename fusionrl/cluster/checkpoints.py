@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,7 +185,7 @@ class Checkpoints:
         temporary.mkdir(parents=True)
         return temporary
 
-    def publish(self, rollout_id: int, temporary: Path, facts: dict[str, Any]) -> Checkpoint:
+    def publish(self, rollout_id: int, temporary: Path, facts: Mapping[str, object]) -> Checkpoint:
         """Add the manifest to the filled folder of `begin` and rename it to `step_<finished rollouts>`.
 
         A kill on the way leaves every earlier checkpoint as it was.

@@ -235,7 +235,7 @@ def _probe_gpus(group: PlacementGroup, num_devices: int) -> list[int]:
 
 
 def actor_on(
-    cls: type, bundle: Bundle | None, group: PlacementGroup | None, *, env: dict[str, str], **options: Any
+    cls: type, bundle: Bundle | None, group: PlacementGroup | None, *, env: dict[str, str], **options: object
 ) -> Any:
     """A Ray actor class that runs on `bundle` (or on this node). It asks for no CPUs and no GPUs of its own.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -75,7 +75,7 @@ class Config(Group):
 
     @classmethod
     def from_flat(
-        cls, values: dict[str, Any], passthrough: PassThrough | None = None, preset: Collection[str] = ()
+        cls, values: Mapping[str, object], passthrough: PassThrough | None = None, preset: Collection[str] = ()
     ) -> Config:
         """Build a Config from flat field names, as a test or a notebook has them.
 
@@ -101,7 +101,7 @@ class Config(Group):
         groups = [getattr(self, name) for name in GROUPS]
         return [field for group in groups for field in type(group).model_fields if field in group.model_fields_set]
 
-    def to_args(self, **extra: Any) -> argparse.Namespace:
+    def to_args(self, **extra: object) -> argparse.Namespace:
         """A fresh flat namespace for hooks: slime's names, a copy that a hook may write on."""
         flat: dict[str, Any] = {}
         for group in GROUPS:

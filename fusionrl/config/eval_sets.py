@@ -115,7 +115,7 @@ def _from_flags(args: Any) -> dict[str, Any]:
     }
 
 
-def _over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+def _over(low: Mapping[str, object], high: Mapping[str, object]) -> dict[str, Any]:
     kept = {key: value for key, value in low.items() if not (key in _REWARD and any(k in high for k in _REWARD))}
     return {**kept, **high}
 

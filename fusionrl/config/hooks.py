@@ -96,7 +96,7 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}
 
 
-def call_hook(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
+def call_hook(field: str, path: str, *args: object, **kwargs: object) -> Any:
     """Call the function `path` of the flag of `field`.
 
     Raises:
@@ -107,7 +107,7 @@ def call_hook(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-async def awaited_hook(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
+async def awaited_hook(field: str, path: str, *args: object, **kwargs: object) -> Any:
     """As `call_hook`; what the function returns is awaited if it can be."""
     function = load_function(path)
     with user_code(f"{flag_of(field)} {path}", path, *args):
@@ -157,12 +157,12 @@ def hook_paths(args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield field, path
 
 
-def hook_values(args: Mapping[str, Any]) -> dict[str, Any]:
+def hook_values(args: Mapping[str, object]) -> dict[str, Any]:
     """Return the flags of users' functions among `args`, those that are set."""
     return {field: value for field in SIGNATURES if (value := args.get(field))}
 
 
-def register_hooks(args: Mapping[str, Any]) -> None:
+def register_hooks(args: Mapping[str, object]) -> None:
     """Let this process unpickle what the functions of the flags `args` made in others: objects of their own classes."""
     for _, path in hook_paths(args):
         if ":" in path:

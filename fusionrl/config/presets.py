@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fusionrl.algorithms.estimators import ESTIMATORS
@@ -41,7 +42,7 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
     return preset | values
 
 
-def described(values: dict[str, Any]) -> list[str]:
+def described(values: Mapping[str, object]) -> list[str]:
     """The flags of the preset that `values` (all flags) name, as they stand; those that were given otherwise say so."""
     chosen = {name: values[name] for name in ("algorithm", "rollout_max_response_len")}
     return [
@@ -51,5 +52,5 @@ def described(values: dict[str, Any]) -> list[str]:
     ]
 
 
-def _typed(field: str, value: Any) -> str:
+def _typed(field: str, value: object) -> str:
     return spell_switch(field, value) if isinstance(value, bool) else f"{flag_of(field)} {value}"

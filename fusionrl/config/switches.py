@@ -37,7 +37,7 @@ class Switch(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: object,
         option_string: str | None = None,
     ) -> None:
         assert option_string is not None, "a switch is no positional argument"

@@ -126,7 +126,7 @@ def blamed_samples(error: BaseException, path: str | None = None) -> list[Any]:
     return []
 
 
-def samples_in(given: Iterable[Any]) -> list[Any]:
+def samples_in(given: Iterable[object]) -> list[Any]:
     """The samples among arguments, also in lists, each once."""
     found: dict[int, Any] = {}
     for value in given:
@@ -137,7 +137,7 @@ def samples_in(given: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _is_sample(value: Any) -> bool:
+def _is_sample(value: object) -> bool:
     # By what it can: this room knows no other, and `Sample` is of the room `data`.
     return callable(getattr(type(value), "to_row", None))
 

@@ -125,7 +125,7 @@ class MultiTurnLossMaskGenerator:
         return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
     # -------------------------------------------------------------------------------- the template
-    def _render(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Mapping[str, object]], tools: object = None, prompt: bool = False) -> str:
         kwargs = {**self.template_kwargs, "tools": tools, "tokenize": False, "add_generation_prompt": prompt}
         try:
             return call_template(self.tokenizer.apply_chat_template, messages, **kwargs)
@@ -176,7 +176,7 @@ class MultiTurnLossMaskGenerator:
             position = text.find(marks.header, spans[-1][1])
         return spans
 
-    def _prefix_spans(self, text: str, messages: list[dict[str, Any]], tools: Any) -> list[Span]:
+    def _prefix_spans(self, text: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[Span]:
         spans: list[Span] = []
         for position, message in enumerate(messages):
             if message.get("role") != "assistant":
@@ -201,7 +201,7 @@ class MultiTurnLossMaskGenerator:
         turn = text[start:stop].rstrip()
         return start, start + len(turn) if turn.endswith(special) else stop
 
-    def _template_spans(self, text: str, messages: list[dict[str, Any]], tools: Any) -> list[Span]:
+    def _template_spans(self, text: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[Span]:
         if not self._has_blocks():
             self._refuse("the chat template has no {% generation %} blocks")
         from transformers.utils.chat_template_utils import render_jinja_template

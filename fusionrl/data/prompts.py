@@ -202,7 +202,7 @@ def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
 
 
 def render_prompt(
-    prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: Any = None
+    prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object = None
 ) -> str:
     """The text of a prompt: by the chat template when asked, as it stands otherwise.
 

@@ -248,7 +248,7 @@ def response_mask(sample: Sample) -> np.ndarray:
     return np.asarray(sample.loss_mask, np.float32)
 
 
-def as_version(version: Any) -> int:
+def as_version(version: object) -> int:
     """The pushed version of what an engine says; what it calls a checkpoint that it loaded itself is version 0.
 
     A version is counted from 0 by the pushes: a longer number is a name, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fusionrl.engines.control import EngineControl
@@ -14,6 +15,6 @@ class AttachedEngine(EngineControl):
         super().__init__(url, tp_size, api_key)
         self.index = index
 
-    def post(self, path: str, payload: dict[str, Any] | None = None) -> Any:
+    def post(self, path: str, payload: Mapping[str, object] | None = None) -> Any:
         """Any other request."""
         return self._post(path, payload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Self
@@ -168,7 +168,7 @@ class GenerateClient:
                 attempt += 1
 
     async def _events(
-        self, url: str, payload: dict[str, Any], asked: Asked, routing_key: str | None, deadline: float
+        self, url: str, payload: Mapping[str, object], asked: Asked, routing_key: str | None, deadline: float
     ) -> AsyncGenerator[Any, None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -214,7 +214,7 @@ class GenerateClient:
                 except AnswerError as error:
                     self._targets.refuse(url, error, refused)
 
-    async def _generate_together(self, payload: dict[str, Any]) -> Generation:
+    async def _generate_together(self, payload: Mapping[str, object]) -> Generation:
         """Send short siblings as one request: equal requests made in one turn of the event loop.
 
         A request of its own costs about a millisecond more, as much as a few tokens of a small model.
@@ -229,12 +229,12 @@ class GenerateClient:
         self._waiting[key].append(future)
         return await future
 
-    def _flush(self, key: bytes, payload: dict[str, Any]) -> None:
+    def _flush(self, key: bytes, payload: Mapping[str, object]) -> None:
         task = asyncio.create_task(self._answer(payload, self._waiting.pop(key)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, payload: dict[str, Any], waiting: list[asyncio.Future[Generation]]) -> None:
+    async def _answer(self, payload: Mapping[str, object], waiting: list[asyncio.Future[Generation]]) -> None:
         payload = {"return_logprob": True, **payload}
         if len(waiting) > 1:
             payload["input_ids"] = [payload["input_ids"]] * len(waiting)
@@ -358,7 +358,7 @@ async def _body(response: aiohttp.ClientResponse, asked: Asked) -> bytes | Answe
     return b"".join(parts)
 
 
-def _check_event(url: str, event: Any) -> None:
+def _check_event(url: str, event: object) -> None:
     """Raise what an event says went wrong.
 
     Raises:
@@ -377,7 +377,7 @@ def _check_event(url: str, event: Any) -> None:
         raise EndpointError(url, _as_status(reason["status_code"]), str(reason.get("message")))
 
 
-def _as_status(code: Any) -> int:
+def _as_status(code: object) -> int:
     """An HTTP status; 500 for what is none."""
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 

@@ -6,6 +6,7 @@ Every method raises RuntimeError with the endpoint, the status and the server's 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from fusionrl.engines.http import EndpointError, call
@@ -25,14 +26,16 @@ class EngineControl:
         self._has_update_sessions: bool | None = None
         self._is_paused_in_place = False
 
-    def _post(self, path: str, payload: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+    def _post(
+        self, path: str, payload: Mapping[str, object] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Any:
         return self._call("POST", path, payload or {}, timeout_s=timeout_s)
 
     def _call(
         self,
         method: str,
         path: str,
-        payload: dict[str, Any] | None = None,
+        payload: Mapping[str, object] | None = None,
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         watch: bool = True,

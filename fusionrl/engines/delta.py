@@ -121,7 +121,7 @@ def new_checksum(kind: str) -> Checksum:
     return _Adler32() if kind == "adler32" else hashlib.sha256()
 
 
-def checksum_of(data: Any, kind: str) -> str:
+def checksum_of(data: object, kind: str) -> str:
     """Hexadecimal checksum of a buffer of bytes (or of a contiguous array)."""
     checksum = new_checksum(kind)
     checksum.update(data.view(np.uint8).data if isinstance(data, np.ndarray) else data)

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ class EngineActor(EngineControl):
         self,
         method: str,
         path: str,
-        payload: dict[str, Any] | None = None,
+        payload: Mapping[str, object] | None = None,
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         watch: bool = True,

@@ -5,7 +5,7 @@ A sample of 32,000 tokens is 32,000 small lists in JSON, so they become arrays w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ def parse_generation(answer: Any, asked: Asked = _ANYTHING) -> Generation:
     )
 
 
-def finish_reason(meta: dict[str, Any]) -> str:
+def finish_reason(meta: Mapping[str, object]) -> str:
     """ "stop", "length" or "abort"; "" where the answer goes on.
 
     Raises:
@@ -110,7 +110,7 @@ def finish_reason(meta: dict[str, Any]) -> str:
     return kind
 
 
-def _count(meta: dict[str, Any], name: str) -> int:
+def _count(meta: Mapping[str, object], name: str) -> int:
     value = meta.get(name)
     if value is None:
         return 0
@@ -141,7 +141,7 @@ def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | st
     return found
 
 
-def _as_version(version: Any) -> int | str:
+def _as_version(version: object) -> int | str:
     if isinstance(version, bool) or not isinstance(version, int | str):
         raise AnswerError(f"meta_info.weight_version is {version!r:.80}, neither text nor a number")
     text = str(version)
@@ -162,7 +162,7 @@ class StreamParser:
         self._num_tokens = 0
         self._text = ""
 
-    def parse(self, event: dict[str, Any]) -> Generation:
+    def parse(self, event: Mapping[str, object]) -> Generation:
         """The tokens that are new in `event`; the finish reason is "" in all but the last one.
 
         The versions are those of the moment; `join` takes the exact ones of the last event.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -30,7 +31,7 @@ def auth_headers(api_key: str | None) -> dict[str, str]:
 def call(
     method: str,
     url: str,
-    payload: dict[str, Any] | None = None,
+    payload: Mapping[str, object] | None = None,
     *,
     api_key: str | None = None,
     timeout_s: float = 60.0,

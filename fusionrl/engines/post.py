@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,9 @@ _LONGEST_PAUSE_S = 8.0
 _LONGEST_ERROR = 1 << 16  # bytes of the text of an error status
 
 
-async def post(url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+async def post(
+    url: str, payload: Mapping[str, object], max_retries: int = 60, headers: dict[str, str] | None = None
+) -> Any:
     """POST `payload` as JSON and return the JSON that is answered; the run's own engines get their key by themselves.
 
     Broken connections and 5xx answers are tried again, with growing pauses of up to 8 s.

@@ -27,7 +27,7 @@ def install() -> None:
     sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["tcp"] = _meet
 
 
-def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
+def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: object) -> Iterator[tuple[Any, int, int]]:
     import torch.distributed as dist
 
     from fusionrl.base.stores import join_group_store

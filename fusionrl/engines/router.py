@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -175,6 +176,6 @@ class Router:
             raise self._process.died(f"{what} of the router at {self.url}")
         return self._process
 
-    def _call(self, method: str, path: str, payload: dict[str, Any] | None = None) -> Any:
+    def _call(self, method: str, path: str, payload: Mapping[str, object] | None = None) -> Any:
         self._living(path)
         return call(method, self.url + path, payload, api_key=self._api_key)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +119,7 @@ def server_command(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
     return [sys.executable, "-m", "fusionrl.engines.launch_server", *to_flags(arguments)]
 
 
-def to_flags(arguments: dict[str, Any]) -> list[str]:
+def to_flags(arguments: Mapping[str, object]) -> list[str]:
     """Command-line form of upstream field values: `{"a_b": 1, "c": True, "d": None}` → `--a-b 1 --c`.
 
     True is a bare flag, False and None leave the flag out, a list is several values, a dict is JSON.

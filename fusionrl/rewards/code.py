@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fusionrl.rewards.code_labels import read_tests
 from fusionrl.rewards.code_run import run_test
@@ -29,7 +29,7 @@ class CodeGrade(NamedTuple):
     failures: dict[str, int]
 
 
-def grade_share(response: str, label: Any) -> CodeGrade:
+def grade_share(response: str, label: object) -> CodeGrade:
     """Share of the tests of `label` that the last Python block of the response passes.
 
     Raises:
@@ -44,7 +44,7 @@ def grade_share(response: str, label: Any) -> CodeGrade:
     return CodeGrade(reasons.count(None) / len(tests), dict(Counter(reason for reason in reasons if reason)))
 
 
-def grade_all(response: str, label: Any) -> CodeGrade:
+def grade_all(response: str, label: object) -> CodeGrade:
     """1 where it passes all of them, else 0; the first test that fails ends it."""
     tests = read_tests(label)
     program = last_python_block(response)
@@ -56,12 +56,12 @@ def grade_all(response: str, label: Any) -> CodeGrade:
     return CodeGrade(1.0, {})
 
 
-def code(response: str, label: Any) -> float:
+def code(response: str, label: object) -> float:
     """The reward of `grade_share`."""
     return grade_share(response, label).reward
 
 
-def code_all(response: str, label: Any) -> float:
+def code_all(response: str, label: object) -> float:
     """The reward of `grade_all`."""
     return grade_all(response, label).reward
 

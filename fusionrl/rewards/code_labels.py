@@ -111,7 +111,7 @@ def _read_pairs(inputs: list[Any], outputs: list[Any], name: str, setup: str) ->
     if len(inputs) != len(outputs):
         raise ValueError(f"--rm-type code: the label has {len(inputs)} inputs and {len(outputs)} outputs")
 
-    def as_text(value: Any) -> str:
+    def as_text(value: object) -> str:
         return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
     if not name:
@@ -128,7 +128,7 @@ def _read_pairs(inputs: list[Any], outputs: list[Any], name: str, setup: str) ->
     return found
 
 
-def _statements(asserts: Any) -> list[str]:
+def _statements(asserts: object) -> list[str]:
     """The tests of `asserts`: of a list its items; of one text its assert statements, or, with others, all at once."""
     if isinstance(asserts, str):
         tree = _parse(asserts)

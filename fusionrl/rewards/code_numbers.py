@@ -65,7 +65,7 @@ def _asks(node: ast.expr) -> bool:
     return any(isinstance(inner, ast.Name) and inner.id == ASK for inner in ast.walk(node))
 
 
-def number_of(wire: Any) -> int | float:
+def number_of(wire: object) -> int | float:
     """The number of a wire form.
 
     Raises:

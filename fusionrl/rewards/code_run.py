@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
 
 from fusionrl.rewards.code_labels import CallTest, ExpressionTest, InputTest, JudgedTest, NumbersTest, Test
 from fusionrl.rewards.code_numbers import NoNumbers, number_of, value_of
@@ -103,7 +102,7 @@ def _is_same_word(a: str, b: str) -> bool:
         return False
 
 
-def _run_asking(request: dict[str, Any], test: CallTest | ExpressionTest | NumbersTest) -> str | None:
+def _run_asking(request: Mapping[str, object], test: CallTest | ExpressionTest | NumbersTest) -> str | None:
     result = Run(_PROGRAM, json.dumps(request), LIMITS, ANSWER_BYTES).result()
     if reason := _reason(result):
         return reason
@@ -119,7 +118,7 @@ def _run_asking(request: dict[str, Any], test: CallTest | ExpressionTest | Numbe
         return "error"
 
 
-def _is_expected(answer: Any, test: CallTest | ExpressionTest | NumbersTest) -> bool:
+def _is_expected(answer: object, test: CallTest | ExpressionTest | NumbersTest) -> bool:
     """Whether the test holds. Raises Unreadable, or what Python raises for a test over these numbers."""
     if isinstance(test, NumbersTest):
         if not isinstance(answer, list) or len(answer) != len(test.expressions):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusionrl.rewards.math_utils import grade_answer_verl
 
 
-def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
+def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
     r"""1 where the last `\boxed{…}` after `</think>` (or `###Response`) equals the label; 0 without such a marker."""
     if "</think>" in response:
         solution = response.rpartition("</think>")[2]

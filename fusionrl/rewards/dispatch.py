@@ -32,7 +32,7 @@ class RewardError(HookError):
     """A reward function raised or returned what is no reward; the message names function and sample."""
 
 
-async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
+async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float | dict[str, Any]:
     """The reward of one sample by the flags `args`; 0 where there is none but a teacher's word (--use-opd).
 
     A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it gets
@@ -44,7 +44,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> float | di
     return await score_sample(RewardSettings.of_args(args), sample, **kwargs)
 
 
-async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
     """The rewards of a group: in one call with --group-rm, one call a sample otherwise.
 
     In one call, too, where --custom-rm-path takes `samples`: what a generate function made of one prompt, say.
@@ -52,7 +52,7 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
     return await score_group(RewardSettings.of_args(args), samples, **kwargs)
 
 
-async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
+async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: object) -> float | dict[str, Any]:
     """Return the reward of one sample; see `async_rm`."""
     grading = settings.grading
     name, path, rm_type = reward_name(grading, sample), reward_path(grading, sample), rm_type_of(grading, sample)
@@ -70,7 +70,7 @@ async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: Any) 
     return _without_reward(settings, sample, reward, name) if is_lost else _checked(reward, name, sample)
 
 
-async def score_group(settings: RewardSettings, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def score_group(settings: RewardSettings, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
     """Return the rewards of a group; see `batched_async_rm`."""
     path = settings.grading.custom_rm_path
     is_one_call = settings.is_group_call or (path is not None and takes_a_list(path))
@@ -148,7 +148,7 @@ def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: 
     return value
 
 
-def _checked(reward: Any, name: str, sample: Sample) -> Any:
+def _checked(reward: object, name: str, sample: Sample) -> Any:
     if isinstance(reward, dict):
         return reward
     if hasattr(reward, "__float__") and math.isfinite(reward):

@@ -62,7 +62,7 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
     return float(quoted == [right])
 
 
-def _right_letter(label: Any, correct: Any, letters: list[str], texts: list[str]) -> str:
+def _right_letter(label: object, correct: object, letters: list[str], texts: list[str]) -> str:
     for named in (correct, label):
         if isinstance(named, str) and named.strip().upper() in letters:
             return named.strip().upper()

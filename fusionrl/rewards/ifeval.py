@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fusionrl.rewards.text import after_thinking
@@ -41,7 +41,7 @@ def followed(response: str, metadata: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def _check(name: str, response: str, given: dict[str, Any]) -> bool:
+def _check(name: str, response: str, given: Mapping[str, object]) -> bool:
     if name not in INSTRUCTIONS:
         raise ValueError(f"--rm-type ifeval: unknown instruction {name!r}; known are {', '.join(INSTRUCTIONS)}")
     given = {key: value for key, value in given.items() if value is not None}  # parquet fills in what is not there

@@ -55,7 +55,7 @@ def normalize_final_answer(answer: str) -> str:
     return digits if digits.isdigit() else answer.strip()
 
 
-def compute_score(solution: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+def compute_score(solution: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, Any]:
     r"""DAPO's score of a solution.
 
     strict_box_verify  only a `\boxed{…}` at the very end counts, and must be the ground truth to the letter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
@@ -22,7 +21,7 @@ def extract_answer(text: str) -> str | None:
     return None
 
 
-def math_reward(response: str, label: Any) -> float:
+def math_reward(response: str, label: object) -> float:
     """1 where math-verify finds the response's final answer equal to the label.
 
     Raises:
@@ -127,7 +126,7 @@ def _entries(text: str) -> list[str]:
     return parts
 
 
-def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
     r"""Whether the last `\boxed{…}` of the solution equals the ground truth, which may stand in a box itself."""
     given, truth = extract_answer(solution_str), str(ground_truth)
     if _BOX.search(truth):
@@ -135,6 +134,6 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     return given is not None and is_equal_answer(given, truth)
 
 
-def math_verl(response: str, label: Any) -> float:
+def math_verl(response: str, label: object) -> float:
     """`grade_answer_verl` as a reward of 0 or 1."""
     return float(grade_answer_verl(response, label))

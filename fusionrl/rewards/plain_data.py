@@ -47,20 +47,20 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(text)
 
 
-def wire_of(value: Any) -> Any:
+def wire_of(value: object) -> Any:
     """The wire form of an expected value.
 
     Raises:
         ValueError: it is no plain data, or nested too deeply.
     """
 
-    def refuse(other: Any) -> None:
+    def refuse(other: object) -> None:
         raise ValueError(f"{type(other).__name__} is no plain data")
 
     return encode(value, refuse)
 
 
-def canonical(wire: Any, as_json: bool) -> str:
+def canonical(wire: object, as_json: bool) -> str:
     """Return a text that is the same for equal values.
 
     as_json  equal is what JSON makes equal: a tuple and a list, the keys 1 and "1"; but not true and 1. Otherwise equal
@@ -75,11 +75,11 @@ def canonical(wire: Any, as_json: bool) -> str:
         raise error if isinstance(error, Unreadable) else Unreadable(f"no value: {error}") from error
 
 
-def _canonical(wire: Any, as_json: bool, depth: int) -> str:
+def _canonical(wire: object, as_json: bool, depth: int) -> str:
     if depth > MAX_DEPTH:
         raise Unreadable("the answer is nested too deeply")
 
-    def inner(items: Any) -> list[str]:
+    def inner(items: object) -> list[str]:
         if not isinstance(items, list):
             raise Unreadable("a list is wanted")
         return [_canonical(item, as_json, depth + 1) for item in items]
@@ -157,7 +157,7 @@ def _decimal(value: Decimal) -> str:
     return _number(Fraction(value))
 
 
-def truth(wire: Any) -> bool:
+def truth(wire: object) -> bool:
     """Whether Python takes the value for true; an object says so itself.
 
     Raises:

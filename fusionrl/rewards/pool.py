@@ -84,7 +84,7 @@ class _Job:
     # How many a loop may have together with it: it was in one that died, and nobody knew by whom. None: any number.
     company: int | None = None
 
-    def settle(self, value: Any = None, error: Exception | None = None) -> None:
+    def settle(self, value: object = None, error: Exception | None = None) -> None:
         """End the wait for it, if somebody still waits: its caller may give up at any moment."""
         with suppress(InvalidStateError):
             if error is not None:

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fusionrl.config.aliases import value_hint
@@ -121,8 +121,8 @@ def _is_single(rm_type: str, parts: dict[str, Part]) -> bool:
 def grade(
     rm_type: str,
     response: str,
-    label: Any,
-    metadata: dict[str, Any] | None = None,
+    label: object,
+    metadata: Mapping[str, object] | None = None,
     model_score: float | None = None,
 ) -> Graded:
     """The reward of a response by `rm_type`; a single name without a weight gives what its grader returns.
@@ -163,7 +163,7 @@ def runs_programs(rm_type: str | None) -> bool:
 
 
 def _grade_part(
-    part: Part, response: str, label: Any, metadata: dict[str, Any] | None, failures: Counter[str]
+    part: Part, response: str, label: object, metadata: Mapping[str, object] | None, failures: Counter[str]
 ) -> Reward:
     if part.is_boxed:
         answer = math_utils.extract_answer(response)

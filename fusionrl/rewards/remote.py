@@ -12,7 +12,7 @@ PATH = f"{__name__}.remote_rm"
 MAX_TRIES = 10
 
 
-async def remote_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
+async def remote_rm(args: Namespace, sample: Sample, **kwargs: object) -> Any:
     """What --rm-url answers to `{"prompt", "response", "label"}`: a number, or a JSON object (see --reward-key).
 
     Broken connections and 5xx answers are tried again with growing pauses, within --reward-timeout-s.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from fusionrl.config.config import HookArgs
 from fusionrl.config.hooks import hook_values
@@ -100,7 +99,7 @@ class RewardSettings:
         )
 
 
-def _pickled(value: Any) -> bytes | None:
+def _pickled(value: object) -> bytes | None:
     """None: it cannot be sent to another process, and stays here."""
     try:
         return pickle.dumps(value)

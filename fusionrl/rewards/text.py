@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from typing import Any
 
 
 def after_thinking(response: str) -> str:
@@ -15,7 +14,7 @@ def after_thinking(response: str) -> str:
     return "" if response.lstrip().startswith("<think>") else response
 
 
-def exact(response: str, label: Any) -> float:
+def exact(response: str, label: object) -> float:
     """1 where the response, stripped, is the label."""
     return float(response.strip() == str(label).strip())
 
@@ -23,7 +22,7 @@ def exact(response: str, label: Any) -> float:
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 
-def last_number(response: str, label: Any) -> float:
+def last_number(response: str, label: object) -> float:
     """1 where the last number of the response equals the label as a number (thousands separators allowed)."""
     numbers = _NUMBER.findall(response)
     if not numbers:
@@ -34,7 +33,7 @@ def last_number(response: str, label: Any) -> float:
         raise ValueError(f"--rm-type last_number: the label {label!r} is no number") from error
 
 
-def f1(response: str, label: Any) -> float:
+def f1(response: str, label: object) -> float:
     """Word-level F1 of the response against the label, as in SQuAD (lower case, no punctuation, no articles)."""
     predicted, wanted = _words(response), _words(str(label))
     common = sum((Counter(predicted) & Counter(wanted)).values())
@@ -49,6 +48,6 @@ def _words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
-def random_reward(response: str, label: Any) -> float:
+def random_reward(response: str, label: object) -> float:
     """0 or 1 by a coin: a control experiment."""
     return float(random.random() < 0.5)

@@ -58,7 +58,7 @@ class _Job:
         target = self.samples if self.call == "group" else self.samples[0]
         return call_reward(self.grading, target, **self.kwargs)
 
-    def answer(self, reward: Any) -> bytes:
+    def answer(self, reward: object) -> bytes:
         """Return the frame of the reward, with what the function changed in its samples.
 
         Pickling runs code of the user's classes, so this may raise anything, like the function.

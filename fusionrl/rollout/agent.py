@@ -13,7 +13,7 @@ import asyncio
 import functools
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +95,7 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
 
 
 # ------------------------------------------------------------------------------------------------ the sample
-def begin(args: Namespace, sample: Sample, schemas: list[dict[str, Any]] | None = None) -> None:
+def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object]] | None = None) -> None:
     """Put the prompt's tokens into the sample. A row's own tools (--tool-key) are in its prompt already.
 
     Raises:
@@ -218,7 +218,7 @@ def _named_tool(tools_path: str | None, name: str) -> AbstractContextManager[Non
 
 
 async def parse_tool_calls(
-    args: Namespace, tokenizer: Any, schemas: list[dict[str, Any]], text: str
+    args: Namespace, tokenizer: object, schemas: Sequence[Mapping[str, object]], text: str
 ) -> tuple[str, list[ToolCall]]:
     """(what is said beside the calls, the calls) of one turn by SGLang's parser; a call that cannot be read has an
     `error`."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.types import DynamicFilterOutput
 
 
-def check_reward_nonzero_std(args: Namespace, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: Namespace, samples: list[Sample], **kwargs: object) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: all right or all wrong carries no gradient (DAPO, arXiv 2503.14476, 3.2)."""
     rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
     if not rewards:  # every sample failed or was aborted
@@ -20,7 +19,7 @@ def check_reward_nonzero_std(args: Namespace, samples: list[Sample], **kwargs: A
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: Namespace, samples: list[Sample], **kwargs: Any
+    args: Namespace, samples: list[Sample], **kwargs: object
 ) -> DynamicFilterOutput:
     """The same, but such a group is kept where without it more prompts would have to be sampled."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
@@ -28,7 +27,7 @@ def check_reward_nonzero_std_with_fallback(
     return output
 
 
-def check_accuracy_in_range(args: Namespace, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_accuracy_in_range(args: Namespace, samples: list[Sample], **kwargs: object) -> DynamicFilterOutput:
     """Keep a group whose share of right answers is in --accuracy-lower-bound … --accuracy-upper-bound, ends included.
 
     Right is a reward above 0; samples without a reward do not count. PRIME's online prompt filtering (arXiv 2502.01456;

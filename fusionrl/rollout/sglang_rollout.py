@@ -54,7 +54,7 @@ MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that kee
 
 
 def generate_rollout(
-    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: object, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generate `args.rollout_batch_size` groups, or evaluate every set of --eval-prompt-data or --eval-config."""
     args.rollout_id = rollout_id
@@ -169,7 +169,7 @@ class LoopSettings:
         )
 
 
-async def _generate(args: Namespace, data_source: Any) -> RolloutFnTrainOutput:
+async def _generate(args: Namespace, data_source: object) -> RolloutFnTrainOutput:
     params, settings = sampling_params(args), LoopSettings.of_args(args)
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set

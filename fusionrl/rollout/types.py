@@ -65,7 +65,7 @@ class Limits:
         return cls(getattr(args, "vocab_size", None), getattr(args, "num_experts", None))
 
 
-def check_samples(field: str, path: str, samples: Sequence[Any], limits: Limits) -> None:
+def check_samples(field: str, path: str, samples: Sequence[object], limits: Limits) -> None:
     """Check what a user's function returned: samples whose fields fit together, with numbers within the limits.
 
     Raises:
@@ -81,7 +81,7 @@ def check_samples(field: str, path: str, samples: Sequence[Any], limits: Limits)
             raise HookError(f"{where}: {error}", [sample]) from error
 
 
-def as_train_output(output: Any) -> RolloutFnTrainOutput:
+def as_train_output(output: object) -> RolloutFnTrainOutput:
     """Return the output of a rollout function; bare lists are accepted.
 
     Raises:
@@ -92,7 +92,7 @@ def as_train_output(output: Any) -> RolloutFnTrainOutput:
     return RolloutFnTrainOutput(_as_groups(output))
 
 
-def _as_groups(groups: Any) -> list[list[Sample]]:
+def _as_groups(groups: object) -> list[list[Sample]]:
     if not isinstance(groups, list):
         raise ValueError(f"--rollout-function-path: it returned {type(groups).__name__}; a list of groups is wanted")
     strange = next((item for item in _leaves(groups) if not isinstance(item, Sample)), None)
@@ -116,7 +116,7 @@ def _leaves(group: Any) -> Iterator[Sample]:
             yield item
 
 
-def as_eval_output(output: Any) -> RolloutFnEvalOutput:
+def as_eval_output(output: object) -> RolloutFnEvalOutput:
     """As `as_train_output`, for an evaluation."""
     if hasattr(output, "data"):
         return RolloutFnEvalOutput(output.data, dict(getattr(output, "metrics", None) or {}))

@@ -67,7 +67,7 @@ def noting_answers(urls: Sequence[str], keeps_tokens: bool = True) -> Iterator[A
         _answers.reset(token)
 
 
-def note_answer(url: str, answer: Any) -> None:
+def note_answer(url: str, answer: object) -> None:
     """Note what `url` answered, if it is one of the policy's engines or their router."""
     answers = _answers.get()
     if answers is not None and f"{url}/".startswith(answers.urls or ("\0",)):

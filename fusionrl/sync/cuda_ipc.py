@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -95,7 +95,7 @@ class CudaIpc:
             slots.release()
 
     def _send_bucket(
-        self, bucket: _Bucket, targets: Sequence[EngineTarget], feeds: Sequence[Feed], stamp: dict[str, Any]
+        self, bucket: _Bucket, targets: Sequence[EngineTarget], feeds: Sequence[Feed], stamp: Mapping[str, object]
     ) -> None:
         by_index = {target.index: target for target in targets}
         calls = []

@@ -231,7 +231,7 @@ class DiskWriter:
             shutil.rmtree(folder)
         partial.rename(folder)
 
-    def _from_first(self, value: Any) -> Any:
+    def _from_first(self, value: object) -> Any:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]

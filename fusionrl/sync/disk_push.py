@@ -155,7 +155,7 @@ def drop_files(trainers: Sequence[Any], targets: Sequence[EngineTarget], local_f
         _failure(what, call, max(0.0, deadline - time.monotonic()))
 
 
-def _failure(what: str, call: Any, timeout_s: float) -> str | None:
+def _failure(what: str, call: object, timeout_s: float) -> str | None:
     """Describe the outcome of one call, and log it; None if all is well."""
     try:
         wait_all([(what, call)], timeout_s)

@@ -19,7 +19,7 @@ _RELEASE_TIMEOUT_S = 30.0
 
 
 def push_weights(
-    trainers: Sequence[Any],
+    trainers: Sequence[object],
     targets: Sequence[EngineTarget],
     feeds: Sequence[Feed],
     *,
@@ -46,11 +46,11 @@ def push_weights(
     def left() -> float:
         return max(1.0, timeout_s - (time.perf_counter() - start))
 
-    def ask_trainers(method: str, *args: Any) -> list[Any]:
+    def ask_trainers(method: str, *args: object) -> list[Any]:
         calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(trainers)]
         return wait_all(calls, left())
 
-    def ask_engines(method: str, *args: Any) -> None:
+    def ask_engines(method: str, *args: object) -> None:
         calls = [(f"engine {t.index}: {method}", getattr(t.handle, method).remote(*args)) for t in targets]
         wait_all(calls, left())
 

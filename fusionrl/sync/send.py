@@ -15,7 +15,7 @@ protocol's business (`fusionrl.sync.push`), which runs in the driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -132,7 +132,7 @@ class WeightSender:
     def _is_alone(self) -> bool:
         return self.exporter.layout.world_size == 1
 
-    def _tell_all(self, fact: Any) -> list[Any]:
+    def _tell_all(self, fact: object) -> list[Any]:
         """Gather the reports of all ranks; collective."""
         facts: list[Any] = [fact]
         if not self._is_alone:
@@ -335,7 +335,7 @@ class _Sending:
             if bucket is order.plan.of_source(bucket.source)[-1]:
                 return
 
-    def _timed(self, bucket: Bucket, buffer: Any, parts: Parts, stamp: dict[str, Any]) -> None:
+    def _timed(self, bucket: Bucket, buffer: object, parts: Parts, stamp: Mapping[str, object]) -> None:
         start, total = time.time(), len(self.order.plan.buckets)
         try:
             calls = self._send(self.order, bucket, buffer, parts, stamp)
@@ -370,5 +370,5 @@ def _process(target: EngineTarget) -> tuple[int, int, str]:
     return target.index, target.num_restarts, target.node_id
 
 
-def _flat(buffer: Any) -> Tensor:
+def _flat(buffer: object) -> Tensor:
     return buffer.flat if isinstance(buffer, SharedBuffer) else buffer

@@ -5,8 +5,7 @@ An engine on another node gets the bytes by value, in the request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from fusionrl.engines.payload import SharedBuffer, by_value
 from fusionrl.engines.spec import LOADER
@@ -21,7 +20,7 @@ def send_shared(
     targets: Sequence[EngineTarget],
     node_id: str,
     num_experts: int,
-    stamp: dict[str, Any],
+    stamp: Mapping[str, object],
     timeout_s: float,
 ) -> int:
     """Let `targets` load `parts`, (of which tensor, name, view of `buffer`); return when they have copied all.

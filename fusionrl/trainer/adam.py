@@ -49,7 +49,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: object = None) -> None:
         """Update every parameter that has a gradient."""
         assert closure is None, "Megatron-core's optimizers use none"
         assert grad_scaler is None, "Megatron-core's optimizers use none"

@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def read_description(path: str) -> dict[str, Any]:
     return description
 
 
-def _check_files(path: str, description: dict[str, Any], rank: int) -> None:
+def _check_files(path: str, description: Mapping[str, object], rank: int) -> None:
     """Compare the files with their hashes, each rank its share of them; collective.
 
     Raises:

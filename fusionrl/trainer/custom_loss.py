@@ -40,7 +40,7 @@ class CustomLossOptions:
     constant: float | None = None
 
     @classmethod
-    def of(cls, config: Config, make_args: Callable[[], Any], vocab_size: int) -> CustomLossOptions | None:
+    def of(cls, config: Config, make_args: Callable[[], object], vocab_size: int) -> CustomLossOptions | None:
         """Those of the configuration; None where the loss is a built-in one."""
         path = config.algorithm.custom_loss_function_path
         if config.run.mode != "rl" or config.algorithm.loss_type != "custom_loss":
@@ -101,7 +101,7 @@ class CustomLoss:
         padding = torch.arange(logits.size(-1), device=logits.device) >= num_valid
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 4)
 
-    def _checked(self, found: Any) -> tuple[Tensor, dict[str, Any]]:
+    def _checked(self, found: object) -> tuple[Tensor, dict[str, Any]]:
         where = f"{flag_of(FIELD)} {self.options.path}"
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
             raise HookError(f"{where}: it returned {type(found).__name__}; expected (loss, dict of metrics)")

@@ -107,7 +107,7 @@ class LocalRanks:
             [("start", (config, layout, rank, host, self._store.port, role)) for rank in range(layout.world_size)]
         )
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: object) -> list[Any]:
         """Call a method with the same arguments on every rank."""
         return self._all([("call", (method, *args))] * self.world_size)
 
@@ -116,11 +116,11 @@ class LocalRanks:
         assert len(args) == self.world_size
         return self._all([("call", (method, *one)) for one in args])
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., object], *args: object) -> list[Any]:
         """Run `function(actor, *args)` on every rank."""
         return self._all([("run", (function, *args))] * self.world_size)
 
-    def run_on(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    def run_on(self, rank: int, function: Callable[..., object], *args: object) -> Any:
         """Run `function(actor, *args)` on one rank; ranks that work together are asked from a thread each.
 
         Calls of one rank come one after the other, also after one for which nobody waits any more.

@@ -138,7 +138,7 @@ def chunked_log_probs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     entropy_grad: bool = False,
-    group: Any = None,
+    group: object = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution of `softmax(hidden @ weight.T / temperature)`.
 

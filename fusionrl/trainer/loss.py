@@ -104,7 +104,7 @@ class LossOptions:
 def _named(path: str) -> PolicyLoss:
     field = "custom_policy_loss_path"
 
-    def loss(log_probs: Tensor, *args: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(log_probs: Tensor, *args: object) -> tuple[Tensor, dict[str, Tensor]]:
         found = call_hook(field, path, log_probs, *args)
         where, size = f"{flag_of(field)} {path}", tuple(log_probs.shape)
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):

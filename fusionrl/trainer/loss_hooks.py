@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class LossHooks:
         return (batch.weights * mask * self._picked(whole, batch)).sum(), found
 
     def _corrected(
-        self, whole: Tensor, train_log_probs: Tensor, batch: MicroBatch, lists: dict[str, Any]
+        self, whole: Tensor, train_log_probs: Tensor, batch: MicroBatch, lists: Mapping[str, object]
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         sizes, where = batch.response_lengths, f"{flag_of(TIS)} {self.tis}"
         if "rollout_log_probs" not in batch.fields:

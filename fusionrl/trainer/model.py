@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ class ChosenOutputs(GPTModel):
 
     real_vocab_size: int
 
-    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[Any, ...]:
         parts = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         positions = getattr(packed_seq_params, "positions", None)
         if positions is None:
@@ -57,7 +57,9 @@ class ChosenOutputs(GPTModel):
         # A table of one entry a packed token: Megatron applies it as it stands, not by offset in a sequence.
         return (parts[0], parts[1].index_select(0, positions), *parts[2:])
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, *args: object, labels: Selection | None = None, **kwargs: object
+    ) -> Tensor:
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=None, **kwargs)
         if self.share_embeddings_and_output_weights:
@@ -101,11 +103,13 @@ class ValueModel(PolicyModel):
             del self.output_layer
             self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> Any:
         """Return the state of a checkpoint; a GPTModel's own looks for the output layer."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Selection | None = None, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, *args: object, labels: Selection | None = None, **kwargs: object
+    ) -> Tensor:
         if not self.post_process:
             return GPTModel._postprocess(self, hidden_states, *args, labels=None, **kwargs)
         assert labels is not None, "a critic gives values of chosen positions"
@@ -246,7 +250,7 @@ def randomize(modules: list[torch.nn.Module], std: float = 0.02) -> None:
                 param.fill_(1.0)
 
 
-def _scale_rope(model: GPTModel, scaling: dict[str, Any] | None) -> None:
+def _scale_rope(model: GPTModel, scaling: Mapping[str, object] | None) -> None:
     # GPTModel's own option fixes three of Llama 3's four numbers; its RotaryEmbedding takes them all.
     if scaling is None or scaling.get("rope_type", scaling.get("type", "default")) == "default":
         return
@@ -283,7 +287,7 @@ def build_training(
     optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
     _start_state(optimizer)
 
-    def finalize(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    def finalize(model: Sequence[object], num_tokens: object = None, **kwargs: object) -> None:
         # The loss is already divided by the one global count; Megatron must not divide again.
         finalize_model_grads(model, None, **kwargs)
 

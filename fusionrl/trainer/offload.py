@@ -13,7 +13,7 @@ import ctypes
 import logging
 import mmap
 import tempfile
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -174,7 +174,7 @@ class Offload:
                     yield from _tensors_of(inner.optimizer.state[param])
 
 
-def _tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _tensors_of(state: Mapping[str, object]) -> Iterator[torch.Tensor]:
     return (value for value in state.values() if isinstance(value, torch.Tensor))
 
 

@@ -82,7 +82,7 @@ def only_data() -> Iterator[None]:
     """Within it, this process's checkpoint files are read as said above."""
     before, torch_load = filesystem.pickle, torch.load
 
-    def load(*args: Any, **options: Any) -> Any:
+    def load(*args: object, **options: object) -> Any:
         try:
             return torch_load(*args, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:  # its message is a page that advises to trust the file

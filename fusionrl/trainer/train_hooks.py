@@ -66,7 +66,7 @@ class TrainHooks:
             raise ValueError(f"{flag}: it left no 'advantages'; set a list of one tensor a sample")
         shard.steps = recounted(shard, device)
 
-    def _call(self, field: str, *args: Any) -> None:
+    def _call(self, field: str, *args: object) -> None:
         path = getattr(self.config.train, field)
         if path is not None:
             call_hook(field, path, self.args(), *args)

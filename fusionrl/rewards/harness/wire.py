@@ -140,6 +140,6 @@ def decode(wire: Any, other: Callable[[Any], Any]) -> Any:
     return kinds[tag](items)
 
 
-def to_line(message: Any) -> bytes:
+def to_line(message: object) -> bytes:
     """A message as a line of bytes."""
     return json.dumps(message).encode() + b"\n"
