@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.collect import attempt
@@ -13,8 +14,10 @@ from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
+from fusionrl.config.differences import difference_lines
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.plan_flags import imbalance_of
+from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.devices import this_machine
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
@@ -63,7 +66,18 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         raise CommandLineError([str(error)]) from error
     if plan.layout is not None and (errors := trainer_errors(config, plan)):
         raise CommandLineError(errors)
+    if config.run.resume:
+        from fusionrl.driver.resume_checks import resume_errors
+
+        if errors := resume_errors(config, plan):
+            raise CommandLineError(errors)
     return config, plan
+
+
+def resume_lines(config: Config, plan: Plan) -> list[str]:
+    """List the flags in which a resume differs from the run that it goes on with, each with both values."""
+    former = last_config(Path(config.run.run_dir)) if config.run.resume and config.run.run_dir else None
+    return difference_lines(former, config, plan.num_optimizer_steps) if former is not None else []
 
 
 def trainer_errors(config: Config, plan: Plan) -> list[str]:

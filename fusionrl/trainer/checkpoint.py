@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.base.file_hashes import check_facts, facts_of
+from fusionrl.models.saved_shape import ShapeDiffers, check_saved_shape
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
@@ -243,16 +244,12 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     """
     description = read_description(path)
     try:
-        saved = ModelShape(**description["shape"]).model_dump()
         same_layout = TrainerLayout(**description["layout"]) == layout
+        check_saved_shape(path, description["shape"], shape)
+    except ShapeDiffers:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is of another version ({error})") from error
-    for name, value in shape.model_dump().items():
-        if saved[name] != value:
-            raise ValueError(
-                f"checkpoint {path}: it is of a model with {name} {saved[name]!r}, --hf-checkpoint "
-                f"has {value!r}; give the model that the run was started with"
-            )
     if description["format"] != WITHOUT_HASHES:
         _check_files(path, description, rank)
     try:
