@@ -15,7 +15,7 @@ def check_saved_shape(path: str | Path, saved: Mapping[str, object], shape: Mode
         KeyError, TypeError, ValueError: `saved` is no shape of this version; another ValueError names both values of a
             field that differs.
     """
-    before = ModelShape(**saved).model_dump()  # type: ignore[arg-type]  # pydantic checks each
+    before = ModelShape(**saved).model_dump()
     for name, value in shape.model_dump().items():
         if before[name] != value:
             raise ShapeDiffers(
