@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionrl.checks.warnings import flag_warnings
+from fusionrl.cli.ending import ending
 from fusionrl.cli.exits import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
 from fusionrl.cli.plan import print_plan
 from fusionrl.cli.resolve import resolve, resume_lines
@@ -79,6 +80,8 @@ def run_command(config: Config, plan: Plan) -> int:
                     log.write("".join(traceback.format_exception(raised)))
     if failure is not None:
         code, message = explain(failure)
+        if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+            message += ending(config, path, run_dir.attempt)
         print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
     else:
         print(f"done: {path}")
