@@ -42,7 +42,15 @@ def output_errors(config: Config) -> list[str]:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
-    return errors + folder_errors(config)
+    return errors if config.run.resume else errors + folder_errors(config)
+
+
+def resume_folder_errors(config: Config) -> list[str]:
+    """List what is wrong with the folder of --resume; a short command line needs the flags of the run in it."""
+    errors, run_dir = folder_errors(config), config.run.run_dir
+    if not errors and run_dir and config.model.hf_checkpoint is None and last_config_file(Path(run_dir)) is None:
+        errors.append(f"--resume: --run-dir {run_dir} has no config.json with the flags of a run; give all of them")
+    return errors
 
 
 def folder_errors(config: Config) -> list[str]:

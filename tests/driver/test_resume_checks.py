@@ -136,3 +136,39 @@ def test_a_folder_in_use_is_refused_by_the_plan(
 ) -> None:
     with RunDir(tmp_path / "runs" / "first", resume=True):
         assert "is in use by the live process" in errors(capsys, [*run, "--resume"])
+
+
+# ------------------------------------------------------------------------------- the flags of the run itself
+def test_a_short_command_takes_the_flags_of_the_run(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`fusionrl train --run-dir X --resume`; what is given goes before it, and the console says so."""
+    short = ["--run-dir", str(tmp_path / "runs" / "first"), "--resume"]
+    assert cli.main(["plan", *short]) == 0
+    shown = capsys.readouterr()
+    assert "2 rollout steps" in shown.out and "resume " not in shown.out
+    assert f"flags that are not given are those of {tmp_path}/runs/first/config.json" in shown.err
+    assert cli.main(["plan", *short, "--num-rollout", "6", "--lr", "1e-3"]) == 0
+    shown = capsys.readouterr()
+    assert "6 rollout steps" in shown.out and "resume     --lr 1e-06 -> 0.001" in shown.out
+
+
+def test_the_newest_flags_of_the_run_count(run: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    with RunDir(folder, resume=True) as opened:
+        opened.write_config(parse_args([*run, "--resume", "--lr", "5e-4"]).model_dump())
+    short = parse_args(["--run-dir", str(folder), "--resume", "--num-rollout", "9"])
+    assert short.train.lr == 5e-4 and short.run.num_rollout == 9 and short.run.resume
+
+
+def test_a_whole_command_is_taken_as_it_stands(run: list[str], tmp_path: Path) -> None:
+    """A flag that it leaves out has its default, also where the run had another value."""
+    with RunDir(tmp_path / "runs" / "first", resume=True) as opened:
+        opened.write_config(parse_args([*run, "--resume", "--lr", "5e-4"]).model_dump())
+    assert parse_args([*run, "--resume"]).train.lr == 1e-6
+
+
+def test_a_folder_without_flags_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert errors(capsys, ["--run-dir", str(tmp_path), "--resume"]).count("error: ") == 1
+    found = errors(capsys, ["--run-dir", str(tmp_path / "none"), "--resume"])
+    assert found.count("error: ") == 1 and "there is no folder" in found
