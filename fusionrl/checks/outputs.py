@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from fusionrl.config.config import Config
-from fusionrl.observe.run_dir import RunDir, last_config_file
+from fusionrl.observe.run_dir import RunDir, last_config_file, own_config_file
 
 
 def template_errors(config: Config) -> list[str]:
@@ -48,8 +48,8 @@ def output_errors(config: Config) -> list[str]:
 def resume_folder_errors(config: Config) -> list[str]:
     """List what is wrong with the folder of --resume; a short command line needs the flags of the run in it."""
     errors, run_dir = folder_errors(config), config.run.run_dir
-    if not errors and run_dir and config.model.hf_checkpoint is None and last_config_file(Path(run_dir)) is None:
-        errors.append(f"--resume: --run-dir {run_dir} has no config.json with the flags of a run; give all of them")
+    if not errors and run_dir and config.model.hf_checkpoint is None and own_config_file(Path(run_dir)) is None:
+        errors.append(f"--resume: --run-dir {run_dir} has no config.json of yours with a run's flags; give all of them")
     return errors
 
 

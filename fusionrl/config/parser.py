@@ -22,7 +22,7 @@ from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import with_preset
 from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
-from fusionrl.observe.run_dir import last_config_file
+from fusionrl.observe.run_dir import own_config_file
 
 CONFIG_FLAG_HELP = (
     "YAML, TOML or JSON file of flags, also the config.json of a former run. Flags on the command line go before it."
@@ -143,7 +143,7 @@ def former_flags(argv: Sequence[str]) -> str | None:
 def _former_file(values: Mapping[str, object]) -> str | None:
     if not values.get("resume") or not values.get("run_dir") or "hf_checkpoint" in values:
         return None
-    file = last_config_file(Path(str(values["run_dir"])))
+    file = own_config_file(Path(str(values["run_dir"])))
     return None if file is None else str(file)
 
 

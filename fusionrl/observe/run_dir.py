@@ -127,6 +127,16 @@ def last_config_file(path: Path) -> Path | None:
     return _last_version(path, "config", "json") if path.is_dir() else None
 
 
+def own_config_file(path: Path) -> Path | None:
+    """Return `last_config_file` where it is this user's and no link: its flags may name functions, which run."""
+    file = last_config_file(path)
+    return file if file is not None and stat.S_ISREG(file.lstat().st_mode) and _is_mine(file) else None
+
+
+def _is_mine(path: Path) -> bool:
+    return path.lstat().st_uid == os.getuid()
+
+
 def _refuse_file(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"--run-dir {path} is a file; name a folder")

@@ -172,3 +172,16 @@ def test_a_folder_without_flags_says_so_once(tmp_path: Path, capsys: pytest.Capt
     assert errors(capsys, ["--run-dir", str(tmp_path), "--resume"]).count("error: ") == 1
     found = errors(capsys, ["--run-dir", str(tmp_path / "none"), "--resume"])
     assert found.count("error: ") == 1 and "there is no folder" in found
+
+
+def test_flags_of_somebody_else_are_not_taken(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may name functions, which would run."""
+    folder, short = tmp_path / "runs" / "first", ["--run-dir", str(tmp_path / "runs" / "first"), "--resume"]
+    with monkeypatch.context() as patched:
+        patched.setattr("os.getuid", lambda: 12345)
+        assert "no config.json of yours" in errors(capsys, short)
+    (folder / "config.json").rename(tmp_path / "elsewhere.json")
+    (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    assert "is a link or a special file" in errors(capsys, short)
