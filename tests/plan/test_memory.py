@@ -224,7 +224,8 @@ def test_the_parts_that_are_shown_add_up() -> None:
 def test_the_advice_does_not_stop_at_half_of_the_tokens() -> None:
     """A sample of 8193 tokens goes into a micro-batch of 12288, not into half of 16384."""
     values = {"colocate": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 8, "expert_model_parallel_size": 8}
-    made = plan(QWEN3_30B, 141, **values, max_tokens_per_gpu=16384, rollout_max_response_len=8192)
+    values |= {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "rollout_max_response_len": 8192}
+    made = plan(QWEN3_30B, 141, **values, max_tokens_per_gpu=16384)
     assert made.memory is not None
     assert made.memory.fits is False
     assert str(made.memory.change).startswith("--max-tokens-per-gpu 12288 ")
