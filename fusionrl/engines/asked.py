@@ -8,7 +8,7 @@ from __future__ import annotations
 import array
 import binascii
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class Asked:
             raise AnswerError(f"the body has over {self.max_bytes} bytes, more than an answer to this request can have")
 
 
-def token_ids(values: Any, field: str, asked: Asked) -> np.ndarray:
+def token_ids(values: object, field: str, asked: Asked) -> np.ndarray:
     """The ids of a field as int32 [n].
 
     Raises:
@@ -97,7 +97,7 @@ def token_ids(values: Any, field: str, asked: Asked) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def log_prob_entries(entries: Any, field: str) -> tuple[np.ndarray, list[Any]]:
+def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[Any]]:
     """(log-probs, float64 [n]; ids, [n]) of SGLang's entries [log-prob, id, text or null].
 
     Raises:
@@ -139,7 +139,7 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
     return found
 
 
-def input_log_probs(meta: dict[str, Any], count: int) -> np.ndarray:
+def input_log_probs(meta: Mapping[str, object], count: int) -> np.ndarray:
     """The log-probs of the last `count` tokens of a prompt that was read, float32 [count].
 
     The engine's first entry has none, as nothing stands before it.
@@ -156,7 +156,7 @@ def input_log_probs(meta: dict[str, Any], count: int) -> np.ndarray:
     return log_prob_entries(entries[len(entries) - count :], field)[0].astype(np.float32)
 
 
-def routed_experts(meta: dict[str, Any], size: tuple[int, ...], num_experts: int | None) -> np.ndarray:
+def routed_experts(meta: Mapping[str, object], size: tuple[int, ...], num_experts: int | None) -> np.ndarray:
     """The experts that the engine chose, of base64 of int32, as int16 of the shape `size` (tokens, layers, experts).
 
     Raises:
@@ -191,7 +191,7 @@ def extremes(values: Sequence[float] | np.ndarray, same: np.ndarray | None = Non
     return np.minimum.reduce(same), np.maximum.reduce(same)
 
 
-def score(answer: Any, field: str = "embedding") -> float:
+def score(answer: object, field: str = "embedding") -> float:
     """The one number of what a classifier's `/classify` answers.
 
     Raises:
@@ -204,11 +204,11 @@ def score(answer: Any, field: str = "embedding") -> float:
     return float(value)
 
 
-def _has_bool(values: list[Any], places: np.ndarray) -> bool:
+def _has_bool(values: Sequence[object], places: np.ndarray) -> bool:
     """Return whether one of the values at `places` (bool [n]) is true or false, which JSON tells from 1 and 0."""
     return any(type(values[place]) is bool for place in np.flatnonzero(places).tolist())
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

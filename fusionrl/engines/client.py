@@ -358,7 +358,7 @@ async def _body(response: aiohttp.ClientResponse, asked: Asked) -> bytes | Answe
     return b"".join(parts)
 
 
-def _check_event(url: str, event: Any) -> None:
+def _check_event(url: str, event: object) -> None:
     """Raise what an event says went wrong.
 
     Raises:
@@ -377,7 +377,7 @@ def _check_event(url: str, event: Any) -> None:
         raise EndpointError(url, _as_status(reason["status_code"]), str(reason.get("message")))
 
 
-def _as_status(code: Any) -> int:
+def _as_status(code: object) -> int:
     """An HTTP status; 500 for what is none."""
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 

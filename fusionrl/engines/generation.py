@@ -5,7 +5,7 @@ A sample of 32,000 tokens is 32,000 small lists in JSON, so they become arrays w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,15 +56,14 @@ def parse_answer(body: bytes, asked: Asked = _ANYTHING) -> list[Generation]:
     return [parse_generation(one, asked) for one in answers]
 
 
-def parse_generation(answer: Any, asked: Asked = _ANYTHING) -> Generation:
+def parse_generation(answer: object, asked: Asked = _ANYTHING) -> Generation:
     """Turn the JSON of one `/generate` answer into a `Generation`. The one place where answers are checked.
 
     Raises:
         AnswerError: a field is missing, of another type, or out of its range (`Asked`); or fields do not belong
             together.
     """
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(meta, dict):
+    if not isinstance(answer, dict) or not isinstance(meta := answer.get("meta_info"), dict):
         raise AnswerError("meta_info is missing")
     # Entries are [log-prob, token, text or null].
     entries, field = meta.pop("output_token_logprobs", None) or [], "meta_info.output_token_logprobs"
@@ -95,7 +94,7 @@ def parse_generation(answer: Any, asked: Asked = _ANYTHING) -> Generation:
     )
 
 
-def finish_reason(meta: dict[str, Any]) -> str:
+def finish_reason(meta: Mapping[str, object]) -> str:
     """ "stop", "length" or "abort"; "" where the answer goes on.
 
     Raises:
@@ -107,10 +106,10 @@ def finish_reason(meta: dict[str, Any]) -> str:
     kind = reason.get("type") if isinstance(reason, dict) else reason
     if kind not in FINISH_REASONS:
         raise AnswerError(f"meta_info.finish_reason is {reason!r}; known are {', '.join(FINISH_REASONS)}")
-    return kind
+    return str(kind)
 
 
-def _count(meta: dict[str, Any], name: str) -> int:
+def _count(meta: Mapping[str, object], name: str) -> int:
     value = meta.get(name)
     if value is None:
         return 0
@@ -141,7 +140,7 @@ def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | st
     return found
 
 
-def _as_version(version: Any) -> int | str:
+def _as_version(version: object) -> int | str:
     if isinstance(version, bool) or not isinstance(version, int | str):
         raise AnswerError(f"meta_info.weight_version is {version!r:.80}, neither text nor a number")
     text = str(version)
