@@ -37,10 +37,10 @@ class Cluster:
         self.log: list[str] = []
         self._stops, self._left = stops, number
         self.trainers: Any = Trainers(self.train)
-        self.weights = SimpleNamespace(push=self.push, restore_engines=lambda: None)
+        self.weights = SimpleNamespace(version=0, push=self.push, restore_engines=lambda: None)
         self.engines = SimpleNamespace(release_memory=lambda: None)
         self.buffer = SimpleNamespace(
-            start_rollout=lambda rollout_id: rollout_id,
+            start_rollout=lambda rollout_id, version: rollout_id,
             wait_rollout=self.generate,
             start_evaluation=lambda step: step,
             wait_evaluation=self.evaluate,
