@@ -49,7 +49,7 @@ class ChosenOutputs(GPTModel):
 
     real_vocab_size: int
 
-    def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[Any, ...]:
+    def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[object, ...]:
         parts = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         positions = getattr(packed_seq_params, "positions", None)
         if positions is None:
