@@ -117,7 +117,7 @@ class AcceptedSamples:
         write_atomically(self.summary_path, json.dumps(summary, indent=1) + "\n")
 
 
-def _row(rollout_id: int, sample: Sample, reward: float) -> dict[str, Any]:
+def _row(rollout_id: int, sample: Sample, reward: float) -> dict[str, object]:
     named = {"step": rollout_id + 1, "rollout_id": rollout_id}
     row: dict[str, Any] = {**named, "prompt": sample.prompt, "response": sample.response}
     if sample.messages is not None:

@@ -183,7 +183,7 @@ class BufferActor:
             self._phase, self._phase_since = "idle", time.monotonic()
 
 
-def _ray_put(value: object) -> Any:
+def _ray_put(value: object) -> object:
     import ray
 
     return ray.put(value)

@@ -73,7 +73,7 @@ class Evaluation:
         write_atomically(folder / f"{rollout_id}.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
     def validation_shards(self, put: Callable[[TrainShard], Any]) -> dict[str, list[Any]]:
-        """--mode sft: set → one shard a rank, for `TrainerActor.evaluate_loss`."""
+        """--mode sft: set → one shard a rank, for `PolicyTrainer.evaluate_loss`."""
         assert self._plan.balance is not None and self._plan.batch is not None
         shards, settings = {}, SftSettings.of_args(self._border.args())
         for one in self._sets:

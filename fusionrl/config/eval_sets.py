@@ -90,8 +90,8 @@ def eval_sets(args: Any) -> list[EvalSet]:
     return sets
 
 
-def _from_flags(args: Any) -> dict[str, Any]:
-    def pick(name: str, of_rollout: str) -> Any:
+def _from_flags(args: Any) -> dict[str, object]:
+    def pick(name: str, of_rollout: str) -> object:
         value = getattr(args, f"eval_{name}")
         return getattr(args, of_rollout) if value is None else value
 
@@ -115,7 +115,7 @@ def _from_flags(args: Any) -> dict[str, Any]:
     }
 
 
-def _over(low: Mapping[str, object], high: Mapping[str, object]) -> dict[str, Any]:
+def _over(low: Mapping[str, object], high: Mapping[str, object]) -> dict[str, object]:
     kept = {key: value for key, value in low.items() if not (key in _REWARD and any(k in high for k in _REWARD))}
     return {**kept, **high}
 

@@ -40,7 +40,7 @@ class HookError(RuntimeError):
         """Add a line to the message."""
         self.args = (f"{self}\n{line}",)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), self.args  # the samples stay in the process that has them
 
 

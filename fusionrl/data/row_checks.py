@@ -205,7 +205,7 @@ class RowChecker:
         if problem := value_problem(label):
             found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
 
-    def _check_metadata_and_tools(self, row: Mapping[str, object], found: list[Finding]) -> Any:
+    def _check_metadata_and_tools(self, row: Mapping[str, object], found: list[Finding]) -> object:
         columns, tools = self.columns, None
         try:
             if (metadata := row.get(columns.metadata_key)) is not None:
@@ -393,7 +393,7 @@ class CellError(ValueError):
         self.finding = finding
 
 
-def read_metadata(value: object, key: str) -> dict[str, Any]:
+def read_metadata(value: object, key: str) -> dict[str, object]:
     """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
 
     Raises:
@@ -417,7 +417,7 @@ def read_tools(value: object, key: str) -> list[Any] | None:
     raise CellError(Finding(f"column {key!r} (--tool-key) is no list of tools"))
 
 
-def _from_json(value: object, key: str) -> Any:
+def _from_json(value: object, key: str) -> object:
     if not isinstance(value, str):
         return value
     try:

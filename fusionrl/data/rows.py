@@ -215,7 +215,7 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | Val
         raise ValueError(f"not a readable Arrow file ({_first_line(error)})") from error
 
 
-def _batches(streams: Iterable[Any]) -> Iterator[Any]:
+def _batches(streams: Iterable[Any]) -> Iterator[object]:
     for stream in streams:
         _check_names(stream.schema.names)
         yield from stream

@@ -197,7 +197,7 @@ def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
     return list({(file.rollout_id, file.kind): file for file in found}.values())
 
 
-def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, Any]]:
+def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, object]]:
     """The samples of a run, lazily, with "step", "rollout_id", "kind", "attempt" where they have none."""
     for file in list_rollouts(run_dir, kind, all_attempts):
         for row in file.rows():

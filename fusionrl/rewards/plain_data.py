@@ -28,7 +28,7 @@ class NoPlainData(Unreadable):
     """The program answered with an object, which only its own code could compare."""
 
 
-def read_answer(data: bytes) -> Any:
+def read_answer(data: bytes) -> object:
     """Return the wire form in the first line of `data`.
 
     Raises:

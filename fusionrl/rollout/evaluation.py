@@ -45,7 +45,7 @@ def eval_sampling_params(params: SamplingParams, one: EvalSet) -> SamplingParams
     return params
 
 
-async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> dict[str, Any]:
+async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> dict[str, object]:
     """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
     own = copy.copy(args)
     own.rm_type, own.custom_rm_path, own.eval_reward_key = one.rm_type, one.custom_rm_path, one.reward_key

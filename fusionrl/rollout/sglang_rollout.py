@@ -131,7 +131,7 @@ def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
     return prompt_ids(args.hf_checkpoint, sample)
 
 
-async def generate_and_rm(args: Namespace, sample: Sample, params: SamplingParams, evaluation: bool = False) -> Any:
+async def generate_and_rm(args: Namespace, sample: Sample, params: SamplingParams, evaluation: bool = False) -> object:
     """Generate one sample and score it, each by the user's function where there is one."""
     return await generate_and_score(SampleContext.of_args(args), sample, params, evaluation)
 
