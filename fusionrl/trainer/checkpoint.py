@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import random
 import re
@@ -237,7 +238,7 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
 
 def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
     """Restore a checkpoint; collective. Its own counters, and `rng_restored`: whether the layout was the
-    same.
+    same. The options and rates of the optimizer are those that were saved (see `optimizer_flags`).
 
     Raises:
         ValueError: no complete checkpoint, one of another model, or files of it that are missing or damaged.
@@ -263,9 +264,8 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
             unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
         with torch.no_grad():  # fp32 master weights are views of the parameters, which want gradients
             trained.optimizer.load_state_dict(state["optimizer"])
-        # Megatron's loader adds the saved steps to those made already.
-        trained.scheduler.num_steps = 0
-        trained.scheduler.load_state_dict(state["scheduler"])
+        # The position alone: Megatron's loader would bring the saved schedule back in place of that of the flags.
+        trained.scheduler.num_steps = operator.index(state["scheduler"]["num_steps"])
         if same_layout:
             set_rng_state(state["rng"])
     except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way

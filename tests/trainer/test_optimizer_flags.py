@@ -70,8 +70,7 @@ def go_on(before: Any, now: Any) -> None:
     """Load what `before` saves into `now`, in the way of `ModelRank.load`."""
     flags = OptimizerFlags.of(now)
     now.optimizer.load_state_dict(before.optimizer.state_dict())
-    now.scheduler.num_steps = 0
-    now.scheduler.load_state_dict(before.scheduler.state_dict())
+    now.scheduler.num_steps = before.scheduler.state_dict()["num_steps"]
     flags.restore(now)
 
 
