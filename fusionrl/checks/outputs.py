@@ -10,6 +10,8 @@ from pathlib import Path
 from fusionrl.config.config import Config
 from fusionrl.observe.run_dir import RunDir, last_config_file, own_config_file
 
+NO_FOLDER = "--resume: name the run's folder with --run-dir"
+
 
 def template_errors(config: Config) -> list[str]:
     """List what is wrong with paths that have the number of the rollout in them."""
@@ -41,14 +43,16 @@ def output_errors(config: Config) -> list[str]:
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     if config.run.resume and config.run.run_dir is None:
-        errors.append("--resume: name the run's folder with --run-dir")
+        errors.append(NO_FOLDER)
     return errors if config.run.resume else errors + folder_errors(config)
 
 
 def resume_folder_errors(config: Config) -> list[str]:
     """List what is wrong with the folder of --resume; a short command line needs the flags of the run in it."""
-    errors, run_dir = folder_errors(config), config.run.run_dir
-    if not errors and run_dir and config.model.hf_checkpoint is None and own_config_file(Path(run_dir)) is None:
+    errors, run_dir, is_short = folder_errors(config), config.run.run_dir, config.model.hf_checkpoint is None
+    if is_short and run_dir is None:
+        errors.append(NO_FOLDER)
+    elif not errors and is_short and run_dir and own_config_file(Path(run_dir)) is None:
         errors.append(f"--resume: --run-dir {run_dir} has no config.json of yours with a run's flags; give all of them")
     return errors
 

@@ -172,6 +172,7 @@ def test_a_folder_without_flags_says_so_once(tmp_path: Path, capsys: pytest.Capt
     assert errors(capsys, ["--run-dir", str(tmp_path), "--resume"]).count("error: ") == 1
     found = errors(capsys, ["--run-dir", str(tmp_path / "none"), "--resume"])
     assert found.count("error: ") == 1 and "there is no folder" in found
+    assert errors(capsys, ["--resume"]) == "error: --resume: name the run's folder with --run-dir\n"
 
 
 def test_flags_of_somebody_else_are_not_taken(
