@@ -129,14 +129,14 @@ class StrictDecoder:
         decoder = json.JSONDecoder(object_pairs_hook=self._object)
         self._scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once  # type: ignore[attr-defined]
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> Row:
+    def _object(self, pairs: list[tuple[str, object]]) -> Row:
         row = dict(pairs)
         if len(row) != len(pairs):
             counts = Counter(key for key, _ in pairs)
             self._double += [key for key, count in counts.items() if count > 1]
         return row
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str) -> object:
         """The value of a JSON text.
 
         Raises:

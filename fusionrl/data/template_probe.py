@@ -15,8 +15,8 @@ from typing import Any
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
-Messages = Sequence[dict[str, Any]]
-Confirm = Callable[[Messages, Any], str | None]  # (messages, tools) → why the tokenizer refuses them, or None
+Messages = Sequence[Mapping[str, object]]
+Confirm = Callable[[Messages, object], str | None]  # (messages, tools) → why the tokenizer refuses them, or None
 
 # So many shapes are rendered in one set: data whose rows all differ must not make a plan take minutes.
 MAX_SHAPES = 1000
@@ -71,7 +71,8 @@ class TemplateProbe:
 
 def writes_parts_as_python(messages: Messages, rendered: str) -> bool:
     """Return whether a content that is a list of parts was written as Python prints a list: no model has seen that."""
-    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    contents = (message.get("content") for message in messages)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(repr(part) in rendered for part in parts if isinstance(part, dict))
 
 
@@ -103,7 +104,7 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(

@@ -28,8 +28,8 @@ import struct
 import sys
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import Any, TypeVar
 
 from fusionrl.base.frames import frame, receive
 from fusionrl.config.hooks import register_hooks
@@ -40,6 +40,7 @@ from fusionrl.rewards.calls import call_reward, reward_path
 from fusionrl.rewards.pool import STATE
 from fusionrl.rewards.settings import Grading
 
+T = TypeVar("T")
 BEAT_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 READY = frame((0, "ready", None, []))
@@ -48,12 +49,12 @@ READY = frame((0, "ready", None, []))
 class _Job:
     """One call: the samples, what they were like, and the answer."""
 
-    def __init__(self, number: int, grading: Grading, call: str, kwargs: dict[str, Any], payload: bytes) -> None:
+    def __init__(self, number: int, grading: Grading, call: str, kwargs: dict[str, object], payload: bytes) -> None:
         self.number, self.grading, self.call, self.kwargs = number, grading, call, kwargs
         self.samples: list[Sample] = pickle.loads(payload)
         self._before = [_attributes(sample) for sample in self.samples]
 
-    def start(self) -> Any:
+    def start(self) -> object:
         """The reward, or what must be awaited for it."""
         target = self.samples if self.call == "group" else self.samples[0]
         return call_reward(self.grading, target, **self.kwargs)
@@ -131,7 +132,7 @@ def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
             connection.sendall(job)
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: Awaitable[object]) -> object:
     return await value
 
 
@@ -189,12 +190,12 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
     os._exit(0)  # what is still running is of nobody's use, and may refuse to end
 
 
-async def _marked(coroutine: Coroutine[Any, Any, Any], state: mmap.mmap, number: int) -> Any:
+async def _marked(coroutine: Coroutine[object, object, T], state: mmap.mmap, number: int) -> T:
     """Await `coroutine`, and say before and after each of its steps whose code runs."""
     own, none = struct.pack("Q", number), struct.pack("Q", 0)
 
     @types.coroutine
-    def steps() -> Generator[Any, Any, Any]:
+    def steps() -> Generator[object, object, T]:
         send: Callable[[Any], Any] = coroutine.send
         value: Any = None
         while True:

@@ -16,7 +16,7 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.samples import SampleContext, as_list, generate_and_score
 from fusionrl.rollout.turns import SamplingParams
-from fusionrl.rollout.types import RolloutFnEvalOutput
+from fusionrl.rollout.types import EvalResult, RolloutFnEvalOutput
 
 
 async def evaluate_sets(args: Namespace, params: SamplingParams) -> RolloutFnEvalOutput:
@@ -45,7 +45,7 @@ def eval_sampling_params(params: SamplingParams, one: EvalSet) -> SamplingParams
     return params
 
 
-async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> dict[str, object]:
+async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> EvalResult:
     """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
     own = copy.copy(args)
     own.rm_type, own.custom_rm_path, own.eval_reward_key = one.rm_type, one.custom_rm_path, one.reward_key

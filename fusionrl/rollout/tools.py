@@ -33,7 +33,7 @@ class ToolError(Exception):
     """The call went wrong in a way that the model is to read, and may mend."""
 
 
-def function_schema(name: str, description: str, **parameters: str) -> dict[str, Any]:
+def function_schema(name: str, description: str, **parameters: str) -> dict[str, object]:
     """The schema of a tool whose parameters are all required strings; each with its description."""
     properties = {parameter: {"type": "string", "description": text} for parameter, text in parameters.items()}
     function = {
