@@ -127,7 +127,7 @@ class StrictDecoder:
     def __init__(self) -> None:
         self._double: list[str] = []
         decoder = json.JSONDecoder(object_pairs_hook=self._object)
-        self._scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once  # type: ignore[attr-defined]
+        self._scan: Callable[[str, int], tuple[object, int]] = decoder.scan_once  # type: ignore[attr-defined]
 
     def _object(self, pairs: list[tuple[str, object]]) -> Row:
         row = dict(pairs)
@@ -149,7 +149,7 @@ class StrictDecoder:
             raise value
         return value
 
-    def decode(self, text: str, start: int) -> tuple[Any, int]:
+    def decode(self, text: str, start: int) -> tuple[object, int]:
         """(value that begins at `start`, position behind it); the value is a DuplicateKey where it holds one.
 
         Raises:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 Messages = Sequence[Mapping[str, object]]
 Confirm = Callable[[Messages, object], str | None]  # (messages, tools) → why the tokenizer refuses them, or None
@@ -85,7 +88,7 @@ def signature(value: object) -> Hashable:
     return (type(value), not value)
 
 
-def _environment() -> Any:
+def _environment() -> Environment:
     """As `apply_chat_template` of transformers 5 sets it up; importing transformers takes seconds."""
     import jinja2.ext
     from jinja2.nodes import Node
@@ -104,8 +107,14 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def tojson(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

@@ -7,7 +7,6 @@ import copy
 import functools
 import json
 from argparse import Namespace
-from typing import Any
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.data.prompts import PromptColumns, load_prompts
@@ -76,8 +75,12 @@ def _prompts_of(args: Namespace, one: EvalSet, flag: str) -> list[Sample]:
     return _read_prompts(args.hf_checkpoint, one.path, columns, flag)
 
 
+# Fields of PromptColumns, in their order; the template's arguments as JSON, so that it can be hashed.
+_Columns = tuple[str, str | None, str, str | None, bool, str, int | None]
+
+
 @functools.cache
-def _read_prompts(folder: str, path: str, columns: tuple[Any, ...], flag: str) -> list[Sample]:
+def _read_prompts(folder: str, path: str, columns: _Columns, flag: str) -> list[Sample]:
     input_key, label_key, metadata_key, tool_key, template, kwargs, limit = columns
     made = PromptColumns(input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit)
     return load_prompts(path, load_tokenizer(folder), made, flag).samples
