@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from fusionrl.rewards.math_utils import extract_answer
 from fusionrl.rewards.text import after_thinking
@@ -34,7 +35,7 @@ def choice_letter(response: str, letters: Sequence[str]) -> str | None:
     return None
 
 
-def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
+def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1 where the response chooses the right option, after its thinking.
 
     metadata  `choices` (a list, or a dict by letter), `correct_letter`; `valid_letters` where they are not A, B, C, …
@@ -47,11 +48,8 @@ def compute_gpqa_reward(response: str, label: object, metadata: Mapping[str, obj
     """
     metadata = metadata or {}
     choices = metadata.get("choices") or []
-    if not isinstance(choices, dict | Sequence):
-        raise ValueError("--rm-type gpqa: the choices in the metadata are no list and no dict")
     default = list(choices) if isinstance(choices, dict) else string.ascii_uppercase[: len(choices) or 10]
-    valid = metadata.get("valid_letters") or default
-    letters = [str(letter).upper() for letter in (valid if isinstance(valid, Sequence) else default)]
+    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or default]
     texts = [_plain(str(text)) for text in (choices.values() if isinstance(choices, dict) else choices)]
     right = _right_letter(label, metadata.get("correct_letter"), letters, texts)
     answer = after_thinking(response)

@@ -11,11 +11,12 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fusionrl.rewards.text import after_thinking
 
 
-def ifeval(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
+def ifeval(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1 where the response, after its thinking, follows every instruction (the paper's strict prompt-level accuracy).
 
     Raises:
@@ -25,15 +26,14 @@ def ifeval(response: str, label: object, metadata: Mapping[str, object] | None =
     return float(all(followed(response, metadata or {}).values()))
 
 
-def followed(response: str, metadata: Mapping[str, object]) -> dict[str, bool]:
+def followed(response: str, metadata: dict[str, Any]) -> dict[str, bool]:
     """Per instruction, by "position:id", whether it is followed; an empty response follows none. Raises as `ifeval`."""
     ids, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
-    if not isinstance(ids, Sequence) or not ids:
+    if not ids:
         raise ValueError("--rm-type ifeval: the metadata has no instruction_id_list; --metadata-key names its column")
     arguments = [{} for _ in ids] if arguments is None else arguments
-    if not isinstance(arguments, Sequence) or len(arguments) != len(ids):
-        count = len(arguments) if isinstance(arguments, Sequence) else "no list of"
-        raise ValueError(f"--rm-type ifeval: {len(ids)} instructions, but {count} kwargs")
+    if len(arguments) != len(ids):
+        raise ValueError(f"--rm-type ifeval: {len(ids)} instructions, but {len(arguments)} kwargs")
     response = after_thinking(response)
     return {
         f"{i}:{name}": _check(name, response, given or {})
