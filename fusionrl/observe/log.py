@@ -64,7 +64,7 @@ def setup_logging(
         handler.close()
     handlers: list[logging.Handler] = []
     if terminal:
-        shown_on: logging.Handler = _ConsoleHandler(console) if console else logging.StreamHandler(sys.stderr)
+        shown_on: logging.Handler = _ConsoleHandler(_Console(console)) if console else logging.StreamHandler(sys.stderr)
         shown_on.setFormatter(_TerminalFormatter(role))
         if console or file is not None:  # else stderr is a log, and what is left out of it would be nowhere
             shown_on.addFilter(_worth_the_terminal)
@@ -145,16 +145,19 @@ class _TerminalFormatter(logging.Formatter):
         return True
 
 
-class _ConsoleHandler(logging.Handler):
+class _Console:
+    """A stream that hands each line to a function; `StreamHandler` writes to it."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+
+    def write(self, text: str) -> None:
+        self._show(text)
+
+    def flush(self) -> None: ...
+
+
+class _ConsoleHandler(logging.StreamHandler[_Console]):
     """Hands formatted lines to a function."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        super().__init__()
-        self._write = write
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._write(self.format(record))
-        except Exception:
-            # As every handler of logging: a line that cannot be shown must not stop the program.
-            self.handleError(record)
+    terminator = ""
