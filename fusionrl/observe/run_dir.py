@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, NotRequired, Self, TypedDict
 
 from fusionrl.base.environment import hide_passwords
 from fusionrl.observe.metrics import next_attempt
@@ -200,7 +200,7 @@ class _Lock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mine = {"pid": os.getpid(), "started": _start_time(os.getpid()), "host": socket.gethostname()}
+        self._mine: _Holder = {"pid": os.getpid(), "started": _start_time(os.getpid()), "host": socket.gethostname()}
 
     def acquire(self) -> None:
         with self._exclusive() as file:
@@ -231,7 +231,7 @@ class _Lock:
         with self._exclusive() as file:
             # Emptied, not unlinked: unlinking would let a waiter lock a file that no longer has a name. A
             # child forked from the holder has another pid, so it cannot release its parent's lock.
-            if _parse(file.read()) == self._mine and os.getpid() == self._mine["pid"]:
+            if self._mine == _parse(file.read()) and os.getpid() == self._mine["pid"]:
                 _replace(file, "")
 
     @contextmanager
@@ -249,6 +249,12 @@ class _Lock:
             yield file
 
 
+class _Holder(TypedDict):
+    pid: int
+    started: NotRequired[str | None]
+    host: NotRequired[str]
+
+
 def _replace(file: IO[str], text: str) -> None:
     file.seek(0)
     file.truncate()
@@ -256,7 +262,7 @@ def _replace(file: IO[str], text: str) -> None:
     file.flush()
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def _parse(text: str) -> _Holder | None:
     """The holder a lock file names; None if free. Half a record is of a process that died writing it."""
     try:
         holder = json.loads(text)
@@ -266,7 +272,7 @@ def _parse(text: str) -> dict[str, Any] | None:
     return holder if is_record else None
 
 
-def _alive(holder: Mapping[str, Any]) -> bool:
+def _alive(holder: _Holder) -> bool:
     try:
         os.kill(holder["pid"], 0)
     except ProcessLookupError:
