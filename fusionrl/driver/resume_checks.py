@@ -12,7 +12,7 @@ from pathlib import Path
 from fusionrl.base.quiet import quiet
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.config.config import Config
-from fusionrl.models.saved_shape import ShapeDiffers, check_saved_shape
+from fusionrl.models.saved_shape import shape_difference
 from fusionrl.plan.plan import Plan
 
 MAX_CHECKED_PROMPTS = 50_000  # of larger data only the Buffer compares the prompts: reading them twice takes minutes
@@ -52,11 +52,11 @@ def _model_errors(path: Path, config: Config, plan: Plan) -> list[str]:
             continue
         try:
             description = json.loads((path / name / "fusionrl.json").read_text(encoding="utf-8"))
-            check_saved_shape(path / name, description["shape"], shape)
-        except ShapeDiffers as error:
-            errors.append(str(error))
+            difference = shape_difference(path / name, description["shape"], shape)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # the trainers say what is wrong with it
+        if difference is not None:
+            errors.append(difference)
     return errors
 
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.base.file_hashes import check_facts, facts_of
-from fusionrl.models.saved_shape import ShapeDiffers, check_saved_shape
+from fusionrl.models.saved_shape import shape_difference
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
@@ -246,11 +246,11 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     description = read_description(path)
     try:
         same_layout = TrainerLayout(**description["layout"]) == layout
-        check_saved_shape(path, description["shape"], shape)
-    except ShapeDiffers:
-        raise
+        difference = shape_difference(path, description["shape"], shape)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is of another version ({error})") from error
+    if difference is not None:
+        raise ValueError(difference)
     if description["format"] != WITHOUT_HASHES:
         _check_files(path, description, rank)
     try:
