@@ -6,21 +6,25 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def future_of(call: Future[T] | ObjectRef[T]) -> Future[T]:
+class Reference(Protocol[T]):
+    """The answer of an actor that is under way: a Ray ObjectRef."""
+
+    def future(self) -> Future[T]:
+        """The same as a future."""
+
+
+def future_of(call: Future[T] | Reference[T]) -> Future[T]:
     """The future of a started call: a Ray reference's, or the call itself."""
     return call if isinstance(call, Future) else call.future()
 
 
-def wait_all(calls: Sequence[tuple[str, Future[T] | ObjectRef[T]]], timeout_s: float) -> list[T]:
+def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: float) -> list[T]:
     """Results of all (what it is, started call), in order; raises as soon as one has failed, as others may wait for it.
 
     Raises:
