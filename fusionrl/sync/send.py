@@ -115,18 +115,16 @@ class WeightSender:
         # Not overlapped, a lone source, which has no store to take turns by, has one buffer and waits until it is sent.
         for buffer in order.buffers[: 1 if self._is_alone and not self.overlapped else None]:
             order.free.put(buffer)
-        failure: BaseException | None = None
         try:
-            self._connect(order)
-        except BaseException as error:  # raised below, when this rank has done what is collective
-            failure = error
-            order.turns.fail(error)
-        try:
-            # Also after a failure: other ranks send their parts here.
-            for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
-                self._gather(order, bucket)
-            if failure is not None:
-                raise failure
+            try:
+                self._connect(order)
+            except BaseException as error:
+                order.turns.fail(error)
+                raise
+            finally:
+                # Also after a failure: other ranks send their parts here.
+                for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
+                    self._gather(order, bucket)
         except BaseException as error:  # raised again, when the others know
             self._give_up(error)
             raise
