@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.long_rows import LongRow, context_length, first_over, most_bytes
@@ -21,6 +21,9 @@ from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prom
 from fusionrl.data.rows import Row, read_rows
 from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context beyond the positions
 
@@ -201,7 +204,7 @@ def _set_errors(
     if columns.max_prompt_len is not None and columns.max_prompt_len <= room:
         return []
 
-    def count(tokenizer: Any, row: Row) -> int | None:
+    def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int | None:
         tools = metadata_and_tools(row, columns)[1]
         text = render_prompt(row[columns.input_key], tokenizer, columns, tools)
         num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
@@ -245,10 +248,10 @@ def _conversation_errors(config: Config, positions: int) -> list[str]:
     return errors
 
 
-def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[Any, Row], int]:
+def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int]:
     from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 
-    def count(tokenizer: Any, row: Row) -> int:
+    def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int:
         prompt = row[columns.input_key]
         if isinstance(prompt, str):
             label = row[str(columns.label_key)]
@@ -286,7 +289,7 @@ def _find(
     flag: str,
     keys: tuple[str | None, ...],
     limit: int,
-    count: Callable[[Any, Row], int | None],
+    count: Callable[[PreTrainedTokenizerBase, Row], int | None],
 ) -> LongRow | None:
     """A row of the set with more than `limit` tokens; None also for a set that other checks find wrong."""
     try:
