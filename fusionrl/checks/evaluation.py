@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from fusionrl.checks.data import probe_of, prompt_columns, tokenizer_files
 from fusionrl.checks.rewards import rm_type_errors
@@ -14,7 +15,7 @@ from fusionrl.config.hooks import check_hook
 from fusionrl.data.prompts import check_file
 
 
-def evaluation_errors(config: Config, warnings: list[str]) -> list[str]:
+def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | None = None) -> list[str]:
     """Read the evaluation sets and list what is wrong with them; what is odd goes to `warnings`."""
     pairs, file = config.eval.eval_prompt_data, config.eval.eval_config
     if len(pairs) % 2:
@@ -46,7 +47,8 @@ def evaluation_errors(config: Config, warnings: list[str]) -> list[str]:
         )
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
         probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
-        check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, special_tokens=tokens, probe=probe)
+        named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
+        check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, **named)
         errors += check.errors
         warnings += check.warnings
         if file is not None and not is_sft:

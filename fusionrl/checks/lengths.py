@@ -19,6 +19,7 @@ from fusionrl.config.groups import DataGroup, RolloutGroup
 from fusionrl.config.parts import estimator_of, evaluates, generates, uses_trainers, validates
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
 from fusionrl.data.rows import Row, read_rows
+from fusionrl.data.token_rows import TOKENS, holds_tokens
 from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
 
@@ -238,7 +239,7 @@ def _conversation_errors(config: Config, positions: int) -> list[str]:
     for spec, flag, input_key, label_key, tool_key in specs:
         columns = PromptColumns(input_key, label_key, data.metadata_key, tool_key)
         count = _conversation_counter(config, columns)
-        found = _find(config, spec, flag, (input_key, label_key, tool_key), limit.num_tokens, count)
+        found = _find(config, spec, flag, (input_key, label_key, tool_key, TOKENS), limit.num_tokens, count)
         if found is not None:
             cure = limit.cure.removesuffix(", or ") + (", or leave it out" if "raise" in limit.cure else "")
             errors.append(f"{flag} {spec}: {found.place}: it has {found.num_tokens} tokens, over {limit.what}; {cure}")
@@ -249,6 +250,8 @@ def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[A
     from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 
     def count(tokenizer: Any, row: Row) -> int:
+        if holds_tokens(row):
+            return len(row[TOKENS])
         prompt = row[columns.input_key]
         if isinstance(prompt, str):
             label = row[str(columns.label_key)]

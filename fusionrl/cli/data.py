@@ -10,6 +10,7 @@ from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
 from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
+from fusionrl.models.shape import ModelShape, read_model_shape
 
 _USAGE = """usage: fusionrl data check FILE… [flags]
 
@@ -28,6 +29,14 @@ def run(argv: Sequence[str]) -> int:
         return _check(argv[1:])
     except CommandLineError as error:
         return refuse(error.errors)
+
+
+def _shape(folder: str | None) -> ModelShape | None:
+    """Return the shape of the model; None without one, as where the folder has a tokenizer alone."""
+    try:
+        return None if folder is None else read_model_shape(folder)
+    except ValueError:
+        return None
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -55,7 +64,9 @@ def _check(argv: Sequence[str]) -> int:
             errors.append(f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})")
     if errors:
         return refuse(errors)
-    check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type)
+    shape = _shape(folder)
+    vocab_size = shape.vocab_size if shape is not None else None
+    check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size)
     num_problems = num_warnings = 0
     for file in files:
         problems, warnings = check.problems(file)

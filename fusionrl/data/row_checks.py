@@ -17,6 +17,7 @@ from fusionrl.data.chat import is_trained
 from fusionrl.data.findings import Finding
 from fusionrl.data.strict_json import MAX_DEPTH, CleanRow, StrictDecoder
 from fusionrl.data.template_probe import TemplateProbe, signature
+from fusionrl.data.token_rows import holds_tokens, token_finding
 
 # A million characters are a quarter of a million tokens: more than models read, and a second of tokenizing.
 MAX_PROMPT_CHARACTERS = 1_000_000
@@ -49,6 +50,7 @@ class RowChecker:
     is_sft          rows are conversations, or texts with their responses as labels, to be trained on as they are
     special_tokens  texts of the tokenizer's control tokens, where they are known
     probe           asks the chat template, where there is one and it is used
+    vocab_size      of the model, where it is known, for rows that hold tokens
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class RowChecker:
         is_sft: bool = False,
         special_tokens: Iterable[str] = (),
         probe: TemplateProbe | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        self.vocab_size = vocab_size
         self.columns, self.key_flag, self.is_sft, self.probe = columns, key_flag, is_sft, probe
         self.label_flag = key_flag.replace("input", "label")
         self.special_tokens = tuple(special_tokens)
@@ -78,6 +82,9 @@ class RowChecker:
         columns = self.columns
         tools = self._check_metadata_and_tools(row, found)
         key = columns.input_key
+        if self.is_sft and holds_tokens(row):  # these are trained on; what else the row says is for people
+            wrong = token_finding(row, self.vocab_size)
+            return found if wrong is None else [*found, wrong]
         if key not in row:
             found.append(self._missing(key, row, self.key_flag, PROMPT_NAMES))
         elif isinstance(prompt := row[key], str):
@@ -98,7 +105,7 @@ class RowChecker:
 
         They are here for the sake of files of a hundred thousand rows, in two millionths of a second a row.
         """
-        if type(row) is not CleanRow:
+        if type(row) is not CleanRow or (self.is_sft and holds_tokens(row)):
             return False
         columns, prompt = self.columns, row.get(self.columns.input_key)
         if type(prompt) is str:
