@@ -29,7 +29,7 @@ class AcceptedSamples:
             path: the file.
             threshold: samples with at least this reward are accepted.
             per_prompt: of a prompt at most so many, the best.
-            keeps_tokens: every row has the tokens with their mask, and not only those that text would spoil.
+            keeps_tokens: samples with a mask are written with their tokens, also where the mask is 1 throughout.
         """
         self.path, self.threshold, self.per_prompt, self.keeps_tokens = path, threshold, per_prompt, keeps_tokens
         self.summary_path = path.with_name(path.name + ".summary.json")
@@ -40,7 +40,7 @@ class AcceptedSamples:
     def of(cls, config: Config, run_dir: Path, attempt: int) -> AcceptedSamples:
         """Make that of a run; a later attempt drops what it makes again before it adds its first rollout.
 
-        A user's function may make an answer in several turns, which the mask need not show: then all rows have tokens.
+        A user's function may make an answer in several turns with nothing between them: then all masks are kept.
         """
         flags, rollout = config.reject_sampling, config.rollout
         path = Path(flags.reject_sampling_output or run_dir / "accepted.jsonl")
@@ -141,7 +141,7 @@ def _row(rollout_id: int, sample: Sample, reward: float, keeps_tokens: bool) -> 
     is_whole = bool(response_mask(sample).all())
     if sample.messages is not None and is_whole:
         row["messages"] = [*sample.messages, {"role": "assistant", "content": sample.response}]
-    if keeps_tokens or not is_whole:
+    if not is_whole or (keeps_tokens and sample.loss_mask is not None):
         row |= token_columns(sample)
     return row | {"reward": reward, "label": sample.label, "metadata": sample.metadata}
 

@@ -125,6 +125,7 @@ def test_a_plain_answer_is_text_and_a_users_function_has_tokens(tmp_path: Path) 
     for function, wanted in (("two.py:generate", True), (None, False)):
         config = Config(rollout=RolloutGroup(custom_generate_function_path=function))
         assert AcceptedSamples.of(config, tmp_path, 1).keeps_tokens is wanted
+    plain.loss_mask = [1, 1, 1]
     AcceptedSamples(tmp_path / "own.jsonl", 0.5, 1, keeps_tokens=True).add(0, [plain], [1.0])
     (row,) = map(json.loads, (tmp_path / "own.jsonl").read_text().splitlines())
     assert row["tokens"] == [40, 41, 42, 1, 2, 3] and row["loss_mask"] == [0, 0, 0, 1, 1, 1]
