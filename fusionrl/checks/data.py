@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.quiet import quiet
+from fusionrl.checks.labels import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import parse_sets, read_rows
@@ -82,6 +83,7 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
     probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
     for spec in specs:
         named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
+        named["ask_reward"] = run_label_check(config)
         check = check_file(spec, columns, "--prompt-data", "--input-key", is_sft=is_sft, **named)
         errors += check.errors
         warnings += check.warnings

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
+from fusionrl.checks.labels import run_label_check
 from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.models.shape import ModelShape, read_model_shape
@@ -66,7 +68,8 @@ def _check(argv: Sequence[str]) -> int:
         return refuse(errors)
     shape = _shape(folder)
     vocab_size = shape.vocab_size if shape is not None else None
-    check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size)
+    labels = run_label_check(config, budget_s=math.inf)
+    check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size, labels)
     num_problems = num_warnings = 0
     for file in files:
         problems, warnings = check.problems(file)

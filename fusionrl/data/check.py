@@ -11,7 +11,7 @@ from typing import Any
 from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 from fusionrl.data.findings import Finding, Findings
 from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, render_prompt, special_tokens_of
-from fusionrl.data.row_checks import PromptColumns, RowChecker, template_finding
+from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, template_finding
 from fusionrl.data.rows import line_finding, scan_rows
 from fusionrl.data.strict_json import Row
 from fusionrl.data.token_rows import LOSS_MASK, TOKENS, holds_tokens, prompt_length
@@ -30,6 +30,7 @@ class DataCheck:
     is_sft: bool = False
     loss_mask_type: str = "auto"
     vocab_size: int | None = None
+    ask_reward: AskReward | None = None
     num_rows: int = 0
     lengths: list[int] = field(default_factory=list)
     _seen: dict[bytes, tuple[str, Any]] = field(default_factory=dict)
@@ -38,7 +39,8 @@ class DataCheck:
     def problems(self, spec: str) -> tuple[list[str], list[str]]:
         """(errors, warnings) of a set: one text a cause, with the number of rows and the first of them."""
         tokens = special_tokens_of(self.tokenizer) if self.tokenizer is not None else ()
-        checker = RowChecker(self.columns, is_sft=self.is_sft, special_tokens=tokens, vocab_size=self.vocab_size)
+        named: dict[str, Any] = {"special_tokens": tokens, "vocab_size": self.vocab_size, "ask_reward": self.ask_reward}
+        checker = RowChecker(self.columns, is_sft=self.is_sft, **named)
         findings, unreadable = Findings(), []
         try:
             for place, row in scan_rows(spec, ""):

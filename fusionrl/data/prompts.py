@@ -18,6 +18,7 @@ from fusionrl.data.findings import Findings
 from fusionrl.data.row_checks import (
     MAX_PROMPT_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
+    AskReward,
     PromptColumns,
     RowChecker,
     read_metadata,
@@ -63,10 +64,11 @@ def check_file(
     special_tokens: Iterable[str] = (),
     probe: TemplateProbe | None = None,
     vocab_size: int | None = None,
+    ask_reward: AskReward | None = None,
 ) -> FileCheck:
     """Check every row of a set; arguments as those of `RowChecker`."""
     named: dict[str, Any] = {"special_tokens": special_tokens, "probe": probe, "vocab_size": vocab_size}
-    checker = RowChecker(columns, key_flag, is_sft=is_sft, **named)
+    checker = RowChecker(columns, key_flag, is_sft=is_sft, ask_reward=ask_reward, **named)
     findings, errors = Findings(), []
     try:
         for place, row in scan_rows(path, flag):
