@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
+
+R = TypeVar("R")
 
 FAST, ALWAYS_THERE = "xxh3-128", "sha256"
 _BLOCK = 1 << 20
@@ -25,10 +27,10 @@ Facts = dict[str, list[int | str]]
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(Generic[R]):
     """The files that one rank has written: facts for Megatron's finalisation, and the files' sizes and hashes."""
 
-    reports: dict[int, object] = field(default_factory=dict)
+    reports: dict[int, R] = field(default_factory=dict)
     files: Facts = field(default_factory=dict)
 
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionrl.config.groups import RejectSamplingGroup
-from fusionrl.data.sample import Sample, Status
+from fusionrl.config.config import Config
+from fusionrl.config.groups import RolloutGroup
+from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.data.token_rows import token_columns
 from fusionrl.observe.values import json_line, write_atomically
 
 
@@ -20,18 +22,31 @@ class AcceptedSamples:
     No answer to a prompt stands there twice, whatever the rollout, and no rollout twice, whatever the attempt.
     """
 
-    def __init__(self, path: Path, threshold: float, per_prompt: int) -> None:
-        """Of a prompt at most `per_prompt` samples are accepted: the best, from a reward of `threshold` on."""
-        self.path, self.threshold, self.per_prompt = path, threshold, per_prompt
+    def __init__(self, path: Path, threshold: float, per_prompt: int, keeps_tokens: bool = False) -> None:
+        """Prepare the file.
+
+        Args:
+            path: the file.
+            threshold: samples with at least this reward are accepted.
+            per_prompt: of a prompt at most so many, the best.
+            keeps_tokens: samples with a mask are written with their tokens, also where the mask is 1 throughout.
+        """
+        self.path, self.threshold, self.per_prompt, self.keeps_tokens = path, threshold, per_prompt, keeps_tokens
         self.summary_path = path.with_name(path.name + ".summary.json")
         self._known: set[bytes] | None = None  # answers that stand in the file; None: not read yet
         self._is_clean = True  # False: rows of rollouts that are made again have not been dropped yet
 
     @classmethod
-    def of(cls, flags: RejectSamplingGroup, run_dir: Path, attempt: int) -> AcceptedSamples:
-        """Make that of a run; a later attempt drops what it makes again before it adds its first rollout."""
+    def of(cls, config: Config, run_dir: Path, attempt: int) -> AcceptedSamples:
+        """Make that of a run; a later attempt drops what it makes again before it adds its first rollout.
+
+        A user's function may make an answer in several turns with nothing between them: then all masks are kept.
+        """
+        flags, rollout = config.reject_sampling, config.rollout
         path = Path(flags.reject_sampling_output or run_dir / "accepted.jsonl")
-        made = cls(path, flags.reject_sampling_threshold, flags.reject_sampling_per_prompt)
+        is_default = rollout.rollout_function_path == RolloutGroup().rollout_function_path
+        is_by_user = bool(rollout.custom_generate_function_path or rollout.rollout_sample_hook_path) or not is_default
+        made = cls(path, flags.reject_sampling_threshold, flags.reject_sampling_per_prompt, is_by_user)
         made._is_clean = attempt == 1
         return made
 
@@ -39,7 +54,7 @@ class AcceptedSamples:
         """Append what is accepted of a rollout. Counts of its samples:
 
         considered        all of them
-        unfinished        truncated, aborted or failed
+        unfinished        truncated, aborted or failed, or without a token to train on
         below_threshold   finished, but with a lower reward
         duplicates        good, but the same answer to the same prompt stands there
         surplus           good, but the prompt has `per_prompt` better ones
@@ -52,7 +67,8 @@ class AcceptedSamples:
         known = self._answers()
         groups: dict[Any, list[tuple[float, Sample]]] = {}
         for sample, reward in zip(samples, rewards, strict=True):
-            if sample.status != Status.COMPLETED:
+            is_untrained = sample.response_length > 0 and not response_mask(sample).any()
+            if sample.status != Status.COMPLETED or is_untrained:
                 counts["unfinished"] += 1
             elif reward < self.threshold:
                 counts["below_threshold"] += 1
@@ -63,7 +79,7 @@ class AcceptedSamples:
         for group in groups.values():
             taken = 0
             for reward, sample in sorted(group, key=lambda pair: -pair[0]):
-                row = _row(rollout_id, sample, reward)
+                row = _row(rollout_id, sample, reward, self.keeps_tokens)
                 answer = _digest(row)
                 if answer in known or answer in new:
                     counts["duplicates"] += 1
@@ -117,11 +133,16 @@ class AcceptedSamples:
         write_atomically(self.summary_path, json.dumps(summary, indent=1) + "\n")
 
 
-def _row(rollout_id: int, sample: Sample, reward: float) -> dict[str, object]:
+def _row(rollout_id: int, sample: Sample, reward: float, keeps_tokens: bool) -> dict[str, object]:
+    """One line of the file. Where parts of the answer are not trained on, it has tokens, and no `messages`: as one
+    message of the assistant, all of it would be."""
     named = {"step": rollout_id + 1, "rollout_id": rollout_id}
     row: dict[str, Any] = {**named, "prompt": sample.prompt, "response": sample.response}
-    if sample.messages is not None:
+    is_whole = bool(response_mask(sample).all())
+    if sample.messages is not None and is_whole:
         row["messages"] = [*sample.messages, {"role": "assistant", "content": sample.response}]
+    if not is_whole or (keeps_tokens and sample.loss_mask is not None):
+        row |= token_columns(sample)
     return row | {"reward": reward, "label": sample.label, "metadata": sample.metadata}
 
 

@@ -56,7 +56,7 @@ class BufferActor:
         self._writer = RolloutWriter(self.run_dir)
         self._abort = threading.Event()
         self._border = HookBorder(config, plan, self.run_dir, self._abort)
-        self._accepted = AcceptedSamples.of(config.reject_sampling, self.run_dir, attempt)
+        self._accepted = AcceptedSamples.of(config, self.run_dir, attempt)
         self._phase = "idle"
         self._phase_since = time.monotonic()
         self._last_metrics: dict[str, float] = {}

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fusionrl.config.hooks import call_hook
 from fusionrl.data.mixture import Mixture, PromptSequence
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
@@ -242,8 +244,10 @@ def _check_groups(groups: object, where: str) -> None:
 
 
 def _fingerprint(prompts: list[Sample]) -> str:
-    """A hash of the prompts and labels in their order."""
+    """A hash of the prompts and labels, and of tokens where rows hold them, in their order."""
     digest = hashlib.sha256()
     for sample in prompts:
         digest.update(json.dumps([sample.prompt, sample.label], default=repr).encode())
+        if len(sample.tokens):  # of a row that holds them (--mode sft)
+            digest.update(np.asarray(sample.tokens, np.int32).tobytes() + np.asarray(sample.loss_mask).tobytes())
     return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ import numpy as np
 
 from fusionrl.config.config import Config
 from fusionrl.config.parts import estimator_of
-from fusionrl.data.sample import Sample, Status, is_trained_on, lacks_reward
+from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.text import ending, shorten
 from fusionrl.rollout.types import NO_ROOM_AFTER
@@ -33,6 +33,7 @@ def rollout_facts(
         groups.setdefault(sample.group_index, []).append(i)
     scored = {name: [raw[i] for i in members if not lacks_reward(samples[i])] for name, members in groups.items()}
     equal = [groups[name] for name, values in scored.items() if not values or np.ptp(values) < _EQUAL]
+    judged = [value for values in scored.values() for value in values]
     longest, most = config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
     example = _example(samples, equal)
@@ -50,12 +51,18 @@ def rollout_facts(
         num_without_label=sum(s.label is None or (isinstance(s.label, str) and not s.label) for s in samples),
         num_no_second_turn=sum((s.metadata or {}).get(NO_ROOM_AFTER) == 1 for s in samples),
         teaches_nothing=teaches_nothing(config, samples, rewards, trained),
-        lowest=float(min(raw, default=0.0)),
-        highest=float(max(raw, default=0.0)),
+        lowest=float(min(judged, default=0.0)),
+        highest=float(max(judged, default=0.0)),
+        num_timeouts=sum(_lost_by(s) == "timeout" for s in samples),
+        num_crashes=sum(_lost_by(s) == "crash" for s in samples),
     )
     places = [*spread(len(samples), config.run.log_samples), *([] if example is None else [example])]
     shown = [glimpse(samples[i], raw[i]) for i in places]
     return (facts, shown) if example is None else (replace(facts, example=shown.pop()), shown)
+
+
+def _lost_by(sample: Sample) -> object:
+    return sample.metadata.get(REWARD_LOST) if isinstance(sample.metadata, dict) else None
 
 
 def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence[float], trained: np.ndarray) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.quiet import quiet
+from fusionrl.checks.labels import run_label_check
 from fusionrl.config.config import Config
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import parse_sets, read_rows
 from fusionrl.data.template_probe import TemplateProbe
+from fusionrl.data.token_rows import holds_tokens
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from fusionrl.models.scorers import has_chat_template
 
@@ -17,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_prompts(config: Config, errors: list[str], warnings: list[str]) -> int:
+def check_prompts(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None = None) -> int:
     """Read the prompt data, and return its number of prompts, 0 where it is not known; mistakes go to `errors`."""
     data, count = config.data, 0
     if data.prompt_data is not None and config.run.mode != "eval":
-        count = _check_prompt_data(config, errors, warnings)
+        count = _check_prompt_data(config, errors, warnings, vocab_size)
     if data.apply_chat_template and _has_template(config) is False:
         errors.append(
             f"--apply-chat-template: the tokenizer of --hf-checkpoint {config.model.hf_checkpoint} has no chat template"
@@ -63,7 +65,7 @@ def probe_of(config: Config, files: TokenizerFiles | None, columns: PromptColumn
     return template_probe(files, columns, load, loss_mask_type)
 
 
-def _check_prompt_data(config: Config, errors: list[str], warnings: list[str]) -> int:
+def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None) -> int:
     """Return the number of prompts of all sets, which --num-epoch counts; 0 where it is not known."""
     data, is_sft = config.data, config.run.mode == "sft"
     specs, weights, columns = data.prompt_data or [], data.prompt_data_weights, prompt_columns(config)
@@ -80,15 +82,15 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str]) -
     total, num_errors, files = 0, len(errors), tokenizer_files(config)
     probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
     for spec in specs:
-        check = check_file(
-            spec, columns, "--prompt-data", "--input-key", is_sft=is_sft, special_tokens=tokens, probe=probe
-        )
+        named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
+        named["ask_reward"] = run_label_check(config)
+        check = check_file(spec, columns, "--prompt-data", "--input-key", is_sft=is_sft, **named)
         errors += check.errors
         warnings += check.warnings
         total += check.num_rows
         if is_sft and not check.errors and _has_template(config) is False:
-            first = next(read_rows(spec))[1][data.input_key]
-            if isinstance(first, list):
+            first = next(read_rows(spec))[1]
+            if isinstance(first.get(data.input_key), list) and not holds_tokens(first):
                 errors.append(
                     f"--mode sft: conversations need a chat template; the tokenizer of --hf-checkpoint"
                     f" {config.model.hf_checkpoint} has none"

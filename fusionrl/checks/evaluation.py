@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from fusionrl.checks.data import probe_of, prompt_columns, tokenizer_files
+from fusionrl.checks.labels import label_check
 from fusionrl.checks.rewards import rm_type_errors
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import check_hook
 from fusionrl.data.prompts import check_file
+from fusionrl.rewards.labels import LabelCheck
 
 
-def evaluation_errors(config: Config, warnings: list[str]) -> list[str]:
+def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | None = None) -> list[str]:
     """Read the evaluation sets and list what is wrong with them; what is odd goes to `warnings`."""
     pairs, file = config.eval.eval_prompt_data, config.eval.eval_config
     if len(pairs) % 2:
@@ -46,7 +49,9 @@ def evaluation_errors(config: Config, warnings: list[str]) -> list[str]:
         )
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
         probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
-        check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, special_tokens=tokens, probe=probe)
+        named: dict[str, Any] = {"special_tokens": tokens, "probe": probe, "vocab_size": vocab_size}
+        named["ask_reward"] = _label_check(config, one)
+        check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, **named)
         errors += check.errors
         warnings += check.warnings
         if file is not None and not is_sft:
@@ -54,12 +59,23 @@ def evaluation_errors(config: Config, warnings: list[str]) -> list[str]:
     return errors
 
 
+def _label_check(config: Config, one: EvalSet) -> LabelCheck | None:
+    """Return the check of a set's labels; None where a user's function evaluates, or no built-in reward grades."""
+    if not _is_default(config):
+        return None
+    path, overrides = one.custom_generate_function_path, one.metadata_overrides
+    return label_check(config, one.rm_type, one.custom_rm_path, generate_path=path, overrides=overrides)
+
+
+def _is_default(config: Config) -> bool:
+    rollout = config.rollout
+    return (rollout.eval_function_path or rollout.rollout_function_path) == RolloutGroup().rollout_function_path
+
+
 def _eval_set_errors(config: Config, one: EvalSet) -> list[str]:
     """List what is wrong with a set of --eval-config; flags that it takes over are checked elsewhere."""
     found = []
-    rollout = config.rollout
-    is_default = (rollout.eval_function_path or rollout.rollout_function_path) == RolloutGroup().rollout_function_path
-    if is_default and one.rm_type is None and one.custom_rm_path is None:
+    if _is_default(config) and one.rm_type is None and one.custom_rm_path is None:
         found.append("it has no reward; give rm_type or custom_rm_path")
     if one.rm_type not in (None, config.reward.rm_type):
         found += [f"rm_type {error}" for error in rm_type_errors(config, one.rm_type, one.reward_key, "reward_key")]

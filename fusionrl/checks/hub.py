@@ -193,7 +193,14 @@ def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
 
 
 def _snapshot(
-    name: str, kind: str, flag: str, lacks: Callable[[Path], str | None], then: str = "", **patterns: Any
+    name: str,
+    kind: str,
+    flag: str,
+    lacks: Callable[[Path], str | None],
+    then: str = "",
+    *,
+    allow_patterns: list[str] | None = None,
+    ignore_patterns: list[str] | None = None,
 ) -> Path:
     """The folder of a repository's newest state that `lacks` nothing.
 
@@ -203,8 +210,11 @@ def _snapshot(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    download = partial(
+        snapshot_download, name, repo_type=kind, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+    )
     try:
-        folder: Path | None = Path(snapshot_download(name, repo_type=kind, local_files_only=True, **patterns))
+        folder: Path | None = Path(download(local_files_only=True))
     except LocalEntryNotFoundError:
         folder = _partial_snapshot(name, kind)
     cached = "it is not in the local cache of the Hugging Face Hub"
@@ -217,8 +227,8 @@ def _snapshot(
     if why is None:
         print(f"downloading {name} from the Hugging Face Hub", file=sys.stderr)
         try:
-            return Path(snapshot_download(name, repo_type=kind, **patterns))
-        except Exception as error:  # of the network, the disk or the Hub: all of it ends in the message below
+            return Path(download())
+        except _hub_errors() as error:
             why = f"the download failed ({_one_line(error)})"
     option = " --repo-type dataset" if kind == "dataset" else ""
     here = name.partition("/")[2]
@@ -255,7 +265,7 @@ def _why_not_reached(name: str, kind: str) -> str | None:
             answer.append("the Hub asks for its terms to be accepted (hf auth login)")
         except RepositoryNotFoundError:
             answer.append(f"the Hub has no such {kind}, or does not show it without a login (hf auth login)")
-        except Exception as error:  # offline mode, no route, a proxy's page: whatever it is, nothing can be had
+        except _hub_errors() as error:  # offline mode, no route, a proxy's page
             answer.append(f"the Hub cannot be reached ({_one_line(error)})")
 
     # A thread that may be left behind: the look-up of a host's name knows no time limit.
@@ -263,7 +273,17 @@ def _why_not_reached(name: str, kind: str) -> str | None:
     with quiet():
         asking.start()
         asking.join(ANSWER_TIMEOUT_S)
-    return answer[0] if answer else f"the Hub does not answer within {ANSWER_TIMEOUT_S:g} s"
+    if answer:
+        return answer[0]
+    return f"the Hub does not answer within {ANSWER_TIMEOUT_S:g} s" if asking.is_alive() else "the Hub cannot be asked"
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What asking the Hub raises: errors of HTTP (by huggingface_hub's version of another library, which its own error
+    is derived from), of the disk, and of the library that stores chunks, which has no class of its own."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
 
 
 def _one_line(error: Exception) -> str:

@@ -9,18 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.long_rows import LongRow, context_length, first_over, most_bytes
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
-from fusionrl.config.groups import DataGroup, RolloutGroup
+from fusionrl.config.groups import DataGroup, EvalGroup, RolloutGroup
 from fusionrl.config.parts import estimator_of, evaluates, generates, uses_trainers, validates
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
 from fusionrl.data.rows import Row, read_rows
+from fusionrl.data.token_rows import TOKENS, holds_tokens
 from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context beyond the positions
 
@@ -50,6 +54,29 @@ def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool 
     if config.rollout.rollout_function_path == RolloutGroup().rollout_function_path:
         errors += _sample_errors(config, positions)
     return errors
+
+
+def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str]:
+    """Check one set as `length_errors` checks those of --prompt-data, for `fusionrl data check`.
+
+    Without --rollout-max-response-len a prompt needs room for one token of a response.
+    """
+    data = config.data.model_copy(update={"prompt_data": [spec]})
+    config, positions = config.model_copy(update={"data": data, "eval": EvalGroup()}), _positions(config, shape)
+    if config.run.mode == "sft":
+        errors = _conversation_errors(config, positions)
+    elif config.rollout.rollout_max_response_len is not None:
+        errors = _sample_errors(config, positions)
+    else:
+        columns = _columns(config, data.input_key, data.tool_key)
+        limit = min(_reading_limits(config, positions), key=lambda one: one.num_tokens, default=None)
+        keys, count = (columns.input_key, columns.tool_key), _prompt_counter(columns)
+        found = None if limit is None else _find(config, spec, "", keys, limit.num_tokens - 1, count)
+        errors = []
+        if found is not None and limit is not None:
+            long = f"a prompt of {found.num_tokens} tokens leaves no room for a response in {limit.what}"
+            errors = [f"{spec}: {found.place}: {long}; leave long prompts out with --rollout-max-prompt-len"]
+    return [error.removeprefix("--prompt-data ") for error in errors]
 
 
 def flag_length_errors(config: Config, shape: ModelShape | None) -> list[str]:
@@ -201,13 +228,7 @@ def _set_errors(
     if columns.max_prompt_len is not None and columns.max_prompt_len <= room:
         return []
 
-    def count(tokenizer: Any, row: Row) -> int | None:
-        tools = metadata_and_tools(row, columns)[1]
-        text = render_prompt(row[columns.input_key], tokenizer, columns, tools)
-        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
-        return None if columns.max_prompt_len is not None and num_tokens > columns.max_prompt_len else num_tokens
-
-    found = _find(config, spec, flag, (columns.input_key, columns.tool_key), room, count)
+    found = _find(config, spec, flag, (columns.input_key, columns.tool_key), room, _prompt_counter(columns))
     if found is None:
         return []
     return [
@@ -216,6 +237,18 @@ def _set_errors(
         f" --rollout-max-prompt-len {room}, lower {name}, or bound both with --rollout-max-context-len"
         f" {limit.num_tokens}"
     ]
+
+
+def _prompt_counter(columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int | None]:
+    """Return what counts the tokens of a row's prompt; None for a row that the run leaves out."""
+
+    def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int | None:
+        tools = metadata_and_tools(row, columns)[1]
+        text = render_prompt(row[columns.input_key], tokenizer, columns, tools)
+        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        return None if columns.max_prompt_len is not None and num_tokens > columns.max_prompt_len else num_tokens
+
+    return count
 
 
 # ------------------------------------------------------------------------------------------------ sft
@@ -238,17 +271,19 @@ def _conversation_errors(config: Config, positions: int) -> list[str]:
     for spec, flag, input_key, label_key, tool_key in specs:
         columns = PromptColumns(input_key, label_key, data.metadata_key, tool_key)
         count = _conversation_counter(config, columns)
-        found = _find(config, spec, flag, (input_key, label_key, tool_key), limit.num_tokens, count)
+        found = _find(config, spec, flag, (input_key, label_key, tool_key, TOKENS), limit.num_tokens, count)
         if found is not None:
             cure = limit.cure.removesuffix(", or ") + (", or leave it out" if "raise" in limit.cure else "")
             errors.append(f"{flag} {spec}: {found.place}: it has {found.num_tokens} tokens, over {limit.what}; {cure}")
     return errors
 
 
-def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[Any, Row], int]:
+def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int]:
     from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 
-    def count(tokenizer: Any, row: Row) -> int:
+    def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int:
+        if holds_tokens(row):
+            return len(row[TOKENS])
         prompt = row[columns.input_key]
         if isinstance(prompt, str):
             label = row[str(columns.label_key)]
@@ -286,7 +321,7 @@ def _find(
     flag: str,
     keys: tuple[str | None, ...],
     limit: int,
-    count: Callable[[Any, Row], int | None],
+    count: Callable[[PreTrainedTokenizerBase, Row], int | None],
 ) -> LongRow | None:
     """A row of the set with more than `limit` tokens; None also for a set that other checks find wrong."""
     try:

@@ -6,7 +6,7 @@ import heapq
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fusionrl.data.rows import Row
 
@@ -23,7 +23,7 @@ class LongRow(NamedTuple):
     num_tokens: int
 
 
-def context_length(max_positions: int, rope_scaling: Mapping[str, Any] | None) -> int:
+def context_length(max_positions: int, rope_scaling: Mapping[str, object] | None) -> int:
     """Tokens of a prompt with its response that a model's config.json allows for.
 
     `max_positions` counts the scaled positions where `rope_scaling` names the original ones (yarn) or is llama3's; any
@@ -33,7 +33,10 @@ def context_length(max_positions: int, rope_scaling: Mapping[str, Any] | None) -
         return max_positions
     if rope_scaling.get("rope_type") in ("default", "llama3"):
         return max_positions
-    return int(rope_scaling.get("factor", 1) * max_positions)
+    factor = rope_scaling.get("factor", 1)
+    if not isinstance(factor, int | float):
+        raise ValueError(f"rope_scaling has the factor {factor!r}, not a number")
+    return int(factor * max_positions)
 
 
 def most_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> list[tuple[int, str, Row]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def megatron_errors(config: Config, shape: ModelShape, layout: TrainerLayout, de
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     place = torch.device(device)
-    builders: dict[str, Callable[[Config], Any]] = {
+    builders: dict[str, Callable[[Config], object]] = {
         "transformer": lambda own: (MLATransformerConfig if shape.mla else TransformerConfig)(
             **settings.transformer_fields(own, shape, layout, place)
         ),
@@ -59,7 +58,7 @@ def megatron_errors(config: Config, shape: ModelShape, layout: TrainerLayout, de
     return errors
 
 
-def _refusal(build: Callable[[Config], Any], config: Config) -> str | None:
+def _refusal(build: Callable[[Config], object], config: Config) -> str | None:
     """Return Megatron's reason to refuse in one line; None if it does not."""
     try:
         with warnings.catch_warnings():

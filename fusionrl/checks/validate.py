@@ -57,8 +57,9 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     errors += scorer_errors(config, shape) + _hook_errors(config)
     warnings: list[str] = []
     num_before = len(errors)
-    num_prompts = check_prompts(config, errors, warnings)
-    errors += evaluation_errors(config, warnings)
+    vocab_size = shape.vocab_size if shape is not None else None
+    num_prompts = check_prompts(config, errors, warnings, vocab_size)
+    errors += evaluation_errors(config, warnings, vocab_size)
     errors += length_errors(config, shape, reads_data=len(errors) == num_before)
     errors += template_errors(config) + algorithm_errors(config) + routing_errors(config, shape)
     errors += keep_best_errors(config) + disk_push_errors(config) + _train_errors(config) + output_errors(config)

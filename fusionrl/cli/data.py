@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
+from fusionrl.checks.labels import run_label_check
+from fusionrl.checks.lengths import file_length_errors
 from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
+from fusionrl.models.shape import ModelShape, read_model_shape
 
 _USAGE = """usage: fusionrl data check FILE… [flags]
 
 FILE is what --prompt-data takes; the flags are those of `fusionrl train`, of which these matter: --mode sft,
---input-key, --label-key, --metadata-key, --tool-key, --apply-chat-template, --apply-chat-template-kwargs, and, to
-count tokens, --hf-checkpoint and --rollout-max-prompt-len. Exit code 2: something is wrong."""
+--input-key, --label-key, --metadata-key, --tool-key, --apply-chat-template, --apply-chat-template-kwargs; to read
+labels, --rm-type; and, to count tokens, --hf-checkpoint, --rollout-max-prompt-len and --rollout-max-response-len.
+Exit code 2: something is wrong."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,6 +33,14 @@ def run(argv: Sequence[str]) -> int:
         return _check(argv[1:])
     except CommandLineError as error:
         return refuse(error.errors)
+
+
+def _shape(folder: str | None) -> ModelShape | None:
+    """Return the shape of the model; None without one, as where the folder has a tokenizer alone."""
+    try:
+        return None if folder is None else read_model_shape(folder)
+    except ValueError:
+        return None
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -55,10 +68,16 @@ def _check(argv: Sequence[str]) -> int:
             errors.append(f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})")
     if errors:
         return refuse(errors)
-    check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type)
+    shape = _shape(folder)
+    vocab_size = shape.vocab_size if shape is not None else None
+    labels = run_label_check(config, budget_s=math.inf)
+    check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size, labels)
     num_problems = num_warnings = 0
     for file in files:
-        problems, warnings = check.problems(file)
+        with quiet():  # transformers warns of each long text in words of its own
+            problems, warnings = check.problems(file)
+        if shape is not None and not problems:  # a row with a mistake of its own comes first
+            problems = file_length_errors(config, shape, file)
         for text in (*problems, *(f"warning: {warning}" for warning in warnings)):
             print(text)
         num_problems += len(problems)

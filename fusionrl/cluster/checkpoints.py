@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fusionrl.base.file_hashes import check_facts, facts_of, plain_name
 
@@ -32,11 +31,11 @@ class Checkpoint:
 
     path: Path
     rollout_id: int
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, object] = field(default_factory=dict)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in `path`.
+def _read(path: Path) -> Checkpoint:
+    """The checkpoint in `path`, with its manifest.
 
     Raises:
         ValueError: it is damaged, or of another checkpoint.
@@ -57,10 +56,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     if not isinstance(manifest.get("metrics", {}), dict):
         raise ValueError(f"{where}: the metrics in {_MANIFEST} are no JSON object")
-    return manifest
+    return Checkpoint(path, saved, manifest)
 
 
-def _contents(folder: Path) -> dict[str, Any]:
+def _contents(folder: Path) -> dict[str, object]:
     """Sizes and hashes: of the folder's files, and of those of its subfolders.
 
     Of a trainer's subfolder its description alone, which has those of the other files; a subfolder without files is
@@ -91,7 +90,7 @@ def _is_without_hashes(checkpoint: Checkpoint) -> bool:
     return all(_format_of(path) == _WITHOUT_HASHES for path in descriptions)
 
 
-def _format_of(description: Path) -> Any:
+def _format_of(description: Path) -> object:
     try:
         content = json.loads(description.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -115,11 +114,10 @@ class Checkpoints:
         if not finished:
             return None
         try:
-            manifest = _read_manifest(finished[0])
+            return _read(finished[0])
         except ValueError as error:
             before = f" to resume from {finished[1].name}" if len(finished) > 1 else ""
             raise ValueError(f"{error}; move {finished[0].name} out of {self.folder}{before}") from error
-        return Checkpoint(finished[0], int(manifest["rollout_id"]), manifest)
 
     def _finished(self) -> list[Path]:
         """The folders of all checkpoints that were published, the newest by its name first."""
@@ -163,12 +161,13 @@ class Checkpoints:
         found: list[tuple[int, float | None, Path]] = []
         for path in reversed(self._finished()):
             try:
-                manifest = _read_manifest(path)
+                checkpoint = _read(path)
             except ValueError as error:
                 logger.warning("--keep-checkpoints leaves alone: %s", error)
                 continue
-            metric = manifest.get("metrics", {}).get(best_by) if best_by else None
-            found.append((manifest["rollout_id"], metric if isinstance(metric, int | float) else None, path))
+            metrics = checkpoint.manifest.get("metrics")
+            metric = metrics.get(best_by) if best_by and isinstance(metrics, dict) else None
+            found.append((checkpoint.rollout_id, metric if isinstance(metric, int | float) else None, path))
         scored = [one for one in found if one[1] is not None]
         best = max(scored, key=lambda one: (one[1], one[0]), default=None)
         gone = [one[2] for one in found[:-keep] if one is not best]

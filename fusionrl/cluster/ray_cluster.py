@@ -9,14 +9,16 @@ import secrets
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import ray
 from ray._private import ray_constants
 from ray._private.services import canonicalize_bootstrap_address
+from ray.actor import ActorClass
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -24,6 +26,10 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fusionrl.sync.calls import Reference
+
+T = TypeVar("T")
 
 # A CPU has no device that Ray counts: nodes carry this logical one instead, so that placement is the same code.
 CPU_DEVICE_RESOURCE = "fusionrl_device"
@@ -34,6 +40,7 @@ _OPEN, _CLOSED = "this cluster is open", "this cluster asks for a token"
 # Whether Ray answers somebody without a token; a process of its own, as Ray reads its mode once.
 _PROBE = f"""
 import sys
+import types
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError
 try:
@@ -97,7 +104,7 @@ def start_ray(
     ray_constants.ENABLE_RAY_CLUSTER = False
     # It would also start a worker a core that nobody uses: actors have environments, and so processes, of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    resources: dict[str, Any] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
+    resources: dict[str, object] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
     ray.init(
         address="local",  # without it Ray joins whatever cluster this machine happens to run
         include_dashboard=dashboard,
@@ -126,7 +133,7 @@ def _ask_for_token() -> None:
     """Let Ray's processes that start from here ask for this process's token, and this one show it."""
     from ray import _raylet
 
-    raylet: Any = _raylet  # compiled, without annotations
+    raylet: types.ModuleType = _raylet  # compiled, without annotations
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
     raylet.Config.initialize("")  # it was read from the environment when ray was imported
     raylet.AuthenticationTokenLoader.instance().reset_cache()
@@ -236,7 +243,7 @@ def _probe_gpus(group: PlacementGroup, num_devices: int) -> list[int]:
 
 def actor_on(
     cls: type, bundle: Bundle | None, group: PlacementGroup | None, *, env: dict[str, str], **options: object
-) -> Any:
+) -> ActorClass:
     """A Ray actor class that runs on `bundle` (or on this node). It asks for no CPUs and no GPUs of its own.
 
     Devices are chosen by the plan, so Ray is told to leave CUDA_VISIBLE_DEVICES alone.
@@ -264,7 +271,7 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def gather(refs: Sequence[ray.ObjectRef], check: Callable[[], None] = lambda: None) -> list[Any]:
+def gather(refs: Sequence[Reference[T]], check: Callable[[], None] = lambda: None) -> list[T]:
     """ray.get that raises at the first failure, wherever it stands: the others may be waiting for the failed one.
 
     `check` is called about once a second, and may raise to end the wait.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import ray
+
+from fusionrl.sync.calls import Reference
+
+T = TypeVar("T")
 
 
 class StopRequests(Protocol):
@@ -27,7 +31,7 @@ class Supervisor:
         self._check_engines, self._stop, self._interval_s = check_engines, stop, interval_s
         self._next_look = 0.0
 
-    def wait(self, ref: ray.ObjectRef) -> Any:
+    def wait(self, ref: Reference[T]) -> T:
         """Wait for the Buffer's answer while the engines generate. A stop request ends the wait."""
 
         def look() -> None:
@@ -36,7 +40,7 @@ class Supervisor:
 
         return self._gather([ref], look)[0]
 
-    def finish(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    def finish(self, refs: Sequence[Reference[T]]) -> list[T]:
         """Wait for trainers. Raises at the first failure, as the other ranks may be waiting for that one.
 
         A stop request is heard and does not end the wait: a checkpoint holds whole rollouts. From then on the engines
@@ -49,7 +53,7 @@ class Supervisor:
 
         return self._gather(refs, look)
 
-    def _gather(self, refs: Sequence[ray.ObjectRef], look: Callable[[], None]) -> list[Any]:
+    def _gather(self, refs: Sequence[Reference[T]], look: Callable[[], None]) -> list[T]:
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=self._interval_s)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -13,8 +13,17 @@ from fusionrl.cluster.ray_cluster import gather
 from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
+from fusionrl.sync.calls import Reference
 
+T = TypeVar("T")
 Refs = Sequence[ray.ObjectRef]
+
+
+class Gather(Protocol):
+    """Waits for the answers of all ranks; raises at the first failure."""
+
+    def __call__(self, refs: Sequence[Reference[T]], /) -> list[T]:
+        """The answers, in order."""
 
 
 class TrainerGroups:
@@ -23,7 +32,7 @@ class TrainerGroups:
     Methods call all ranks at once; they end with the slowest, or at the first failure.
     """
 
-    def __init__(self, config: Config, plan: Plan, gather: Callable[[Refs], list[Any]]) -> None:
+    def __init__(self, config: Config, plan: Plan, gather: Gather) -> None:
         """`gather` waits while the ranks train; the driver's checks the engines meanwhile, and hears stop requests."""
         self.config, self.plan, self._gather = config, plan, gather
         self.actors: list[ActorHandle] = []
@@ -147,7 +156,7 @@ class TrainerGroups:
         auxiliary = self.plan.auxiliary
         return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
-    def _of_replicas(self, pairs: Sequence[Any], layout: TrainerLayout) -> list[object]:
+    def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout) -> list[object]:
         """Wait for what each rank answers, (metrics, columns); references to the columns, one of each replica."""
         self._gather([done for done, _ in pairs])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

@@ -9,11 +9,11 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.base.environment import take_secrets
 from fusionrl.buffer.actor import BufferActor
+from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.observe.log import setup_logging, write_whole_lines
@@ -63,7 +63,14 @@ class BufferWorker(BufferActor):
     """The Buffer's actor process."""
 
     def __init__(
-        self, config: Config, plan: Plan, run_dir: str, attempt: int, endpoints: Any, log: str, settled: Settled
+        self,
+        config: Config,
+        plan: Plan,
+        run_dir: str,
+        attempt: int,
+        endpoints: EngineEndpoints,
+        log: str,
+        settled: Settled,
     ) -> None:
         settled.apply()
         _log_to(log, "buffer", config.run.log_level)

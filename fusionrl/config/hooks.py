@@ -6,6 +6,7 @@ imports beside it is found by `hook_files`; what a hook raises is told by `user_
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
@@ -92,6 +93,10 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 }
 
 
+# Functions whose result is awaited: it must be awaitable, or may be. Nobody awaits those of the other flags.
+_MUST_BE_ASYNC = frozenset({"custom_generate_function_path"})
+_MAY_BE_ASYNC = frozenset({"rollout_sample_hook_path", "custom_rm_path"})
+
 # What a function is given besides, where its signature names it.
 OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}
 
@@ -130,6 +135,8 @@ def load_function(path: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
         raise ValueError(f"{path!r} is neither package.module.function nor path/to/file.py:function")
+    if ":" not in path and name == "py":
+        raise ValueError(_without_a_function(path))
     if ":" in path and not Path(module_name).is_file():
         raise ValueError(f"{path!r}: there is no file {module_name!r}")
     try:
@@ -138,15 +145,40 @@ def load_function(path: str) -> Callable[..., Any]:
         hint = ""
         if isinstance(error, ImportError) and (error.name or "").startswith("megatron.training"):
             hint = "; megatron.training is Megatron-LM's and no part of megatron-core: import from megatron.core"
+        beside = f"{module_name.replace('.', '/')}.py"
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            is_beside = ":" not in path and Path(beside).is_file()
+            hint = f"; the current folder is not searched for modules: write {beside}:{name}" if is_beside else ""
         line = last_user_line(error, path)
         at = f" at {line}" if line else ""
         raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}{at}{hint}") from error
     found = getattr(module, name, None)
     if found is None:
-        raise ValueError(f"{path!r}: the module {module_name!r} has no {name!r}")
+        there = _functions_in(module_name) if ":" in path else []
+        hint = f"; it has {', '.join(there)}" if there else ""
+        raise ValueError(f"{path!r}: the module {module_name!r} has no {name!r}{hint}")
     if not callable(found):
         raise ValueError(f"{path!r} is not callable")
     return found
+
+
+def _without_a_function(path: str) -> str:
+    """Return the error of a path that names a file and no function of it."""
+    if not Path(path).is_file():
+        return f"{path!r}: there is no file of this name, and a function in it is named path/to/file.py:function"
+    names = _functions_in(path)
+    several = f" (it has {', '.join(names)})" if len(names) > 1 else ""
+    return f"{path!r} is a file; name the function, too: {path}:{names[0] if names else 'function'}{several}"
+
+
+def _functions_in(file: str) -> list[str]:
+    """Return the names of the functions and classes that a file of Python defines; none where it cannot be read."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [one.name for one in tree.body if isinstance(one, kinds) and not one.name.startswith("_")]
 
 
 def hook_paths(args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -185,4 +217,19 @@ def check_hook(field: str, path: str) -> str | None:
         return f"{flag} {path}: its signature {inspect.signature(function)} does not fit ({error}); expected {readable}"
     except ValueError:  # no signature to be had (a builtin): the call itself will tell
         return None
-    return None
+    problem = _async_problem(field, function)
+    return None if problem is None else f"{flag} {path}: {problem}; expected {readable}"
+
+
+def _async_problem(field: str, function: Callable[..., Any]) -> str | None:
+    """Return what is wrong with a function that is async where nobody awaits it, or the other way round."""
+    if field in _MAY_BE_ASYNC:
+        return None
+    called = [function, inspect.unwrap(function), getattr(function, "__call__", None)]  # noqa: B004 (of an object)
+    is_async = any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in called)
+    if field not in _MUST_BE_ASYNC:
+        return "it is async, but its result is not awaited; write def in place of async def" if is_async else None
+    returns = str(getattr(function, "__annotations__", {}).get("return", ""))
+    if is_async or any(name in returns for name in ("Awaitable", "Coroutine", "Future", "Task")):
+        return None
+    return "it is not async; write async def (or say with -> Awaitable[Sample] that a plain function returns one)"

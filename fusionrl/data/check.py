@@ -11,9 +11,10 @@ from typing import Any
 from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 from fusionrl.data.findings import Finding, Findings
 from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, render_prompt, special_tokens_of
-from fusionrl.data.row_checks import PromptColumns, RowChecker, template_finding
+from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, template_finding
 from fusionrl.data.rows import line_finding, scan_rows
 from fusionrl.data.strict_json import Row
+from fusionrl.data.token_rows import LOSS_MASK, TOKENS, holds_tokens, prompt_length
 
 
 @dataclass
@@ -28,6 +29,8 @@ class DataCheck:
     tokenizer: Any = None
     is_sft: bool = False
     loss_mask_type: str = "auto"
+    vocab_size: int | None = None
+    ask_reward: AskReward | None = None
     num_rows: int = 0
     lengths: list[int] = field(default_factory=list)
     _seen: dict[bytes, tuple[str, Any]] = field(default_factory=dict)
@@ -36,7 +39,8 @@ class DataCheck:
     def problems(self, spec: str) -> tuple[list[str], list[str]]:
         """(errors, warnings) of a set: one text a cause, with the number of rows and the first of them."""
         tokens = special_tokens_of(self.tokenizer) if self.tokenizer is not None else ()
-        checker = RowChecker(self.columns, is_sft=self.is_sft, special_tokens=tokens)
+        named: dict[str, Any] = {"special_tokens": tokens, "vocab_size": self.vocab_size, "ask_reward": self.ask_reward}
+        checker = RowChecker(self.columns, is_sft=self.is_sft, **named)
         findings, unreadable = Findings(), []
         try:
             for place, row in scan_rows(spec, ""):
@@ -75,6 +79,8 @@ class DataCheck:
 
     def _prompt_length(self, row: Row) -> int | None:
         """Tokens of the prompt; None where its characters alone are too many."""
+        if self.is_sft and holds_tokens(row):
+            return prompt_length(row)
         prompt, tools = row[self.columns.input_key], metadata_and_tools(row, self.columns)[1]
         if not self.is_sft:
             prompt = render_prompt(prompt, self.tokenizer, self.columns, tools)
@@ -88,9 +94,11 @@ class DataCheck:
         return len(self.tokenizer.encode(prompt, add_special_tokens=False))
 
     def _duplicate(self, row: Row, where: str) -> list[Finding]:
-        prompt, label = row[self.columns.input_key], row.get(self.columns.label_key or "")
-        tools = row.get(self.columns.tool_key or "")
-        text = json.dumps([prompt, tools], sort_keys=True, default=repr)
+        prompt, label = row.get(self.columns.input_key), row.get(self.columns.label_key or "")
+        asked = [prompt, row.get(self.columns.tool_key or "")]
+        if self.is_sft and holds_tokens(row):  # several answers to one prompt are several rows
+            asked, label = [row[TOKENS], row[LOSS_MASK]], None
+        text = json.dumps(asked, sort_keys=True, default=repr)
         first, other = self._seen.setdefault(hashlib.sha256(text.encode()).digest(), (where, label))
         if first == where:
             return []

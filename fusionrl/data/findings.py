@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 NUM_PLACES = 3
 MAX_CAUSES = 20
@@ -26,6 +27,21 @@ class Finding:
 
     def __str__(self) -> str:
         return self.cause + (f" ({self.detail})" if self.detail else "") + (f"; {self.hint}" if self.hint else "")
+
+
+class LabelProblem(NamedTuple):
+    """The reason why a reward cannot grade with a row.
+
+    reward          which one, as people name it
+    told            the reason, in the reward's own words
+    is_about_label  False: it is about the metadata
+    is_warning      the row may be trained on all the same
+    """
+
+    reward: str
+    told: str
+    is_about_label: bool = True
+    is_warning: bool = False
 
 
 @dataclass

@@ -18,6 +18,7 @@ from fusionrl.data.findings import Findings
 from fusionrl.data.row_checks import (
     MAX_PROMPT_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
+    AskReward,
     PromptColumns,
     RowChecker,
     read_metadata,
@@ -26,6 +27,7 @@ from fusionrl.data.row_checks import (
 from fusionrl.data.rows import line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
 from fusionrl.data.template_probe import Messages, TemplateProbe, writes_parts_as_python
+from fusionrl.data.token_rows import holds_tokens, token_sample
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
@@ -61,9 +63,19 @@ def check_file(
     is_sft: bool = False,
     special_tokens: Iterable[str] = (),
     probe: TemplateProbe | None = None,
+    vocab_size: int | None = None,
+    ask_reward: AskReward | None = None,
 ) -> FileCheck:
     """Check every row of a set; arguments as those of `RowChecker`."""
-    checker = RowChecker(columns, key_flag, is_sft=is_sft, special_tokens=special_tokens, probe=probe)
+    checker = RowChecker(
+        columns,
+        key_flag,
+        is_sft=is_sft,
+        ask_reward=ask_reward,
+        special_tokens=special_tokens,
+        probe=probe,
+        vocab_size=vocab_size,
+    )
     findings, errors = Findings(), []
     try:
         for place, row in scan_rows(path, flag):
@@ -132,6 +144,8 @@ def metadata_and_tools(
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
     """Read rows for supervised training: the prompt stays a list of messages, or text with its response as label.
 
+    A row that holds tokens and their loss mask becomes a sample that has both.
+
     Raises:
         ValueError: a malformed row, with its line number.
     """
@@ -142,7 +156,12 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
             raise ValueError(f"{flag} {path}: {place}: {error}")
         metadata, _ = metadata_and_tools(row, columns)
         label = row.get(columns.label_key) if columns.label_key else None
-        samples.append(Sample(prompt=row[columns.input_key], label=label, metadata=metadata))
+        if holds_tokens(row):
+            prompt = row.get(columns.input_key)
+            samples.append(token_sample(row, prompt if isinstance(prompt, str | list) else ""))
+            samples[-1].label, samples[-1].metadata = label, metadata
+        else:
+            samples.append(Sample(prompt=row[columns.input_key], label=label, metadata=metadata))
     if not samples:
         raise ValueError(f"{flag} {path}: it has no rows")
     return PromptDataset(samples, 0)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fusionrl.data.chat import is_trained
-from fusionrl.data.findings import Finding
+from fusionrl.data.findings import Finding, LabelProblem
 from fusionrl.data.strict_json import MAX_DEPTH, CleanRow, StrictDecoder
 from fusionrl.data.template_probe import TemplateProbe, signature
+from fusionrl.data.token_rows import holds_tokens, token_finding
 
 # A million characters are a quarter of a million tokens: more than models read, and a second of tokenizing.
 MAX_PROMPT_CHARACTERS = 1_000_000
@@ -27,6 +28,10 @@ ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function
 _CONTENTS = (str, list, type(None))
 PROMPT_NAMES = ("prompt", "question", "problem", "input", "query", "instruction", "messages", "conversations", "text")
 LABEL_NAMES = ("label", "answer", "solution", "ground_truth", "target", "output", "response", "completion")
+
+
+# A row's label and metadata → why its reward cannot grade with them; None for nothing.
+AskReward = Callable[[object, Mapping[str, object]], LabelProblem | None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class RowChecker:
     is_sft          rows are conversations, or texts with their responses as labels, to be trained on as they are
     special_tokens  texts of the tokenizer's control tokens, where they are known
     probe           asks the chat template, where there is one and it is used
+    vocab_size      of the model, where it is known, for rows that hold tokens
+    ask_reward      asks the reward that will grade with the label, where it is a built-in one
     """
 
     def __init__(
@@ -59,7 +66,10 @@ class RowChecker:
         is_sft: bool = False,
         special_tokens: Iterable[str] = (),
         probe: TemplateProbe | None = None,
+        vocab_size: int | None = None,
+        ask_reward: AskReward | None = None,
     ) -> None:
+        self.vocab_size, self.ask_reward = vocab_size, ask_reward
         self.columns, self.key_flag, self.is_sft, self.probe = columns, key_flag, is_sft, probe
         self.label_flag = key_flag.replace("input", "label")
         self.special_tokens = tuple(special_tokens)
@@ -73,11 +83,14 @@ class RowChecker:
     def findings(self, row: Mapping[str, object]) -> list[Finding]:
         """Return the findings of a row; an empty list for a good one."""
         if self._is_plainly_good(row):
-            return []
+            return self._ask_reward(row) if self.ask_reward is not None else []
         found: list[Finding] = []
         columns = self.columns
         tools = self._check_metadata_and_tools(row, found)
         key = columns.input_key
+        if self.is_sft and holds_tokens(row):  # these are trained on; what else the row says is for people
+            wrong = token_finding(row, self.vocab_size)
+            return found if wrong is None else [*found, wrong]
         if key not in row:
             found.append(self._missing(key, row, self.key_flag, PROMPT_NAMES))
         elif isinstance(prompt := row[key], str):
@@ -91,6 +104,10 @@ class RowChecker:
         elif self.is_sft and isinstance(row.get(key), str):
             cause = f"column {key!r} is text: name the column of its response with {self.label_flag}"
             found.append(Finding(cause))
+        if self.ask_reward is not None and all(finding.is_warning for finding in found):
+            told = self._ask_reward(row)
+            # A reward that says what is wrong with a null label makes the general warning needless.
+            return told or found if columns.label_key and row[columns.label_key] is None else [*found, *told]
         return found
 
     def _is_plainly_good(self, row: Mapping[str, object]) -> bool:
@@ -98,7 +115,7 @@ class RowChecker:
 
         They are here for the sake of files of a hundred thousand rows, in two millionths of a second a row.
         """
-        if type(row) is not CleanRow:
+        if type(row) is not CleanRow or (self.is_sft and holds_tokens(row)):
             return False
         columns, prompt = self.columns, row.get(self.columns.input_key)
         if type(prompt) is str:
@@ -136,6 +153,9 @@ class RowChecker:
 
     # ------------------------------------------------------------------------------------------------ columns
     def _missing(self, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> Finding:
+        return Finding(f"column {key!r} is missing", hint=self._columns_hint(key, row, flag, usual))
+
+    def _columns_hint(self, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> str:
         names = [name if name.isprintable() else repr(name) for name in row]
         shown = ", ".join(name[:80] for name in names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
         hint = f"the columns are {shown}" if names else "the row has no columns"
@@ -144,7 +164,7 @@ class RowChecker:
         close = difflib.get_close_matches(key, free, n=1, cutoff=0.75)
         if guess := [*close, *(name for name in usual if name in free)][:1]:
             hint += f": {flag} {guess[0]}?"
-        return Finding(f"column {key!r} is missing", hint=hint)
+        return hint
 
     def _check_text(self, prompt: str, found: list[Finding]) -> None:
         key = self.columns.input_key
@@ -209,6 +229,22 @@ class RowChecker:
             found.append(Finding(f"column {key!r} ({self.label_flag}) is null", hint=hint, is_warning=True))
         if problem := value_problem(label):
             found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
+
+    def _ask_reward(self, row: Mapping[str, object]) -> list[Finding]:
+        """Return the finding of the reward that will grade with the label; an empty list for none."""
+        columns = self.columns
+        assert self.ask_reward is not None
+        label = None if columns.label_key is None else row.get(columns.label_key)
+        problem = self.ask_reward(label, read_metadata(row.get(columns.metadata_key), columns.metadata_key))
+        if problem is None:
+            return []
+        if problem.is_about_label and columns.label_key is None:
+            hint = self._columns_hint("label", row, self.label_flag, LABEL_NAMES)
+            return [Finding(f"no label for {problem.reward}", hint=hint, is_warning=problem.is_warning)]
+        column = f"column {columns.label_key!r} ({self.label_flag})"
+        if not problem.is_about_label:
+            column = f"column {columns.metadata_key!r} (--metadata-key)"
+        return [Finding(f"{column} does not fit {problem.reward}", problem.told, is_warning=problem.is_warning)]
 
     def _check_metadata_and_tools(self, row: Mapping[str, object], found: list[Finding]) -> object:
         columns, tools = self.columns, None

@@ -24,6 +24,7 @@ class Status(str, Enum):
 
 
 _Status = Status  # the annotation inside Sample, where `Status` is a class attribute for hooks
+REWARD_LOST = "reward_lost"  # in the metadata: why its reward function gave no reward, "timeout" or "crash"
 UNKNOWN_VERSION = -1  # in weight_versions: nobody said which weights sampled the token
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _ARRAY_DTYPES = {
@@ -234,7 +235,13 @@ def is_trained_on(sample: Sample) -> bool:
 
 def lacks_reward(sample: Sample) -> bool:
     """Return whether the sample failed or was aborted before it got a reward: its 0 is no judgement of an answer."""
-    return sample.reward is None and sample.status in (Status.FAILED, Status.ABORTED)
+    has_none = sample.reward is None or is_reward_lost(sample)
+    return has_none and sample.status in (Status.FAILED, Status.ABORTED)
+
+
+def is_reward_lost(sample: Sample) -> bool:
+    """Return whether its reward function hung or took its process down."""
+    return isinstance(sample.metadata, dict) and REWARD_LOST in sample.metadata
 
 
 def response_mask(sample: Sample) -> np.ndarray:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusionrl.cluster.checkpoints import Checkpoint
 from fusionrl.cluster.ray_cluster import gather
 from fusionrl.config.config import Config
 from fusionrl.driver.actors import Actors
+from fusionrl.driver.saver import StateHashes
 
 
 def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> None:
@@ -20,15 +19,20 @@ def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> N
     _, *restored = gather([actors.buffer.load(path), *actors.trainers.load(path)])
     if config.checkpoint.verify_checkpoints:
         same_layout = all(facts["rng_restored"] for facts in restored)
-        loaded = {"buffer": actors.buffer.state_hash(), "trainers": [facts["hashes"] for facts in restored]}
+        loaded: StateHashes = {
+            "buffer": actors.buffer.state_hash(),
+            "trainers": [facts["hashes"] for facts in restored],
+        }
         compare_hashes(checkpoint, loaded, same_layout=same_layout)
 
 
-def compare_hashes(checkpoint: Checkpoint, loaded: dict[str, Any], *, same_layout: bool) -> None:
+def compare_hashes(checkpoint: Checkpoint, loaded: StateHashes, *, same_layout: bool) -> None:
     """Raise where what was loaded is not, bit by bit, what was saved; ranks of another layout have other parts."""
     saved = checkpoint.manifest.get("hashes")
     if saved is None:
         return
+    if not isinstance(saved, dict):
+        raise ValueError(f"--verify-checkpoints: the hashes in the manifest of {checkpoint.path} are no JSON object")
     wrong = ["the data cursor"] if saved["buffer"] != loaded["buffer"] else []
     if same_layout:
         for rank, (before, after) in enumerate(zip(saved["trainers"], loaded["trainers"], strict=True)):

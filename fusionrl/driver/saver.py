@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from fusionrl.cluster.checkpoints import Checkpoints
 from fusionrl.cluster.ray_cluster import gather
@@ -15,13 +15,20 @@ from fusionrl.driver.actors import Actors
 from fusionrl.plan.plan import Plan
 
 
+class StateHashes(TypedDict):
+    """SHA-256 of what a checkpoint restores; of each trainer a hash for each of its states."""
+
+    buffer: str
+    trainers: list[dict[str, str]]
+
+
 @dataclass
 class _Pending:
     """A checkpoint whose files are being written in `folder`."""
 
     rollout_id: int
     folder: Path
-    facts: dict[str, Any]
+    facts: dict[str, object]
 
 
 class Saver:
@@ -59,7 +66,7 @@ class Saver:
             return
         self.finish()
         self._say("saving a checkpoint")
-        facts: dict[str, Any] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
+        facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
         if options.verify_checkpoints:
             facts["hashes"] = state_hashes(self._actors)
         start = time.perf_counter()
@@ -85,6 +92,6 @@ class Saver:
             self._checkpoints.prune(options.keep_checkpoints, options.keep_best)
 
 
-def state_hashes(actors: Actors) -> dict[str, Any]:
+def state_hashes(actors: Actors) -> StateHashes:
     """SHA-256 of the Buffer's state, and of each trainer's weights, optimizer and RNG states."""
     return {"buffer": actors.buffer.state_hash(), "trainers": actors.trainers.state_hashes()}

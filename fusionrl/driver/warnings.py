@@ -65,6 +65,8 @@ def advice_settings(config: Config, path: Path) -> AdviceSettings:
         max_context_len=rollout.rollout_max_context_len,
         temperature=rollout.rollout_temperature,
         ignores_eos=rollout.rollout_ignore_eos,
+        reward_timeout_s=config.reward.reward_timeout_s,
+        failure_value=config.reward.reward_failure_value,
         other_terms=tuple(flag for flag, is_on in terms.items() if is_on),
         threshold=config.reject_sampling.reject_sampling_threshold if config.run.mode == "reject-sampling" else None,
     )

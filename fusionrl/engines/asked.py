@@ -17,7 +17,7 @@ import pybase64
 
 LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
 SMALLEST_LOG_PROB = -1e5  # lower ones are no log-probs: exp of their difference to any other overflows
-_DEFAULT_NEW_TOKENS = 128  # SGLang's own, where a request names none
+DEFAULT_NEW_TOKENS = 128  # SGLang's own, where a request names none
 _BASE_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 1024  # about 45 are usual: a log-prob, an id, and its text, which a user may ask for
 _BYTES_PER_WIDE_TOKEN = 1 << 20  # with hidden states, or the log-probs of many tokens in each place
@@ -49,15 +49,12 @@ class Asked:
     max_bytes: int | None = None
 
     @classmethod
-    def by(cls, payload: dict[str, Any], vocab_size: int | None = None) -> Asked:
+    def by(cls, payload: Mapping[str, object], vocab_size: int | None = None) -> Asked:
         """Derive the bounds from a request in SGLang's form."""
-        ids = payload.get("input_ids")
-        if ids is None:
-            ids = payload.get("text") or ""
+        ids = prompt_of(payload)
         is_batch = len(ids) > 0 and isinstance(ids[0], (list, tuple, np.ndarray))
         num_answers, num_read = (len(ids), sum(map(len, ids))) if is_batch else (1, len(ids))
-        new = (payload.get("sampling_params") or {}).get("max_new_tokens")
-        new = _DEFAULT_NEW_TOKENS if new is None else int(new)
+        new = num_new_tokens(payload)
         is_wide = not _WIDE.isdisjoint(payload) and any(payload.get(name) for name in _WIDE)
         per_token = _BYTES_PER_WIDE_TOKEN if is_wide else _BYTES_PER_TOKEN
         num_bytes = _BASE_BYTES + per_token * (num_read + num_answers * new)
@@ -71,6 +68,46 @@ class Asked:
         """
         if self.max_bytes is not None and num_bytes > self.max_bytes:
             raise AnswerError(f"the body has over {self.max_bytes} bytes, more than an answer to this request can have")
+
+
+def prompt_of(payload: Mapping[str, object]) -> Sequence[object] | np.ndarray:
+    """The prompts of a request in SGLang's form: ids, lists of ids, a text or texts.
+
+    Raises:
+        TypeError: something else.
+    """
+    prompt = payload.get("input_ids")
+    if prompt is None:
+        prompt = payload.get("text") or ""
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise TypeError(f"input_ids or text of a request is a {type(prompt).__name__}")
+    return prompt
+
+
+def sampling_params(payload: Mapping[str, object]) -> Mapping[str, object]:
+    """The sampling parameters of a request in SGLang's form.
+
+    Raises:
+        TypeError: they are no mapping.
+    """
+    params = payload.get("sampling_params") or {}
+    if not isinstance(params, Mapping):
+        raise TypeError(f"sampling_params of a request is a {type(params).__name__}")
+    return params
+
+
+def num_new_tokens(payload: Mapping[str, object]) -> int:
+    """The tokens of an answer that a request in SGLang's form allows.
+
+    Raises:
+        TypeError: no number.
+    """
+    asked = sampling_params(payload).get("max_new_tokens")
+    if asked is None:
+        return DEFAULT_NEW_TOKENS
+    if not isinstance(asked, int | float | np.integer):
+        raise TypeError(f"sampling_params.max_new_tokens is {asked!r}")
+    return int(asked)
 
 
 def token_ids(values: object, field: str, asked: Asked) -> np.ndarray:
@@ -97,7 +134,7 @@ def token_ids(values: object, field: str, asked: Asked) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[Any]]:
+def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[object]]:
     """(log-probs, float64 [n]; ids, [n]) of SGLang's entries [log-prob, id, text or null].
 
     Raises:

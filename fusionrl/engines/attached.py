@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fusionrl.engines.control import EngineControl
 
@@ -15,6 +14,6 @@ class AttachedEngine(EngineControl):
         super().__init__(url, tp_size, api_key)
         self.index = index
 
-    def post(self, path: str, payload: Mapping[str, object] | None = None) -> Any:
+    def post(self, path: str, payload: Mapping[str, object] | None = None) -> object:
         """Any other request."""
         return self._post(path, payload)

@@ -7,13 +7,13 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 import numpy as np
 import orjson
 
-from fusionrl.engines.asked import AnswerError, Asked, extremes
+from fusionrl.engines.asked import AnswerError, Asked, extremes, num_new_tokens, sampling_params
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parsers import Parsers
@@ -95,7 +95,7 @@ class GenerateClient:
         """Answers that were no answer to their request, by `Asked`."""
         return self._targets.num_refused
 
-    async def generate(self, payload: dict[str, Any], routing_key: str | None = None) -> Generation:
+    async def generate(self, payload: Mapping[str, object], routing_key: str | None = None) -> Generation:
         """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
 
         Requests of one `routing_key` go to one engine, where the router's policy keeps to keys (`manual`).
@@ -105,10 +105,10 @@ class GenerateClient:
         answer at once and for the last failed try, AnswerError for the second answer that is refused, TimeoutError
         after `timeout_s` seconds.
         """
-        params = payload.get("sampling_params", {})
+        params = sampling_params(payload)
         if params.get("n", 1) != 1:
             raise ValueError("sampling_params.n must be 1: send one request a sample")
-        self._check_tokens(payload.get("input_ids"))
+        self._check_tokens(payload)
         is_continuable = all(name in _CONTINUABLE for name, value in params.items() if value)
         if self._stream_responses and is_continuable and payload.get("input_ids") is not None:
             return join([piece async for piece in self.stream(payload, routing_key)])
@@ -116,7 +116,9 @@ class GenerateClient:
             return await self._generate_together(payload)
         return (await self._request({"return_logprob": True, **payload}, routing_key))[0]
 
-    async def stream(self, payload: dict[str, Any], routing_key: str | None = None) -> AsyncGenerator[Generation, None]:
+    async def stream(
+        self, payload: Mapping[str, object], routing_key: str | None = None
+    ) -> AsyncGenerator[Generation, None]:
         """Send one request with `input_ids`, and yield what is sampled as it comes. The last piece alone has a finish
         reason. Leaving the loop ends the request; at once, where the generator is closed.
 
@@ -126,7 +128,7 @@ class GenerateClient:
 
         Raises as `generate`.
         """
-        self._check_tokens(payload["input_ids"])
+        self._check_tokens(payload)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         tokens: list[int] = []
         part, attempt, finished = 1, 0, False
@@ -169,7 +171,7 @@ class GenerateClient:
 
     async def _events(
         self, url: str, payload: Mapping[str, object], asked: Asked, routing_key: str | None, deadline: float
-    ) -> AsyncGenerator[Any, None]:
+    ) -> AsyncGenerator[Mapping[str, object], None]:
         """The events of one streamed answer (`data: {...}` lines, the last one `data: [DONE]`)."""
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         with self._targets.counted(url):
@@ -197,10 +199,9 @@ class GenerateClient:
                             raise AnswerError(f"the body: an event is no JSON ({error}): {data[:80]!r}") from error
                         # It ended within an event: as good as a broken connection.
                         raise EndpointError(url, 502, f"half an event of a stream: {data[:200]!r}") from error
-                    _check_event(url, event)
-                    yield event
+                    yield _checked_event(url, event)
 
-    async def _request(self, payload: dict[str, Any], routing_key: str | None = None) -> list[Generation]:
+    async def _request(self, payload: Mapping[str, object], routing_key: str | None = None) -> list[Generation]:
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         asked = Asked.by(payload, self._vocab_size)
         refused: list[str] = []
@@ -251,8 +252,13 @@ class GenerateClient:
             if not future.done():
                 future.set_result(answer)
 
-    def _check_tokens(self, input_ids: Sequence[int] | np.ndarray | None) -> None:
-        if self._vocab_size is None or input_ids is None or len(input_ids) == 0:
+    def _check_tokens(self, payload: Mapping[str, object]) -> None:
+        input_ids = payload.get("input_ids")
+        if self._vocab_size is None or input_ids is None:
+            return
+        if not isinstance(input_ids, Sequence | np.ndarray):
+            raise TypeError(f"input_ids of a request is a {type(input_ids).__name__}")
+        if len(input_ids) == 0:
             return
         least, largest = extremes(input_ids)
         if least < 0 or largest >= self._vocab_size:
@@ -330,9 +336,9 @@ class GenerateClient:
         await self.close()
 
 
-def _is_short(payload: dict[str, Any]) -> bool:
-    """Return whether the answer has few tokens; SGLang's own default is 128."""
-    return payload.get("sampling_params", {}).get("max_new_tokens", 128) <= _SHORT_TOKENS
+def _is_short(payload: Mapping[str, object]) -> bool:
+    """Return whether the answer has few tokens."""
+    return num_new_tokens(payload) <= _SHORT_TOKENS
 
 
 def _check_plain(response: aiohttp.ClientResponse) -> None:
@@ -358,8 +364,8 @@ async def _body(response: aiohttp.ClientResponse, asked: Asked) -> bytes | Answe
     return b"".join(parts)
 
 
-def _check_event(url: str, event: object) -> None:
-    """Raise what an event says went wrong.
+def _checked_event(url: str, event: object) -> Mapping[str, object]:
+    """The event of a stream; raises what it says went wrong.
 
     Raises:
         EndpointError: the engine refuses or gives up the request, though the status line said 200.
@@ -375,6 +381,7 @@ def _check_event(url: str, event: object) -> None:
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code") is not None:
         raise EndpointError(url, _as_status(reason["status_code"]), str(reason.get("message")))
+    return event
 
 
 def _as_status(code: object) -> int:
@@ -404,14 +411,14 @@ async def _lines(
         response.close()
 
 
-def _continued(payload: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
-    """The request that goes on after `tokens` of its answer; 128 new tokens are SGLang's own default."""
+def _continued(payload: Mapping[str, object], tokens: list[int]) -> Mapping[str, object]:
+    """The request that goes on after `tokens` of its answer."""
     if not tokens:
         return payload
-    params = dict(payload.get("sampling_params", {}))
-    params["max_new_tokens"] = params.get("max_new_tokens", 128) - len(tokens)
-    if params.get("min_new_tokens"):
-        params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(tokens))
+    params = dict(sampling_params(payload))
+    params["max_new_tokens"] = num_new_tokens(payload) - len(tokens)
+    if isinstance(least := params.get("min_new_tokens"), int):
+        params["min_new_tokens"] = max(0, least - len(tokens))
     ids = np.asarray(payload["input_ids"]).tolist()
     return {**payload, "input_ids": ids + tokens, "sampling_params": params}
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
-from fusionrl.engines.http import EndpointError, call
+from fusionrl.engines.http import EndpointError, as_list, as_object, call
 
 _WEIGHTS_TIMEOUT_S = 1800.0
 _FLUSH_WAIT_S = 10
@@ -28,7 +27,7 @@ class EngineControl:
 
     def _post(
         self, path: str, payload: Mapping[str, object] | None = None, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> Any:
+    ) -> object:
         return self._call("POST", path, payload or {}, timeout_s=timeout_s)
 
     def _call(
@@ -39,7 +38,7 @@ class EngineControl:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         watch: bool = True,
-    ) -> Any:
+    ) -> object:
         """One request. `watch`: of a server that this process started, look whether it lives."""
         return call(method, self.url + path, payload, api_key=self._api_key, timeout_s=timeout_s)
 
@@ -181,7 +180,7 @@ class EngineControl:
 
     def weight_version(self) -> str:
         """Version stamped by the last update; "0" before the first."""
-        return str(self._call("GET", "/model_info")["weight_version"])
+        return str(as_object(self._call("GET", "/model_info"), "/model_info")["weight_version"])
 
     def weight_checksums(self) -> list[dict[str, str]] | None:
         """Engine rank → tensor name → hash, as the server reports them; None where its version cannot."""
@@ -191,7 +190,9 @@ class EngineControl:
             if error.status in (404, 405):
                 return None
             raise
-        return [rank["checksums"] for rank in answer["ranks"]]
+        ranks = as_list(as_object(answer, "/weights_checker")["ranks"], "ranks of /weights_checker")
+        own = [as_object(as_object(rank, "a rank")["checksums"], "checksums of a rank") for rank in ranks]
+        return [{name: str(checksum) for name, checksum in checksums.items()} for checksums in own]
 
     # ---- memory
 

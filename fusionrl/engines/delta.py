@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 Encoding = Literal["xor", "overwrite"]
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
@@ -63,7 +66,7 @@ def _planes(words: Words) -> bytes:
     return words.view(np.uint8).reshape(-1, words.itemsize).T.tobytes()
 
 
-def _words(planes: bytes, dtype: np.dtype[Any]) -> Words:
+def _words(planes: bytes, dtype: np.dtype[np.unsignedinteger]) -> Words:
     matrix = np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1).T
     return np.ascontiguousarray(matrix).reshape(-1).view(dtype)
 
@@ -90,7 +93,7 @@ def _decompress(payload: bytes, num_bytes: int) -> bytes:
 class Checksum(Protocol):
     """A hash that is fed piece by piece, as those of hashlib."""
 
-    def update(self, data: Any, /) -> Any:
+    def update(self, data: ReadableBuffer, /) -> object:
         """Add `data`, any buffer of bytes."""
 
     def hexdigest(self) -> str:
@@ -101,7 +104,7 @@ class _Adler32:
     def __init__(self) -> None:
         self._value = 1
 
-    def update(self, data: Any, /) -> None:
+    def update(self, data: ReadableBuffer, /) -> None:
         self._value = zlib.adler32(data, self._value)
 
     def hexdigest(self) -> str:
@@ -121,7 +124,7 @@ def new_checksum(kind: str) -> Checksum:
     return _Adler32() if kind == "adler32" else hashlib.sha256()
 
 
-def checksum_of(data: object, kind: str) -> str:
+def checksum_of(data: ReadableBuffer | np.ndarray, kind: str) -> str:
     """Hexadecimal checksum of a buffer of bytes (or of a contiguous array)."""
     checksum = new_checksum(kind)
     checksum.update(data.view(np.uint8).data if isinstance(data, np.ndarray) else data)

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
 from fusionrl.engines.http import EndpointError
@@ -112,7 +111,7 @@ class EngineActor(EngineControl):
             )
             self.end_weight_update()
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, object]:
         """`url`, `host`, `node_id` (Ray's, where there is one), `pid` of the server, `index` and
         `model_info`."""
         return {
@@ -124,7 +123,7 @@ class EngineActor(EngineControl):
             "model_info": self._call("GET", "/model_info"),
         }
 
-    def check_health(self) -> dict[str, Any]:
+    def check_health(self) -> dict[str, object]:
         """`url`, `pid` and `weight_version` of a living server.
 
         Raises RuntimeError with the end of the log when the server process is dead, and RuntimeError when it
@@ -210,7 +209,7 @@ class EngineActor(EngineControl):
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
         watch: bool = True,
-    ) -> Any:
+    ) -> object:
         if watch:
             self._living(path)
         try:

@@ -118,13 +118,15 @@ def _count(meta: Mapping[str, object], name: str) -> int:
     return value
 
 
-def _version_spans(meta: dict[str, Any], num_tokens: int) -> list[tuple[int | str, int]]:
+def _version_spans(meta: Mapping[str, object], num_tokens: int) -> list[tuple[int | str, int]]:
     """`weight_versions` where the server has it, else one span of `weight_version`."""
     spans = meta.get("weight_versions")
     if num_tokens == 0:
         return []
     if not spans:
         return [(_as_version(meta.get("weight_version", "default")), num_tokens)]
+    if not isinstance(spans, list):
+        raise AnswerError(f"meta_info.weight_versions is {spans!r:.200}, not spans of version and end")
     found = []
     covered = 0
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import orjson
 import requests
@@ -35,7 +34,7 @@ def call(
     *,
     api_key: str | None = None,
     timeout_s: float = 60.0,
-) -> Any:
+) -> object:
     """Send one request; return the decoded JSON, the text where it is none, or None for an empty answer.
 
     Raises `EndpointError` (a RuntimeError with endpoint, status and text) for a status of 400 or more, and
@@ -64,6 +63,28 @@ def call(
         return orjson.loads(content)
     except orjson.JSONDecodeError:
         return text
+
+
+def as_object(answer: object, what: str) -> dict[str, object]:
+    """`answer` as the JSON object that it should be.
+
+    Raises:
+        RuntimeError: it is none; names `what` it should have been.
+    """
+    if not isinstance(answer, dict):
+        raise RuntimeError(f"{what} is no JSON object: {str(answer)[:200]}")
+    return answer
+
+
+def as_list(answer: object, what: str) -> list[object]:
+    """`answer` as the JSON list that it should be.
+
+    Raises:
+        RuntimeError: it is none; names `what` it should have been.
+    """
+    if not isinstance(answer, list):
+        raise RuntimeError(f"{what} is no JSON list: {str(answer)[:200]}")
+    return answer
 
 
 def _bounded(response: requests.Response) -> bytes:

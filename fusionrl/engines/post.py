@@ -59,7 +59,7 @@ async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-def _decoded(url: str, body: bytes) -> Any:
+def _decoded(url: str, body: bytes) -> object:
     try:
         return orjson.loads(body) if body else None
     except orjson.JSONDecodeError as error:

@@ -8,18 +8,18 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 from urllib.parse import quote
 
 from fusionrl.base.environment import child_environment
-from fusionrl.engines.http import EndpointError, call
+from fusionrl.engines.http import EndpointError, as_list, as_object, call
 from fusionrl.engines.process import ChildProcess, PortReservation, base_url, start_on_free_ports
 from fusionrl.engines.spec import to_flags
 
 _REQUEST_TIMEOUT_S = 7 * 24 * 3600
 """The router's default of half an hour ends long generations and requests that wait out a paused engine."""
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, object] = {
     # It asks nobody for a key; the run itself reads it on this machine.
     "prometheus_host": "127.0.0.1",
     "policy": "cache_aware",
@@ -35,6 +35,14 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+class Worker(TypedDict):
+    """An engine in the router's records; they have more fields."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
 class Router:
     """Starts, fills and ends one router."""
 
@@ -44,7 +52,7 @@ class Router:
         log_dir: str,
         *,
         api_key: str | None = None,
-        router_args: dict[str, Any] | None = None,
+        router_args: Mapping[str, object] | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
         """`router_args` are fields of sglang_router's RouterArgs; they win over the defaults here.
@@ -57,10 +65,10 @@ class Router:
         if taken:
             flags = ", ".join("--router-" + name.replace("_", "-") for name in taken)
             raise ValueError(f"{flags}: set by fusionrl itself")
-        self._fixed_port = args.pop("port", None)
-        self._fixed_prometheus_port = args.pop("prometheus_port", None)
+        self._fixed_port = _port(args.pop("port", None))
+        self._fixed_prometheus_port = _port(args.pop("prometheus_port", None))
         self._args = {**_DEFAULTS, **args}
-        self._host = host
+        self._host, self._prometheus_host = host, str(self._args["prometheus_host"])
         self._api_key = api_key
         self._log_path = Path(log_dir, "router.log")
         self._start_timeout_s = start_timeout_s
@@ -75,10 +83,10 @@ class Router:
         """
         for flag, host, port in (
             ("--router-port", self._host, self._fixed_port),
-            ("--router-prometheus-port", self._args["prometheus_host"], self._fixed_prometheus_port),
+            ("--router-prometheus-port", self._prometheus_host, self._fixed_prometheus_port),
         ):
             if port is not None:
-                PortReservation(host, int(port), flag=flag).release()
+                PortReservation(host, port, flag=flag).release()
         self._process = start_on_free_ports(self._host, 2, self._spawn, self._wait_ready)
         return self.url
 
@@ -87,7 +95,7 @@ class Router:
         self.url = base_url(self._host, port)
         # Its default is one fixed port, which a second router on the machine could not have.
         prometheus_port = self._fixed_prometheus_port or ports[1]
-        self._metrics_url = base_url(self._args["prometheus_host"], prometheus_port) + "/metrics"
+        self._metrics_url = base_url(self._prometheus_host, prometheus_port) + "/metrics"
         flags = to_flags(
             {
                 **self._args,
@@ -119,7 +127,7 @@ class Router:
         router ends meanwhile.
         """
         process = self._living("add a worker")
-        payload: dict[str, Any] = {"url": url}
+        payload = {"url": url}
         if api_key is not None:
             payload["api_key"] = api_key
         self._call("POST", "/workers", payload)
@@ -143,9 +151,11 @@ class Router:
                     raise
             time.sleep(0.05)
 
-    def workers(self) -> list[dict[str, Any]]:
-        """The router's own records, with `id`, `url`, `is_healthy`, `load`, ..."""
-        return list(self._call("GET", "/workers")["workers"])
+    def workers(self) -> list[Worker]:
+        """The engines that the router knows."""
+        records = as_list(as_object(self._call("GET", "/workers"), "/workers")["workers"], "workers of /workers")
+        workers = [as_object(record, "a worker of /workers") for record in records]
+        return [Worker(id=str(w["id"]), url=str(w["url"]), is_healthy=bool(w["is_healthy"])) for w in workers]
 
     def num_retries(self) -> int:
         """Requests that the router has sent to an engine again by itself, since its start."""
@@ -154,7 +164,7 @@ class Router:
             int(float(count)) for count in re.findall(r"^smg_worker_retries_total\S* (\S+)$", text, re.MULTILINE)
         )
 
-    def check_health(self) -> dict[str, Any]:
+    def check_health(self) -> dict[str, object]:
         """`url` and `pid`; raises RuntimeError with the end of the log when the router is dead or silent."""
         process = self._living("health check")
         call("GET", self.url + "/liveness", timeout_s=10.0)
@@ -176,6 +186,10 @@ class Router:
             raise self._process.died(f"{what} of the router at {self.url}")
         return self._process
 
-    def _call(self, method: str, path: str, payload: Mapping[str, object] | None = None) -> Any:
+    def _call(self, method: str, path: str, payload: Mapping[str, object] | None = None) -> object:
         self._living(path)
         return call(method, self.url + path, payload, api_key=self._api_key)
+
+
+def _port(given: object) -> int | None:
+    return None if given is None else int(str(given))

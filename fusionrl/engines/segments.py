@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,14 @@ from torch import Tensor
 _held: dict[str, tuple[int, Tensor]] = {}  # slot → inode and bytes of the segment that was in it last
 
 
-def map_segment(where: Sequence[Any]) -> Tensor:
+class Loading(Protocol):
+    """A model of SGLang's, as its loaders call it."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], /) -> object:
+        """Load tensors by their names in the checkpoint."""
+
+
+def map_segment(where: tuple[str, int, int]) -> Tensor:
     """The bytes of `SharedBuffer.where`  # uint8.
 
     Raises:
@@ -55,6 +62,6 @@ def take(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     return found
 
 
-def load(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
+def load(model: Loading, named: Sequence[tuple[str, Tensor]]) -> None:
     """Load what the segment holds; it may be written again after that."""
     model.load_weights(take(named))

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from fusionrl.models.fp8 import dequantize
 from fusionrl.models.quantization import SCALE, read_quantization
 from fusionrl.models.shape import ModelShape
 from fusionrl.models.weight_files import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 # Weights in any of their forms; everything else of a model folder is copied beside exported weights.
 _WEIGHT_FILES = (
@@ -49,7 +52,7 @@ class HFReader:
 
     def __init__(self, folder: str | Path, flag: str = "--hf-checkpoint") -> None:
         self.folder, self.flag = Path(folder), flag
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, safe_open] = {}
         self._files = self._read_index()
         has_config = (self.folder / "config.json").is_file()
         self.quantization = read_quantization(folder, flag) if has_config else None
@@ -69,7 +72,7 @@ class HFReader:
             )
         return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
 
-    def _handle(self, file: str) -> Any:
+    def _handle(self, file: str) -> safe_open:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
@@ -196,7 +199,7 @@ def read_local_weights(
         yield tensor, part
 
 
-def _split_group(rule: families.Rule) -> Any:
+def _split_group(rule: families.Rule) -> dist.ProcessGroup:
     """The ranks over which the rule's tensor is split."""
     from megatron.core import parallel_state
 
@@ -217,7 +220,7 @@ def load_hf(
 @torch.no_grad()
 def iter_hf_tensors(
     model_chunks: Sequence[torch.nn.Module],
-    transformer_config: Any,
+    transformer_config: TransformerConfig,
     shape: ModelShape,
     value_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:

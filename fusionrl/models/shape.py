@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fusionrl.models import families
+from fusionrl.models.families.hf_config import is_hf_config
 
 
 class MoEShape(BaseModel):
@@ -134,12 +136,14 @@ def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
     return raw
 
 
-def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:
+def shape_from_hf_config(raw: Mapping[str, object], where: str = "config.json") -> ModelShape:
     """The shape of a parsed config.json (both transformers 4's and 5's way of writing RoPE).
 
     Raises:
         ValueError: family not supported, a size missing, or a feature that no trainer here computes.
     """
+    if not is_hf_config(raw):
+        raise ValueError(f"{where}: config.json is no JSON object")
     try:
         family = families.get_family(raw.get("model_type", ""))
         if raw.get("hidden_act", "silu") != "silu":
@@ -147,7 +151,7 @@ def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:
         if raw.get("use_sliding_window"):
             raise ValueError("sliding-window attention is not supported")
         fields = family.read(raw)
-        if "moe" in fields and not fields["moe"]["layers"]:
+        if isinstance(moe := fields.get("moe"), dict) and not moe["layers"]:
             del fields["moe"]  # every layer is one of the dense ones
         _check_rope(fields)
     except KeyError as error:
@@ -162,15 +166,17 @@ def shape_from_hf_config(raw: dict, where: str = "config.json") -> ModelShape:
         raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
 
 
-def _check_rope(fields: dict[str, Any]) -> None:
+def _check_rope(fields: Mapping[str, object]) -> None:
     scaling = fields["rope_scaling"]
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise TypeError(f"rope_scaling is {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type")) if scaling else "default"
     known = ("default", "yarn") if "mla" in fields else ("default", "llama3")
     if kind not in known:
         raise ValueError(f"rope_scaling {scaling} is not supported; supported are {' and '.join(known)}")
 
 
-def _sizes(raw: dict) -> str:
+def _sizes(raw: Mapping[str, object]) -> str:
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     shown = ", ".join(f"{name} {raw.get(name)!r}" for name in names)
     return f"a size that is no positive number ({shown})"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fusionrl.observe.text import ending, shorten, visible
 
+REWARD_LOST_KEY = 'metadata["reward_lost"]'
 TRUNCATED_SHARE = 0.5  # more truncated answers than this are warned about
 NO_ROOM_SHARE = 0.1  # the same of samples without room for a second turn: one in a thousand is nothing to act on
 _EXAMPLE_PROMPT, _EXAMPLE_ANSWER = 120, 160  # characters
@@ -42,6 +43,7 @@ class RolloutFacts:
     teaches_nothing     the advantages are all 0, whatever the trainers add to them
     lowest, highest     raw reward
     example             a sample to show; None for a rollout without samples
+    num_timeouts, num_crashes  samples whose reward function took too long, or ended its process
     """
 
     num_samples: int
@@ -59,6 +61,8 @@ class RolloutFacts:
     lowest: float
     highest: float
     example: Glimpse | None = None
+    num_timeouts: int = 0
+    num_crashes: int = 0
 
     @property
     def is_all_equal(self) -> bool:
@@ -83,6 +87,8 @@ class AdviceSettings:
     temperature: float = 1.0
     ignores_eos: bool = False
     other_terms: tuple[str, ...] = ()
+    reward_timeout_s: float = 60.0
+    failure_value: float | None = None  # --reward-failure-value
     threshold: float | None = None  # --reject-sampling-threshold, in that mode
 
 
@@ -104,6 +110,9 @@ class Watches:
             "turns": no_second_turn(facts, self.settings, step),
         }
         texts = self._due(step, found)
+        if "equal" in self._told_at and self._told_at["equal"] == step:  # which names lost rewards as the first cause
+            self._told_at["lost"] = step
+        texts += self._due(step, {"lost": lost_rewards(facts, self.settings)})
         is_said = bool(texts) and facts.num_truncated / max(facts.num_samples, 1) > TRUNCATED_SHARE
         if is_said:  # a cause that these warnings name is no second warning
             self._told_at["truncated"] = step
@@ -112,6 +121,7 @@ class Watches:
     def after_step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Warnings about all that was measured in `step`."""
         found: dict[str, str | None] = {f"eval {name}": text for name, text in truncated_evaluations(metrics).items()}
+        found["eval lost"] = lost_in_evaluation(metrics)
         found["accepted"] = nothing_accepted(metrics, self.settings, step)
         # A user's own advantages or loss may make something of equal rewards; a gradient of exactly 0 says they do not.
         if self._facts is not None and self._facts[0] == step and metrics.get("train/grad_norm") == 0.0:
@@ -151,6 +161,10 @@ def equal_rewards(facts: RolloutFacts, settings: AdviceSettings, step: int) -> s
 def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
     """Return the reasons why rewards may be equal, the surest first."""
     causes, count = [], facts.num_samples
+    if lost := lost_rewards(facts, settings):
+        causes.append(lost)
+        if facts.num_timeouts + facts.num_crashes == count:
+            return causes
     if facts.num_failed == count:
         return ["every sample failed or was aborted: see logs/buffer.*.log"]
     if not facts.num_trained:
@@ -187,6 +201,30 @@ def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
             " it, or the prompts are too hard"
         )
     return causes
+
+
+def lost_rewards(facts: RolloutFacts, settings: AdviceSettings) -> str | None:
+    """Return the text about samples whose reward function hung or took its process down; None for none."""
+    parts = []
+    if facts.num_timeouts:
+        limit = f"--reward-timeout-s {settings.reward_timeout_s:g}"
+        parts.append(f"{facts.num_timeouts} of {facts.num_samples} samples got no reward within {limit}")
+    if facts.num_crashes:
+        parts.append(f"the process of the reward function died at {facts.num_crashes} of {facts.num_samples} samples")
+    if not parts:
+        return None
+    value = settings.failure_value
+    then = "these are not trained on" if value is None else f"these are trained with --reward-failure-value {value:g}"
+    return f"{' and '.join(parts)}; {then}: see logs/buffer.*.log, and {REWARD_LOST_KEY} of the samples"
+
+
+def lost_in_evaluation(metrics: Mapping[str, float]) -> str | None:
+    """Return the text about answers of evaluations that were never scored; None for none."""
+    lost = sum(metrics.get(f"eval/reward_{reason}", 0) for reason in ("timeout", "crash"))
+    if not lost:
+        return None
+    why = "the reward function took longer than --reward-timeout-s, or its process died"
+    return f"{lost:.0f} answers of the evaluation got no reward ({why}) and count as 0: see logs/buffer.*.log"
 
 
 def truncated(facts: RolloutFacts, settings: AdviceSettings, step: int) -> str | None:

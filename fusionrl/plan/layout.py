@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusionrl.config.divisors import dividing
+from fusionrl.plan.passed import whole
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
@@ -167,7 +168,7 @@ def model_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[
     return errors
 
 
-def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[str, Any]) -> list[list[int]] | None:
+def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[str, object]) -> list[list[int]] | None:
     """Layers of each pipeline rank, all its chunks together; None where a layout of Megatron's own says which.
 
     For sizes that divide (see `model_errors`).
@@ -175,8 +176,8 @@ def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[st
     if transformer.get("pipeline_model_parallel_layout") is not None:
         return None
     sizes = [0] * layout.pp
-    ends = {0: transformer.get("num_layers_in_first_pipeline_stage")}
-    ends[layout.pp - 1] = transformer.get("num_layers_in_last_pipeline_stage")
+    ends = {0: whole(transformer, "num_layers_in_first_pipeline_stage")}
+    ends[layout.pp - 1] = whole(transformer, "num_layers_in_last_pipeline_stage")
     given = {stage: size for stage, size in ends.items() if size is not None}
     for stage in range(layout.pp):
         sizes[stage] = given.get(stage, (num_layers - sum(given.values())) // max(layout.pp - len(given), 1))
@@ -190,11 +191,11 @@ def stage_layers(layout: TrainerLayout, num_layers: int, transformer: Mapping[st
     return stages
 
 
-def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, Any]) -> list[str]:
+def _stage_errors(layout: TrainerLayout, shape: ModelShape, transformer: Mapping[str, object]) -> list[str]:
     ends = {
-        name: transformer[name]
+        name: size
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        if transformer.get(name) is not None
+        if (size := whole(transformer, name)) is not None
     }
     if layout.pp == 1:
         return [f"{_flag(name)} needs --pipeline-model-parallel-size of at least 2" for name in ends]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from fusionrl.models.families.rules import Rule, Sizes, Split
 from fusionrl.models.quantization import SCALE, BlockFp8
@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 BUFFERS = 2  # of a source: one bucket is sent while the next one is gathered
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 _SCALE_WIDTH = 4  # fp32
+
+
+class _Array(Protocol):
+    """What is asked of a tensor here."""
+
+    def numel(self) -> int: ...
+
+    def element_size(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Array)
 
 
 @dataclass(frozen=True)
@@ -382,14 +393,14 @@ def _units(tensors: Iterable[PushTensor]) -> Iterator[list[PushTensor]]:
         yield unit
 
 
-def buckets(tensors: Iterable[tuple[str, Any]], max_bytes: int) -> Iterator[list[tuple[str, Any]]]:
+def buckets(tensors: Iterable[tuple[str, T]], max_bytes: int) -> Iterator[list[tuple[str, T]]]:
     """Consecutive (name, tensor) pairs of at most `max_bytes` together; a larger tensor stands alone.
 
     Two that an engine joins while it loads them (`TOGETHER`), and a weight and its scales, come in one bucket, whatever
     its size. A tensor begins at a multiple of its values' size, as if one followed the other in memory: SGLang takes no
     other. Lazily: at most one bucket of gathered tensors is alive at a time.
     """
-    bucket: list[tuple[str, Any]] = []
+    bucket: list[tuple[str, T]] = []
     size = 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fusionrl.config.user_code import HookError, with_frames
-from fusionrl.data.sample import Sample
+from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of, takes_a_list
 from fusionrl.rewards.model import model_score
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
@@ -34,8 +34,8 @@ class RewardError(HookError):
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float | dict[str, object]:
     """The reward of one sample by the flags `args`; 0 where there is none but a teacher's word (--use-opd).
 
-    A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it gets
-    --reward-failure-value, and is counted.
+    A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it is
+    counted, its status is FAILED and its reward 0; or it gets --reward-failure-value where that is given.
 
     Raises:
         RewardError: the function raised, or returned no number and no dict.
@@ -145,11 +145,14 @@ def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:
 def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: str) -> float:
     value = settings.failure_value
     told = f"no reward after {settings.timeout_s} s" if lost.reason == "timeout" else "its process died"
-    logger.warning("%s: %s at sample %s; it gets %s (--reward-failure-value)", name, told, sample.index, value)
-    sample.metadata["reward_lost"] = lost.reason
+    then = "it is not trained on" if value is None else f"it gets {value} (--reward-failure-value)"
+    logger.warning("%s: %s at sample %s; %s", name, told, sample.index, then)
+    sample.metadata[REWARD_LOST] = lost.reason
+    if value is None:
+        sample.status = Sample.Status.FAILED
     with _lock:
         _lost[lost.reason] += 1
-    return value
+    return value or 0.0  # a number also where it counts for nothing: users' filters may compare it
 
 
 def _checked(reward: object, name: str, sample: Sample) -> float | dict[str, object]:

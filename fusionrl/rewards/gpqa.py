@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusionrl.rewards.math_utils import extract_answer
@@ -46,12 +46,7 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
     Raises:
         ValueError: label and metadata together name no right letter.
     """
-    metadata = metadata or {}
-    choices = metadata.get("choices") or []
-    default = list(choices) if isinstance(choices, dict) else string.ascii_uppercase[: len(choices) or 10]
-    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or default]
-    texts = [_plain(str(text)) for text in (choices.values() if isinstance(choices, dict) else choices)]
-    right = _right_letter(label, metadata.get("correct_letter"), letters, texts)
+    right, letters, texts = read_choices(label, metadata)
     answer = after_thinking(response)
     chosen = choice_letter(answer, letters)
     if chosen is not None:
@@ -60,6 +55,20 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
         letter for letter, text in zip(letters, texts, strict=False) if text and f" {text} " in f" {_plain(answer)} "
     ]
     return float(quoted == [right])
+
+
+def read_choices(label: object, metadata: Mapping[str, Any] | None) -> tuple[str, list[str], list[str]]:
+    """Return the right letter, all letters, and the texts of the choices.
+
+    Raises:
+        ValueError: label and metadata together name no right letter.
+    """
+    metadata = metadata or {}
+    choices = metadata.get("choices") or []
+    default = list(choices) if isinstance(choices, dict) else string.ascii_uppercase[: len(choices) or 10]
+    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or default]
+    texts = [_plain(str(text)) for text in (choices.values() if isinstance(choices, dict) else choices)]
+    return _right_letter(label, metadata.get("correct_letter"), letters, texts), letters, texts
 
 
 def _right_letter(label: object, correct: object, letters: list[str], texts: list[str]) -> str:

@@ -26,7 +26,7 @@ def ifeval(response: str, label: Any, metadata: dict[str, Any] | None = None) ->
     return float(all(followed(response, metadata or {}).values()))
 
 
-def followed(response: str, metadata: dict[str, Any]) -> dict[str, bool]:
+def followed(response: str, metadata: Mapping[str, Any]) -> dict[str, bool]:
     """Per instruction, by "position:id", whether it is followed; an empty response follows none. Raises as `ifeval`."""
     ids, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not ids:

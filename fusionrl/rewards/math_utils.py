@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from fusionrl.rewards.text import read_text
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 
@@ -132,6 +134,18 @@ def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
     if _BOX.search(truth):
         truth = extract_answer(truth) or ""
     return given is not None and is_equal_answer(given, truth)
+
+
+def read_truth(label: object) -> str:
+    r"""Return the ground truth of a label, which may stand in a box.
+
+    Raises:
+        ValueError: no answer can equal it: it is empty, no text and no number, or a box that is empty or not closed.
+    """
+    truth = read_text(label)
+    if _BOX.search(truth) and not extract_answer(truth):
+        raise ValueError(f"the box in the label {label!r:.80} is empty or not closed")
+    return truth
 
 
 def math_verl(response: str, label: object) -> float:

@@ -57,7 +57,7 @@ class RewardSettings:
     grading        what a reward process needs
     is_group_call  --group-rm: one call scores a group
     is_optional    a sample that nothing scores has the reward 0: a teacher teaches it (--use-opd)
-    failure_value  the reward of a sample whose function hangs or takes its process down
+    failure_value  the reward of a sample whose function hangs or takes its process down; None: it has none
     args           of the hook that asks, handed on to a user's reward function
     """
 
@@ -65,7 +65,7 @@ class RewardSettings:
     is_group_call: bool
     is_optional: bool
     timeout_s: float
-    failure_value: float
+    failure_value: float | None
     num_processes: int | None
     scorer: ScorerAddress
     args: Namespace
@@ -85,7 +85,7 @@ class RewardSettings:
             is_group_call=bool(getattr(args, "group_rm", False)),
             is_optional=bool(getattr(args, "use_opd", False)),
             timeout_s=args.reward_timeout_s,
-            failure_value=float(getattr(args, "reward_failure_value", 0.0)),
+            failure_value=getattr(args, "reward_failure_value", None),
             num_processes=getattr(args, "reward_num_processes", None),
             scorer=ScorerAddress(
                 urls=tuple(getattr(args, "rm_urls", None) or ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -12,6 +13,21 @@ def after_thinking(response: str) -> str:
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     return "" if response.lstrip().startswith("<think>") else response
+
+
+def read_text(label: object) -> str:
+    """Return a label that answers are compared with as text.
+
+    Raises:
+        ValueError: it is no text, no number, or empty: no answer is meant to equal it.
+    """
+    if label is None:
+        raise ValueError("there is no label; --label-key names its column")
+    if not isinstance(label, str | int | float):
+        raise ValueError(f"the label {label!r:.80} is neither text nor a number")
+    if not str(label).strip():
+        raise ValueError("the label is empty")
+    return str(label)
 
 
 def exact(response: str, label: object) -> float:
@@ -27,10 +43,24 @@ def last_number(response: str, label: object) -> float:
     numbers = _NUMBER.findall(response)
     if not numbers:
         return 0.0
+    return float(float(numbers[-1].replace(",", "")) == read_number(label))
+
+
+def read_number(label: object) -> float:
+    """Return a label as a number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if label is None:
+        raise ValueError("--rm-type last_number: there is no label; --label-key names its column")
     try:
-        return float(float(numbers[-1].replace(",", "")) == float(str(label).replace(",", "")))
-    except ValueError as error:
-        raise ValueError(f"--rm-type last_number: the label {label!r} is no number") from error
+        number = float(str(label).replace(",", ""))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"--rm-type last_number: the label {label!r:.80} is no number")
+    return number
 
 
 def f1(response: str, label: object) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from fusionrl.data.sample import Sample
+from fusionrl.data.sample import Sample, lacks_reward
 from fusionrl.rollout.types import DynamicFilterOutput
 
 
 def check_reward_nonzero_std(args: Namespace, samples: list[Sample], **kwargs: object) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: all right or all wrong carries no gradient (DAPO, arXiv 2503.14476, 3.2)."""
-    rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
+    rewards = [sample.get_reward_value(args) for sample in _scored(samples)]
     if not rewards:  # every sample failed or was aborted
         return DynamicFilterOutput(False, "unscored")
     if max(rewards) - min(rewards) > 1e-8:
@@ -34,7 +34,7 @@ def check_accuracy_in_range(args: Namespace, samples: list[Sample], **kwargs: ob
     0.2 to 0.8 in the authors' launch scripts): neither what is too easy nor what is too hard, and about as many right
     answers as wrong ones for the reward model.
     """
-    rewards = [sample.get_reward_value(args) for sample in samples if sample.reward is not None]
+    rewards = [sample.get_reward_value(args) for sample in _scored(samples)]
     if not rewards:  # every sample failed or was aborted
         return DynamicFilterOutput(False, "unscored")
     accuracy = sum(reward > 0 for reward in rewards) / len(rewards)
@@ -43,3 +43,8 @@ def check_accuracy_in_range(args: Namespace, samples: list[Sample], **kwargs: ob
     if accuracy > args.accuracy_upper_bound:
         return DynamicFilterOutput(False, "too_easy")
     return DynamicFilterOutput(True)
+
+
+def _scored(samples: list[Sample]) -> list[Sample]:
+    """Return the samples that have a reward of their own."""
+    return [sample for sample in samples if sample.reward is not None and not lacks_reward(sample)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
-from fusionrl.data.sample import Sample, lacks_reward, reward_value
+from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import LengthPenalties, length_reward
 from fusionrl.rewards.settings import RewardSettings
@@ -63,7 +63,8 @@ async def generate_and_score(
     context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool = False
 ) -> Sample | list[Sample]:
     """Generate one sample and score it; a user's function may make several of it."""
-    if not evaluation and sample.status in _FINISHED:
+    is_lost = sample.status == Sample.Status.FAILED and is_reward_lost(sample)
+    if not evaluation and (sample.status in _FINISHED or is_lost):
         return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
     path = sample.generate_function_path or context.generate_path
     result: Sample | list[Sample]
@@ -194,7 +195,7 @@ async def _greedy_reward(context: GroupContext, sample: Sample, params: Sampling
         return None
     rewards = context.samples.rewards
     if answer.status == Sample.Status.FAILED and answer.reward is None:
-        return rewards.failure_value  # as a reward function that fails
+        return rewards.failure_value or 0.0  # as a reward function that fails
     if answer.reward is None:
         answer.reward = (await score_group(rewards, [answer]))[0]
     try:

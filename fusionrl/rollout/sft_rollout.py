@@ -48,12 +48,14 @@ def _loss_masks(folder: str, kind: str, template_kwargs: str) -> MultiTurnLossMa
 
 
 def to_sft_sample(settings: SftSettings, sample: Sample) -> Sample:
-    """One supervised sample: tokens, response length and mask.
+    """One supervised sample: tokens, response length and mask; those that its row holds, where it does.
 
     Raises:
         ValueError: a conversation that nothing can be trained on or no right mask can be made of (with its number), or
             a text prompt without a text label.
     """
+    if len(sample.tokens) and sample.loss_mask is not None:  # of a row with the columns `tokens` and `loss_mask`
+        return sample
     if isinstance(sample.prompt, list):
         masks = _loss_masks(settings.tokenizer, settings.loss_mask_type, settings.template_kwargs)
         try:

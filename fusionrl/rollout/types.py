@@ -64,6 +64,9 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
+_GENERATING = frozenset({"custom_generate_function_path", "rollout_function_path"})
+
+
 class RolloutAborted(RuntimeError):
     """The rollout was told to stop before it had enough groups."""
 
@@ -95,6 +98,9 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
     for sample in samples:
         if not isinstance(sample, Sample):
             raise HookError(f"{where}: it returned a {type(sample).__name__} where a Sample is wanted")
+        if sample.status == Sample.Status.PENDING and not sample.response_length and field in _GENERATING:
+            said = "came back as it went in: its status is pending, and it has no response; generate one, or set its"
+            raise HookError(f"{where}: sample {sample.index} {said} status to FAILED", [sample])
         try:
             check_values(sample, limits.vocab_size, limits.num_experts)
         except (TypeError, ValueError) as error:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from fusionrl.base.stores import create_group_store
 from fusionrl.plan.push import EngineTarget
 from fusionrl.sync.calls import wait_all
 from fusionrl.sync.group import init_external_group
+
+T = TypeVar("T")
 
 
 class Broadcast:
@@ -66,7 +68,9 @@ class Broadcast:
             self.backend, self.host, store.port, world_size, 0, self._name, self.timeout_s, store=store
         )
 
-    def send(self, named: Sequence[tuple[str, Tensor]], flat: Tensor, stamp: dict[str, Any], timeout_s: float) -> int:
+    def send(
+        self, named: Sequence[tuple[str, Tensor]], flat: Tensor, stamp: Mapping[str, object], timeout_s: float
+    ) -> int:
         """Send `named`, which lie one after another in the bytes of `flat`; return when the engines have answered.
 
         Returns the number of calls.
@@ -109,22 +113,22 @@ def _processes(targets: Sequence[EngineTarget]) -> list[tuple[int, int]]:
     return [(target.index, target.num_restarts) for target in targets]
 
 
-class _InThread:
+class _InThread(Generic[T]):
     """A call in a thread that nobody has to wait for."""
 
-    def __init__(self, function: Any, *args: Any) -> None:
-        self._answer: list[Any] = []
+    def __init__(self, function: Callable[..., T], *args: object) -> None:
+        self._answer: list[T] = []
         self._error: list[BaseException] = []
         self._thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
         self._thread.start()
 
-    def _run(self, function: Any, *args: Any) -> None:
+    def _run(self, function: Callable[..., T], *args: object) -> None:
         try:
             self._answer.append(function(*args))
         except BaseException as error:  # handed over to the thread that asks for the result
             self._error.append(error)
 
-    def result(self, timeout_s: float) -> Any:
+    def result(self, timeout_s: float) -> T:
         self._thread.join(timeout_s)
         if self._error:
             raise self._error[0]

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
-from typing import Any
+from typing import Generic, ParamSpec, Protocol, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
-def future_of(call: Any) -> Future[Any]:
+class Reference(Protocol[T]):
+    """The answer of an actor that is under way: a Ray ObjectRef."""
+
+    def future(self) -> Future[T]:
+        """The same as a future."""
+
+
+def future_of(call: Future[T] | Reference[T]) -> Future[T]:
     """The future of a started call: a Ray reference's, or the call itself."""
     return call if isinstance(call, Future) else call.future()
 
 
-def wait_all(calls: Sequence[tuple[str, Any]], timeout_s: float) -> list[Any]:
+def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: float) -> list[T]:
     """Results of all (what it is, started call), in order; raises as soon as one has failed, as others may wait for it.
 
     Raises:
@@ -41,13 +51,13 @@ class Threaded:
     For tools and tests that do without Ray. Pickled, it takes `target` with it and makes threads anew.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         self.target = target
 
     def __getstate__(self) -> dict[str, object]:
         return {"target": self.target}
 
-    def __getattr__(self, name: str) -> _Method:
+    def __getattr__(self, name: str) -> _Method[..., object]:
         if name.startswith("_") or name == "target":
             raise AttributeError(name)
         return _Method(self._pool, getattr(self.target, name))
@@ -57,9 +67,9 @@ class Threaded:
         return ThreadPoolExecutor(8, thread_name_prefix="call")
 
 
-class _Method:
-    def __init__(self, pool: ThreadPoolExecutor, method: Any) -> None:
+class _Method(Generic[P, T]):
+    def __init__(self, pool: ThreadPoolExecutor, method: Callable[P, T]) -> None:
         self._pool, self._method = pool, method
 
-    def remote(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return self._pool.submit(self._method, *args, **kwargs)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Semaphore, Thread
-from typing import Any
 
 import pybase64
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from fusionrl.plan.push import BUFFERS, EngineTarget, Feed, buckets
 from fusionrl.sync.calls import wait_all
+from fusionrl.sync.reports import SendReport, new_send_report
 
 _Bucket = list[tuple[str, Tensor]]
 
@@ -32,7 +32,7 @@ class CudaIpc:
     def __init__(self, rank: int, object_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.rank, self.object_group, self.timeout_s = rank, object_group, timeout_s
         self._failure: BaseException | None = None
-        self.report: dict[str, Any] = {"bytes": 0, "buckets": 0, "calls": 0, "send_s": 0.0}
+        self.report = new_send_report()
 
     def send(
         self,
@@ -41,7 +41,7 @@ class CudaIpc:
         targets: Sequence[EngineTarget],
         feeds: Sequence[Feed],
         version: int,
-    ) -> dict[str, Any]:
+    ) -> SendReport:
         """Send `tensors`, whose iteration is collective, to every engine; see `WeightSender.send`. The next bucket is
         gathered while the engines copy this one: memory for two buckets, and for the tensor that is gathered."""
         queue: SimpleQueue[tuple[_Bucket, bool] | None] = SimpleQueue()
@@ -119,7 +119,7 @@ class CudaIpc:
         own = {place: _serialize(bucket) for place, sender in enumerate(feed.senders) if sender == self.rank}
         if set(feed.senders) == {feed.leader}:
             return [own[i] for i in sorted(own)]
-        gathered: list[Any] = [None] * dist.get_world_size(self.object_group)
+        gathered: list[dict[int, str]] = [{}] * dist.get_world_size(self.object_group)
         dist.all_gather_object(gathered, own, group=self.object_group)
         merged = {place: payload for part in gathered for place, payload in part.items()}
         return [merged[i] for i in sorted(merged)]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,9 @@ from fusionrl.engines.delta import Encoding, checksum_of, encode
 from fusionrl.engines.manifest import MANIFEST, Change, Manifest
 from fusionrl.models.hf_io import INDEX, copy_companions
 from fusionrl.plan.push import buckets
+from fusionrl.sync.reports import WriteReport
 
+T = TypeVar("T")
 _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -79,7 +81,7 @@ class DiskWriter:
         self._state: str | None = None  # of the base, where it is whole on every rank
         self._base: dict[int, dict[str, Tensor]] = {}  # number of a file -> tensors of this rank
 
-    def write(self, version: int) -> dict[str, Any]:
+    def write(self, version: int) -> WriteReport:
         """Write the weights as they are now: a delta where there is a base, else all of them.
 
         Returns:
@@ -106,7 +108,7 @@ class DiskWriter:
         self._state = state if self.options.keeps_base else None
         return result
 
-    def write_full(self, version: int) -> dict[str, Any]:
+    def write_full(self, version: int) -> WriteReport:
         """After a delta: write the same weights in full, from the base, for engines that lack what it is against.
 
         Returns and raises as `write`.
@@ -172,7 +174,8 @@ class DiskWriter:
         """A new state's name, the folder to write in, and what it is called in the end."""
         folder = Path(self.options.folder, _name(version) + suffix)
         partial = folder.with_name(folder.name + ".partial")
-        state, error = uuid.uuid4().hex, None
+        state = uuid.uuid4().hex
+        error: str | None = None
         if self.rank == 0:
             try:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -185,8 +188,8 @@ class DiskWriter:
 
     def _publish(
         self, version: int, state: str, base: str | None, partial: Path, folder: Path, report: _Report
-    ) -> dict[str, Any]:
-        reports: list[Any] = [None] * self.world_size
+    ) -> WriteReport:
+        reports = [report] * self.world_size
         dist.all_gather_object(reports, report, group=self.group)
         rank, error = next(((rank, one.error) for rank, one in enumerate(reports) if one.error), (0, None))
         if error is None and self.rank == 0:
@@ -231,7 +234,7 @@ class DiskWriter:
             shutil.rmtree(folder)
         partial.rename(folder)
 
-    def _from_first(self, value: object) -> Any:
+    def _from_first(self, value: T) -> T:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]

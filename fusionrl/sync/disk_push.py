@@ -9,10 +9,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fusionrl.plan.push import EngineTarget
 from fusionrl.sync.calls import wait_all
+from fusionrl.sync.reports import WriteReport
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +26,7 @@ _DROP_TIMEOUT_S = 10.0
 
 
 def push_by_disk(
-    trainers: Sequence[Any],
+    trainers: Sequence[ActorHandle],
     targets: Sequence[EngineTarget],
     *,
     version: int,
@@ -78,7 +83,7 @@ def push_by_disk(
 class _DiskPush:
     """One push: who takes part, and until when (`deadline` is of time.perf_counter)."""
 
-    trainers: Sequence[Any]
+    trainers: Sequence[ActorHandle]
     targets: Sequence[EngineTarget]
     version: int
     local_folder: str | None
@@ -88,7 +93,7 @@ class _DiskPush:
         """Seconds that the push may still take."""
         return max(1.0, self.deadline - time.perf_counter())
 
-    def distribute(self) -> tuple[list[dict[str, Any]], dict[str, str | None], int]:
+    def distribute(self) -> tuple[list[WriteReport], dict[str, str | None], int]:
         """Write the files, and let each host pull them, while the engines generate.
 
         Returns rank 0's facts of what was written (a delta's, and a full version's where a host needs that), node →
@@ -127,7 +132,7 @@ class _DiskPush:
         if failed:
             raise RuntimeError("weight push: " + "; ".join(failed))
 
-    def _write(self, method: str) -> dict[str, Any]:
+    def _write(self, method: str) -> WriteReport:
         handles = [target.handle for target in self.targets]
         calls = [
             (f"trainer {rank}", getattr(trainer, method).remote(self.version, handles))
@@ -144,7 +149,7 @@ class _DiskPush:
         return dict(zip(hosts, wait_all(calls, self.left()), strict=True))
 
 
-def drop_files(trainers: Sequence[Any], targets: Sequence[EngineTarget], local_folder: str | None) -> None:
+def drop_files(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget], local_folder: str | None) -> None:
     """At the end of a run: remove what versions are left, and the hosts' copies; gives up after ten seconds."""
     calls = [("trainer 0: drop_weights", trainers[0].drop_weights.remote(None))]
     if local_folder is not None:
@@ -155,7 +160,7 @@ def drop_files(trainers: Sequence[Any], targets: Sequence[EngineTarget], local_f
         _failure(what, call, max(0.0, deadline - time.monotonic()))
 
 
-def _failure(what: str, call: object, timeout_s: float) -> str | None:
+def _failure(what: str, call: ObjectRef, timeout_s: float) -> str | None:
     """Describe the outcome of one call, and log it; None if all is well."""
     try:
         wait_all([(what, call)], timeout_s)

@@ -8,7 +8,6 @@ every rank is `hf_io.iter_hf_tensors`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,7 +169,7 @@ class PartGatherer:
         for member in bucket.members[1:]:
             dist.recv(self._token, member, group=group)
 
-    def _receive(self, bucket: Bucket) -> list[tuple[Any, list[tuple[PushTensor, Tensor | None]]]]:
+    def _receive(self, bucket: Bucket) -> list[tuple[dist.Work, list[tuple[PushTensor, Tensor | None]]]]:
         """The messages of the other members, under way."""
         found, offset = [], 0
         for place, member in enumerate(bucket.members[1:], start=1):

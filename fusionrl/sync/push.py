@@ -8,10 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.sync.calls import wait_all
+from fusionrl.sync.reports import SendReport
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +24,7 @@ _RELEASE_TIMEOUT_S = 30.0
 
 
 def push_weights(
-    trainers: Sequence[object],
+    trainers: Sequence[ActorHandle],
     targets: Sequence[EngineTarget],
     feeds: Sequence[Feed],
     *,
@@ -46,22 +51,22 @@ def push_weights(
     def left() -> float:
         return max(1.0, timeout_s - (time.perf_counter() - start))
 
-    def ask_trainers(method: str, *args: object) -> list[Any]:
-        calls = [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(trainers)]
-        return wait_all(calls, left())
+    def of_trainers(method: str, *args: object) -> list[tuple[str, ObjectRef]]:
+        return [(f"trainer {rank}", getattr(t, method).remote(*args)) for rank, t in enumerate(trainers)]
 
     def ask_engines(method: str, *args: object) -> None:
         calls = [(f"engine {t.index}: {method}", getattr(t.handle, method).remote(*args)) for t in targets]
         wait_all(calls, left())
 
-    ask_trainers("prepare_push", list(targets), transport)
+    wait_all(of_trainers("prepare_push", list(targets), transport), left())
     paused = time.perf_counter()
     not_released: list[str] = []
     try:
         ask_engines("pause", pause_mode)
         try:
             ask_engines("begin_weight_update")
-            sent = ask_trainers("push_weights", list(targets), list(feeds), version, transport)
+            calls = of_trainers("push_weights", list(targets), list(feeds), version, transport)
+            sent: list[SendReport] = wait_all(calls, left())
         finally:
             not_released += _release(targets, "end_weight_update")
     finally:
@@ -78,7 +83,7 @@ def push_weights(
     }
 
 
-def _totals(sent: Sequence[dict[str, Any]], num_engines: int) -> dict[str, float]:
+def _totals(sent: Sequence[SendReport], num_engines: int) -> dict[str, float]:
     """Sums over the trainers' reports; of the clocks, which are one machine's or nearly so, the ends."""
     num_bytes = float(sum(report["bytes"] for report in sent))
     ends = [report for report in sent if "last_s" in report]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,11 @@ from fusionrl.sync.broadcast import Broadcast
 from fusionrl.sync.cuda_ipc import CudaIpc
 from fusionrl.sync.export import Exporter
 from fusionrl.sync.gather import PartGatherer, Parts, convert_in_place, views_of
+from fusionrl.sync.reports import SendReport, new_send_report
 from fusionrl.sync.shared_memory import send_shared
 from fusionrl.sync.turns import PushStopped, Turns
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,10 +50,10 @@ class _Order:
     transport: str
     plan: PushPlan
     gatherer: PartGatherer
-    buffers: list[Any]  # Tensor, or SharedBuffer
+    buffers: list[SharedBuffer] | list[Tensor]
     turns: Turns
-    ready: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    free: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    ready: SimpleQueue[tuple[Bucket, SharedBuffer | Tensor, Parts] | None] = field(default_factory=SimpleQueue)
+    free: SimpleQueue[SharedBuffer | Tensor] = field(default_factory=SimpleQueue)
 
 
 class WeightSender:
@@ -79,7 +82,7 @@ class WeightSender:
         self.object_group, self.overlapped = object_group, overlapped
         self._broadcast = Broadcast(backend, host, timeout_s)
         self._order: _Order | None = None
-        self._buffers: list[Any] = []  # of this rank as a source; see `_make_buffers`
+        self._buffers: list[SharedBuffer] | list[Tensor] = []  # of this rank as a source; see `_make_buffers`
         self._store: dist.Store | None = None
         self._nodes: list[str] = []
         self._num_pushes = 0
@@ -112,18 +115,16 @@ class WeightSender:
         # Not overlapped, a lone source, which has no store to take turns by, has one buffer and waits until it is sent.
         for buffer in order.buffers[: 1 if self._is_alone and not self.overlapped else None]:
             order.free.put(buffer)
-        failure: BaseException | None = None
         try:
-            self._connect(order)
-        except BaseException as error:  # raised below, when this rank has done what is collective
-            failure = error
-            order.turns.fail(error)
-        try:
-            # Also after a failure: other ranks send their parts here.
-            for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
-                self._gather(order, bucket)
-            if failure is not None:
-                raise failure
+            try:
+                self._connect(order)
+            except BaseException as error:
+                order.turns.fail(error)
+                raise
+            finally:
+                # Also after a failure: other ranks send their parts here.
+                for bucket in order.plan.gathers(self.rank)[0] if self.overlapped else ():
+                    self._gather(order, bucket)
         except BaseException as error:  # raised again, when the others know
             self._give_up(error)
             raise
@@ -132,11 +133,11 @@ class WeightSender:
     def _is_alone(self) -> bool:
         return self.exporter.layout.world_size == 1
 
-    def _tell_all(self, fact: object) -> list[Any]:
+    def _tell_all(self, fact: T) -> list[T]:
         """Gather the reports of all ranks; collective."""
-        facts: list[Any] = [fact]
+        facts = [fact]
         if not self._is_alone:
-            facts = [None] * self.exporter.layout.world_size
+            facts *= self.exporter.layout.world_size  # the places of the others'
             dist.all_gather_object(facts, fact, group=self.object_group)
         return facts
 
@@ -145,7 +146,7 @@ class WeightSender:
         if self._nodes:
             return
         store = create_group_store(self.host, self.timeout_s) if self.rank == 0 and not self._is_alone else None
-        facts = self._tell_all((self.node_id, self.host, store and store.port))
+        facts = self._tell_all((self.node_id, self.host, store.port if store is not None else 0))
         if not self._is_alone:
             self._store = store or join_group_store(facts[0][1], facts[0][2], self.timeout_s)
         self._nodes = [node for node, _, _ in facts]
@@ -165,7 +166,7 @@ class WeightSender:
         gatherer = exporter.gatherer(plan, self._map_buffers(plan, buffers))
         return _Order(targets, transport, plan, gatherer, buffers, Turns(None, "", 0.0))
 
-    def _make_buffers(self, plan: PushPlan, transport: str) -> list[Any]:
+    def _make_buffers(self, plan: PushPlan, transport: str) -> list[SharedBuffer] | list[Tensor]:
         """A source's, in shared memory where engines or other ranks of this host read or write them.
 
         Those of the push before where they fit: engines keep a segment mapped until its slot has another one, and both
@@ -194,7 +195,7 @@ class WeightSender:
         members = {member for bucket in plan.of_source(source) for member in bucket.members}
         return self.device == "cpu" and len(members) > 1 and len({self._nodes[member] for member in members}) == 1
 
-    def _map_buffers(self, plan: PushPlan, buffers: list[Any]) -> dict[int, list[Tensor]]:
+    def _map_buffers(self, plan: PushPlan, buffers: list[SharedBuffer] | list[Tensor]) -> dict[int, list[Tensor]]:
         """Source → its buffers, of the sources that this rank shares memory with; collective over all ranks."""
         near = [source for source in plan.sources if self._members_near(plan, source)]
         if not near:
@@ -247,9 +248,7 @@ class WeightSender:
                 self._gather(order, bucket)
 
     # ------------------------------------------------------------------------------------ sending
-    def send(
-        self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str
-    ) -> dict[str, Any]:
+    def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> SendReport:
         """Send every tensor once to every engine; after `prepare` with the same targets. With the last bucket an engine
         gets the version, and empties its KV cache.
 
@@ -279,9 +278,11 @@ class WeightSender:
                 sending.abandon(error)
             self._give_up(error)
             raise
-        return sending.report if sending is not None else {"bytes": 0, "buckets": 0, "calls": 0, "send_s": 0.0}
+        return sending.report if sending is not None else new_send_report()
 
-    def _send_one(self, order: _Order, bucket: Bucket, buffer: Any, parts: Parts, stamp: dict[str, Any]) -> int:
+    def _send_one(
+        self, order: _Order, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, stamp: Mapping[str, object]
+    ) -> int:
         left_s = order.turns.left_s()
         if order.transport == "broadcast":
             named = [(name, view) for _, name, view in parts]
@@ -305,9 +306,14 @@ class _Sending:
     """The thread that sends what the main thread gathers. It goes on taking buckets when it has failed, without sending
     them: the main thread, and so the gathers of other ranks, must not wait for a buffer."""
 
-    def __init__(self, order: _Order, send: Callable[..., int], version: int) -> None:
+    def __init__(
+        self,
+        order: _Order,
+        send: Callable[[_Order, Bucket, SharedBuffer | Tensor, Parts, Mapping[str, object]], int],
+        version: int,
+    ) -> None:
         self.order, self._send, self._version = order, send, version
-        self.report: dict[str, Any] = {"bytes": 0, "buckets": 0, "calls": 0, "send_s": 0.0}
+        self.report = new_send_report()
         self._failure: BaseException | None = None
         self._thread = Thread(target=self._run, name="weight-push", daemon=True)
         self._thread.start()
@@ -335,7 +341,7 @@ class _Sending:
             if bucket is order.plan.of_source(bucket.source)[-1]:
                 return
 
-    def _timed(self, bucket: Bucket, buffer: object, parts: Parts, stamp: Mapping[str, object]) -> None:
+    def _timed(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, stamp: Mapping[str, object]) -> None:
         start, total = time.time(), len(self.order.plan.buckets)
         try:
             calls = self._send(self.order, bucket, buffer, parts, stamp)
@@ -370,5 +376,5 @@ def _process(target: EngineTarget) -> tuple[int, int, str]:
     return target.index, target.num_restarts, target.node_id
 
 
-def _flat(buffer: object) -> Tensor:
+def _flat(buffer: SharedBuffer | Tensor) -> Tensor:
     return buffer.flat if isinstance(buffer, SharedBuffer) else buffer

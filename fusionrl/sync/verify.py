@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -14,6 +14,9 @@ from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.generation import Generation
 from fusionrl.plan.push import EngineTarget
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ class WeightMismatch(RuntimeError):
 
 
 def verify_push(
-    trainers: Sequence[Any],
+    trainers: Sequence[ActorHandle],
     targets: Sequence[EngineTarget],
     urls: Sequence[str],
     *,
@@ -89,7 +92,7 @@ def compare_checksums(expected: dict[str, str], found: dict[str, str]) -> list[s
     return [name for name in names if expected.get(name) != found.get(name)]
 
 
-def _compare_checksums(trainers: Sequence[Any], targets: Sequence[EngineTarget]) -> tuple[int, dict[int, str]]:
+def _compare_checksums(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget]) -> tuple[int, dict[int, str]]:
     """The number of tensors that are equal, and for each engine that has other ones which they are."""
     sizes = sorted({target.tp_size for target in targets})
     expected = {size: ray.get([t.weight_checksums.remote(size) for t in trainers])[0] for size in sizes}

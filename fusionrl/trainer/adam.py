@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -25,14 +24,14 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[torch.Tensor] | Iterable[dict[str, object]],
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
-        **unused: Any,
+        **unused: object,
     ) -> None:
         if not (bias_correction and adam_w_mode):
             raise ValueError("Adam without bias correction, or with weight decay in the gradient, is not supported")
@@ -49,7 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: object = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None, grad_scaler: object = None) -> None:
         """Update every parameter that has a gradient."""
         assert closure is None, "Megatron-core's optimizers use none"
         assert grad_scaler is None, "Megatron-core's optimizers use none"

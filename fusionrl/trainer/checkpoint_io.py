@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,17 @@ import torch.distributed as dist
 from fusionrl.base.environment import child_environment
 from fusionrl.base.file_hashes import Facts, Written, facts_of
 from fusionrl.base.frames import frame, receive
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    Bytes: TypeAlias = "list[tuple[WriteItem, object]]"
+    # Megatron's: the file, its key, and what it gets.
+    Bucket: TypeAlias = "tuple[str | Path, str, tuple[Bytes, list[tuple[WriteItem, torch.Tensor]]]]"
+    SharedBucket: TypeAlias = "tuple[str | Path, str, tuple[Bytes, list[tuple[WriteItem, _Stored]]]]"
+    Report: TypeAlias = "list[WriteResult] | Exception"  # of one bucket
 
 _ALIGNMENT = 64
 _STOP_TIMEOUT_S = 5.0
@@ -45,7 +56,7 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-def write_buckets(transforms: list[Any], buckets: list[Any]) -> Written:
+def write_buckets(transforms: list[object], buckets: list[Bucket]) -> Written[Report]:
     """Write each bucket's file and hash it, one thread each.
 
     Raises:
@@ -53,8 +64,8 @@ def write_buckets(transforms: list[Any], buckets: list[Any]) -> Written:
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    def write_one(index: int) -> tuple[Any, Facts]:
-        outcome: queue.Queue[tuple[int, Any]] = queue.Queue()
+    def write_one(index: int) -> tuple[Report, Facts]:
+        outcome: queue.Queue[tuple[int, Report]] = queue.Queue()
         running: queue.Queue[int] = queue.Queue()
         running.put(index)
         FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], outcome, running, True)
@@ -75,9 +86,9 @@ def write_buckets(transforms: list[Any], buckets: list[Any]) -> Written:
     return Written({index: report for index, (report, _) in enumerate(done)}, files)
 
 
-def _share(buckets: list[Any]) -> tuple[int, int, list[Any]]:
+def _share(buckets: list[Bucket]) -> tuple[int, int, list[SharedBucket]]:
     """(memfd, its size, the buckets with `_Stored` for tensors): a copy that later training does not touch."""
-    stored: dict[int, tuple[Any, _Stored]] = {}
+    stored: dict[int, tuple[torch.Tensor, _Stored]] = {}
     size = 0
     for _, _, (_, tensors) in buckets:
         for _, tensor in tensors:
@@ -131,7 +142,7 @@ class WriterProcess:
         """The process's id."""
         return self._process.pid
 
-    def submit(self, transforms: list[Any], buckets: list[Any]) -> None:
+    def submit(self, transforms: list[object], buckets: list[Bucket]) -> None:
         """Copy the buckets' memory and let them be written; returns when the copy is made."""
         descriptor, size, shared = _share(buckets)
         try:
@@ -148,7 +159,7 @@ class WriterProcess:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    def result(self) -> Written:
+    def result(self) -> Written[Report]:
         """Wait for what was submitted."""
         try:
             outcome = receive(self._socket)
@@ -186,7 +197,9 @@ def _serve(connection: socket.socket) -> None:
             connection.sendall(frame(_write_shared(descriptors[0], *receive(connection))))
 
 
-def _write_shared(descriptor: int, size: int, transforms: list[Any], shared: list[Any]) -> Written | OSError:
+def _write_shared(
+    descriptor: int, size: int, transforms: list[object], shared: list[SharedBucket]
+) -> Written[Report] | OSError:
     try:
         memory = mmap.mmap(descriptor, max(size, 1))
     finally:
@@ -211,9 +224,11 @@ class PendingFiles:
         writer: process that writes; None writes at once, in this one.
     """
 
-    def __init__(self, request: Any, results: queue.Queue[Any], writer: WriterProcess | None) -> None:
+    def __init__(
+        self, request: AsyncRequest, results: queue.Queue[dict[int, Report]], writer: WriterProcess | None
+    ) -> None:
         self._request, self._results, self._writer = request, results, None
-        self._written = Written()
+        self._written: Written[Report] = Written()
         self.files: Facts = {}
         """Sizes and hashes of all ranks' files, once `finish` has returned."""
         self._error: OSError | None = None
@@ -277,11 +292,12 @@ def _raise_first(errors: list[str | None]) -> None:
 
 
 @contextmanager
-def result_queue() -> Iterator[queue.Queue[Any]]:
+def result_queue() -> Iterator[queue.Queue[dict[int, Report]]]:
     """The queue that a save planned within it takes its results from; Megatron's own is another process."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    before, results = filesystem_async._results_queue, queue.Queue[Any]()
+    results: queue.Queue[dict[int, Report]] = queue.Queue()
+    before = filesystem_async._results_queue
     filesystem_async._results_queue = results
     try:
         yield results

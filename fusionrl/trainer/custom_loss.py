@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -35,13 +36,13 @@ class CustomLossOptions:
     """
 
     path: str
-    make_args: Callable[[], Any]
+    make_args: Callable[[], Namespace]
     vocab_size: int
     aggregation: str
     constant: float | None = None
 
     @classmethod
-    def of(cls, config: Config, make_args: Callable[[], object], vocab_size: int) -> CustomLossOptions | None:
+    def of(cls, config: Config, make_args: Callable[[], Namespace], vocab_size: int) -> CustomLossOptions | None:
         """Those of the configuration; None where the loss is a built-in one."""
         path = config.algorithm.custom_loss_function_path
         if config.run.mode != "rl" or config.algorithm.loss_type != "custom_loss":
@@ -102,7 +103,7 @@ class CustomLoss:
         padding = torch.arange(logits.size(-1), device=logits.device) >= num_valid
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 4)
 
-    def _checked(self, found: object) -> tuple[Tensor, dict[str, Any]]:
+    def _checked(self, found: object) -> tuple[Tensor, dict[str, Tensor]]:
         where = f"{flag_of(FIELD)} {self.options.path}"
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
             raise HookError(f"{where}: it returned {type(found).__name__}; expected (loss, dict of metrics)")
@@ -171,13 +172,13 @@ class _Gather(torch.autograd.Function):
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
-    args: Any,
+    args: Namespace,
     unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     starts: Sequence[int] | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probs, with gradient, of a custom loss's response tokens, at the rollout's temperature.
 

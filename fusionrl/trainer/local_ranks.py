@@ -10,7 +10,8 @@ import multiprocessing
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.base.stores import create_group_store
@@ -19,6 +20,7 @@ from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.layout import TrainerLayout
 
 TIMEOUT_S = 120.0
+T = TypeVar("T")
 
 
 class Failed(Exception):
@@ -29,7 +31,7 @@ class Failed(Exception):
         self.kind, self.message = kind, message
 
 
-def serve(connection: Any) -> None:
+def serve(connection: Connection) -> None:
     """Run the commands that come in: start an actor, call one of its methods, or a function on it."""
     import warnings
 
@@ -107,16 +109,16 @@ class LocalRanks:
             [("start", (config, layout, rank, host, self._store.port, role)) for rank in range(layout.world_size)]
         )
 
-    def call(self, method: str, *args: object) -> list[Any]:
+    def call(self, method: str, *args: object) -> list[object]:
         """Call a method with the same arguments on every rank."""
         return self._all([("call", (method, *args))] * self.world_size)
 
-    def call_each(self, method: str, args: Sequence[tuple]) -> list[Any]:
+    def call_each(self, method: str, args: Sequence[tuple]) -> list[object]:
         """Call a method with own arguments on every rank."""
         assert len(args) == self.world_size
         return self._all([("call", (method, *one)) for one in args])
 
-    def run(self, function: Callable[..., object], *args: object) -> list[Any]:
+    def run(self, function: Callable[..., T], *args: object) -> list[T]:
         """Run `function(actor, *args)` on every rank."""
         return self._all([("run", (function, *args))] * self.world_size)
 
@@ -146,9 +148,9 @@ class LocalRanks:
     def train(self, shards: Sequence[TrainShard], layout: TrainerLayout | None = None, rollout_id: int = 0) -> dict:
         """Train on one shard a data-parallel rank; rank 0's metrics."""
         layout = layout or TrainerLayout(1)
-        return self.call_each(
-            "train", [(rollout_id, shards[layout.dp_rank(rank)]) for rank in range(layout.world_size)]
-        )[0]
+        assert self.world_size == layout.world_size
+        own = [shards[layout.dp_rank(rank)] for rank in range(layout.world_size)]
+        return self._all([("call", ("train", rollout_id, shard)) for shard in own])[0]
 
     def close(self) -> None:
         """End the processes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ class LossHooks:
     Both see whole responses, sample after sample; what is not trained on has loss, log-prob and mask 0.
     """
 
-    def __init__(self, config: Config, args: Any, per_token: bool) -> None:
+    def __init__(self, config: Config, args: Namespace, per_token: bool) -> None:
         self.args = args
         self.tis, self.reducer = getattr(config.algorithm, TIS), getattr(config.algorithm, REDUCER)
         self.per_token = per_token
 
     @classmethod
-    def of(cls, config: Config, args: Any, per_token: bool) -> LossHooks | None:
+    def of(cls, config: Config, args: Namespace, per_token: bool) -> LossHooks | None:
         """Those of the configuration, if it has any; `per_token`: the loss is a mean over tokens, not over samples."""
         hooks = cls(config, args, per_token)
         return hooks if hooks.tis is not None or hooks.reducer is not None else None
@@ -91,7 +91,7 @@ class LossHooks:
         size = sum(batch.response_lengths)
         return values.new_zeros(size).index_put((batch.responses.to(values.device),), values)
 
-    def _picked(self, whole: Any, batch: MicroBatch) -> Tensor:
+    def _picked(self, whole: Tensor | float, batch: MicroBatch) -> Tensor:
         whole = torch.as_tensor(whole, device=batch.weights.device)
         places = batch.responses.to(whole.device)
         return whole.expand(places.numel()) if whole.dim() == 0 else whole.reshape(-1)[places]

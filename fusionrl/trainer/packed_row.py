@@ -115,6 +115,7 @@ class _Filling:
         for sequence in sequences or [np.zeros(2, np.int64)]:
             fed = _fed(sequence, whole)
             self.rows.append(self._put(fed, 0, -(-fed.size // self.multiple) * self.multiple))
+        self._pad_nothing()
 
     def fill_sharing(self, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> None:
         """Add each prompt once and the responses after it; the padding stands at the end."""
@@ -126,9 +127,15 @@ class _Filling:
             if key not in known:
                 known[key] = self._put(head, 0, head.size)
             self.rows.append(np.concatenate([known[key], self._put(tail, prompt, tail.size)]))
+        self._pad_nothing()
         if self._size % self.multiple:
             self._put(np.zeros(0, np.int64), 0, self.multiple - self._size % self.multiple)
         self.lengths = [self._size]
+
+    def _pad_nothing(self) -> None:
+        """A row of samples that failed before they had a token: a model runs over one token at least."""
+        if not self._size:
+            self._put(np.zeros(0, np.int64), 0, self.multiple)
 
     def _put(self, tokens: np.ndarray, first_position: int, length: int) -> np.ndarray:
         """Add a piece of `length` that begins with `tokens`; return where these stand."""

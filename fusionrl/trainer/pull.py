@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.sync.calls import Reference
 from fusionrl.trainer.columns import Columns
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     ShardSource: TypeAlias = "TrainShard | list[ObjectRef]"
     ColumnSource: TypeAlias = "Columns | ObjectRef"
+
+T = TypeVar("T")
 
 
 def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShard:
@@ -67,7 +70,7 @@ def _columns_for(shard: TrainShard, columns: Sequence[ColumnSource]) -> dict[str
     return {name: np.concatenate([np.zeros(0, np.float32), *(row[name] for row in rows)]) for name in names}
 
 
-def _fetched(reference: ObjectRef) -> Any:
+def _fetched(reference: Reference[T]) -> T:
     import ray
 
     return ray.get(reference)

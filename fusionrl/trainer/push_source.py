@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from fusionrl.sync.disk import DiskWriter
     from fusionrl.sync.export import Exporter
+    from fusionrl.sync.reports import SendReport, WriteReport
     from fusionrl.sync.send import WeightSender
 
 
@@ -35,19 +36,19 @@ class PushSource(TrainerBase):
 
     def push_weights(
         self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str
-    ) -> dict[str, Any]:
+    ) -> SendReport:
         """Send this rank's part of the weights, after `prepare_push`."""
         assert self._sender is not None, "prepare_push comes first"
         return self._sender.send(targets, feeds, version, transport)
 
-    def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> dict[str, Any]:
+    def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
         """Write this rank's part of a version's files, and call the user's function after it; see `DiskWriter.write`.
 
         `engines` are for that function.
         """
         return self._after_write(self._disk_writer().write(version), engines)
 
-    def write_full_weights(self, version: int, engines: Sequence[ActorHandle]) -> dict[str, Any]:
+    def write_full_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
         """The same of a full version in place of a delta; see `DiskWriter.write_full`."""
         return self._after_write(self._disk_writer().write_full(version), engines)
 
@@ -126,7 +127,7 @@ class PushSource(TrainerBase):
         """Yield (Hugging Face name, full tensor) of every weight as the engines load it; collective."""
         return self._exporter().whole()
 
-    def _after_write(self, written: dict[str, object], engines: Sequence[ActorHandle]) -> dict[str, object]:
+    def _after_write(self, written: WriteReport, engines: Sequence[ActorHandle]) -> WriteReport:
         if (path := self.config.weights.custom_update_weight_post_write_path) is not None:
             from fusionrl.config.hooks import call_hook
 

@@ -15,7 +15,6 @@ pipeline chunks and recomputation need no order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,8 @@ from torch import Tensor
 
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.models.shape import ModelShape, MoEShape
+
+Chosen = tuple[Tensor, Tensor]  # scores and numbers of experts, [tokens, topk]
 
 FLAG = "--use-rollout-routing-replay"
 FREE = -1  # in place of each expert of a token whose router chooses by itself
@@ -64,7 +65,9 @@ class RoutingReplay:
         """Room for what the routers choose for `num_tokens` tokens, of this rank's part of the sequence."""
         return torch.full((num_tokens, len(self.layers), self.topk), FREE, dtype=torch.int16, device=self.device)
 
-    def choose(self, index: int, scores: Tensor, by_itself: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
+    def choose(
+        self, index: int, scores: Tensor, by_itself: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         """(scores [tokens, topk] of the experts, the experts) for router `index`."""
         if self._experts is None:
             return by_itself()
@@ -86,7 +89,12 @@ class _Choice:
         self._replay, self._index = replay, index
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Any]
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default: Callable[..., Chosen],
     ) -> tuple[Tensor, Tensor]:
         """As Megatron's: scores [tokens, experts], and what computes the usual choice from them."""
         return self._replay.choose(

@@ -11,7 +11,7 @@ import pickle
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs: it may run code")
 
 
-def read_metadata(file: Any) -> Metadata:
+def read_metadata(file: IO[bytes]) -> Metadata:
     """The content of `.metadata`, in place of `pickle.load`.
 
     Raises:
@@ -82,7 +82,7 @@ def only_data() -> Iterator[None]:
     """Within it, this process's checkpoint files are read as said above."""
     before, torch_load = filesystem.pickle, torch.load
 
-    def load(*args: object, **options: object) -> Any:
+    def load(*args: object, **options: object) -> object:
         try:
             return torch_load(*args, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:  # its message is a page that advises to trust the file

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ class TrainHooks:
     rank: int
     run_dir: str
 
-    def args(self) -> Any:
+    def args(self) -> Namespace:
         """A fresh copy of the flags for one call of a hook."""
         return self.config.to_args(rank=self.rank, run_dir=self.run_dir, save=f"{self.run_dir}/checkpoints")
 

@@ -32,12 +32,16 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusionrl.upstream import megatron_versions
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from torch.distributed import ProcessGroup
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 _state = {"installed": False, "patched": False}
@@ -147,7 +151,7 @@ def patch() -> None:
     original = tp_random.CheckpointWithoutOutput.__init__
 
     @functools.wraps(original)
-    def init(self: Any, fp8: Any = False) -> None:
+    def init(self: CheckpointWithoutOutput, fp8: object = False) -> None:
         original(self, fp8)
         self.fp8 = bool(fp8)
 
@@ -167,7 +171,10 @@ def _patch_exchange() -> None:
     gather = mappings._gather_along_first_dim
 
     def gather_uneven(
-        tensor: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+        tensor: torch.Tensor,
+        group: ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(tensor, group, output_split_sizes, use_global_buffer)

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any, ClassVar
+from typing import ClassVar
 
 STAND_INS = ("triton", "torchvision", "gguf", "sgl_kernel", "soundfile")
 """Top-level packages that SGLang imports unconditionally and a CPU server never calls."""
@@ -63,7 +63,7 @@ class _StandInModule(types.ModuleType):
         setattr(self, name, value)
         return value
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not _is_triton(self.__name__):
             raise _refuse(self.__name__)
         if len(args) == 1 and callable(args[0]) and not kwargs:
@@ -73,7 +73,7 @@ class _StandInModule(types.ModuleType):
     def __bool__(self) -> bool:
         return False  # `if flag_of_the_package:` takes the path without the package
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(())
 
 

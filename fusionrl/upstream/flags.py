@@ -13,7 +13,6 @@ import functools
 import json
 import types
 import typing
-from typing import Any
 
 from fusionrl.base.quiet import quiet
 
@@ -181,7 +180,7 @@ def option_names(parser: argparse.ArgumentParser, prefix: str) -> list[str]:
 
 
 @functools.cache
-def megatron_fields() -> dict[str, dict[str, Any]]:
+def megatron_fields() -> dict[str, dict[str, object]]:
     """Field name → type, for each of Megatron's classes: transformer, optimizer, ddp."""
     with quiet():
         from fusionrl.upstream import cpu_megatron

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -39,7 +38,9 @@ SHORT_SEQUENCE = 64
 class LocalNorm(torch.nn.Module):
     """Builds torch's RMSNorm, its weight marked for the gradient all-reduce of sequence parallelism."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> torch.nn.Module:
         assert config.normalization == "RMSNorm", config.normalization
         norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
         if not config.use_cpu_initialization:
@@ -160,15 +161,15 @@ class SDPACoreAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **unused: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: object,
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
@@ -265,7 +266,7 @@ class DuplicatedLinear(torch.nn.Module):
     gradients of latent attention's norms twice; the plan refuses that.)
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **unused: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: object) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
@@ -279,7 +280,7 @@ class DuplicatedLinear(torch.nn.Module):
 class _OutputNorm(MegatronModule):
     """Before a Megatron module: its output is normalised before it is added to the residual (GLM-4)."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         self.output_norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
 
@@ -304,7 +305,7 @@ def add_output_norms(block: TransformerBlockSubmodules) -> None:
         megatron_versions.set_mlp_module(layer.submodules, NormedMLP)
 
 
-def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Spec of this rank's decoder layers: dense or with experts, as `moe_layer_freq` says of each."""
     latent = config.multi_latent_attention
     if latent:

@@ -14,7 +14,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.transformer import ModuleSpec
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.multi_latent_attention import QKNormConfigResolver
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 
 def before_import() -> None:
@@ -38,7 +45,7 @@ def without_te() -> None:
         return
     fused = resolver._fused_or_default = resolver._mla_fused_linear_or_default
 
-    def projection(self: Any, module_spec: Any, module_name: str) -> object:
+    def projection(self: QKNormConfigResolver, module_spec: ModuleSpec | type, module_name: str) -> object:
         if module_name == "linear_q_proj" and self.config.transformer_impl == "local":
             return module_spec
         return fused(self, module_spec, module_name)
@@ -46,7 +53,7 @@ def without_te() -> None:
     resolver._mla_fused_linear_or_default = projection
 
 
-def save_request(state: Mapping[str, object], folder: str, metadata: Mapping[str, object]) -> Any:
+def save_request(state: Mapping[str, object], folder: str, metadata: Mapping[str, object]) -> AsyncRequest:
     """Megatron's AsyncRequest for saving `state` in `folder`: planned over all ranks, nothing of it written yet."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -63,7 +70,7 @@ def save_request(state: Mapping[str, object], folder: str, metadata: Mapping[str
     )
 
 
-def set_mlp_module(layer: Any, module: Any) -> None:
+def set_mlp_module(layer: TransformerLayerSubmodules, module: type[MLP]) -> None:
     """Make `module` the class of the MLP in a layer's submodules."""
     from megatron.core.transformer import ModuleSpec
 

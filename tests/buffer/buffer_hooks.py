@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -347,3 +348,10 @@ def of_several_versions(args: Any, rollout_id: int, data_source: Any, evaluation
         group[0].weight_versions = [3, 5]
     groups[-1][-1].weight_versions = None
     return groups
+
+
+def dies_at_the_first(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """Ends its process at the first answer to each prompt; the others are graded."""
+    if sample.index % 6 == 0:
+        os._exit(1)
+    return float(1 + sample.index % 6)

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer.accepted import AcceptedSamples
-from fusionrl.data.sample import Sample, Status
+from fusionrl.config.config import Config
+from fusionrl.config.groups import RolloutGroup
+from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
+from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
 
 
 def sample(group: int, response: str, status: Status = Status.COMPLETED) -> Sample:
@@ -66,3 +70,71 @@ def test_what_could_not_be_written_is_no_duplicate_when_it_comes_again(tmp_path:
     path.parent.mkdir()
     assert accepted.add(0, [sample(0, "good")], [1.0])["accepted"] == 1
     assert accepted.add(1, [sample(0, "good")], [1.0])["duplicates"] == 1
+
+
+def turns(index: int, response: list[int], mask: list[int] | None, text: str) -> Sample:
+    messages = [{"role": "user", "content": "1+1="}]
+    tokens = [40, 41, 42, *response]
+    return Sample(
+        group_index=index,
+        index=index,
+        prompt="(rendered) 1+1=",
+        messages=messages,
+        tokens=tokens,
+        response=text,
+        response_length=len(response),
+        loss_mask=mask,
+        status=Status.COMPLETED,
+    )
+
+
+def test_sft_trains_on_the_tokens_that_the_model_sampled(tmp_path: Path, tiny_model: Path) -> None:
+    """A tool's text between two turns stays out of the loss: sample → accepted.jsonl → sample of --mode sft."""
+    path = tmp_path / "accepted.jsonl"
+    samples = [
+        turns(0, [1, 2, 3, 20, 21, 4], [1, 1, 1, 0, 0, 1], "13112+34=8"),
+        turns(1, [20, 21, 4, 20], [0, 0, 1, 0], "12+34=8\n"),  # the environment speaks first and last
+    ]
+    accepted = AcceptedSamples(path, threshold=0.5, per_prompt=1)
+    assert accepted.add(0, samples, [1.0, 1.0])["accepted"] == 2
+    assert accepted.add(1, samples, [1.0, 1.0])["duplicates"] == 2
+    assert AcceptedSamples(path, 0.5, 1).add(1, samples, [1.0, 1.0])["duplicates"] == 2
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["response"] for row in rows] == ["13112+34=8", "12+34=8\n"]
+    assert not any("messages" in row for row in rows), "as one message, the tool's text would be trained on"
+
+    columns = PromptColumns("messages")
+    check = check_file(path, columns, "--prompt-data", "--input-key", is_sft=True, vocab_size=50)
+    assert (check.errors, check.warnings) == ([], [])
+    settings = SftSettings(str(tiny_model), "auto", "{}")
+    for sample, loaded in zip(samples, load_conversations(path, columns).samples, strict=True):
+        made = to_sft_sample(settings, loaded)
+        assert list(made.tokens) == list(sample.tokens)
+        assert mask_of_all(made) == mask_of_all(sample)
+
+
+def mask_of_all(sample: Sample) -> list[float]:
+    return [0.0] * sample.prompt_length + response_mask(sample).tolist()
+
+
+def test_a_plain_answer_is_text_and_a_users_function_has_tokens(tmp_path: Path) -> None:
+    plain = turns(0, [1, 2, 3], None, "131")
+    AcceptedSamples(tmp_path / "plain.jsonl", 0.5, 1).add(0, [plain], [1.0])
+    (row,) = map(json.loads, (tmp_path / "plain.jsonl").read_text().splitlines())
+    assert "tokens" not in row and row["messages"][-1]["content"] == "131"
+    for function, wanted in (("two.py:generate", True), (None, False)):
+        config = Config(rollout=RolloutGroup(custom_generate_function_path=function))
+        assert AcceptedSamples.of(config, tmp_path, 1).keeps_tokens is wanted
+    plain.loss_mask = [1, 1, 1]
+    AcceptedSamples(tmp_path / "own.jsonl", 0.5, 1, keeps_tokens=True).add(0, [plain], [1.0])
+    (row,) = map(json.loads, (tmp_path / "own.jsonl").read_text().splitlines())
+    assert row["tokens"] == [40, 41, 42, 1, 2, 3] and row["loss_mask"] == [0, 0, 0, 1, 1, 1]
+    assert row["messages"][-1]["content"] == "131"
+
+
+def test_nothing_is_accepted_without_a_token_to_train_on(tmp_path: Path) -> None:
+    removed = turns(1, [1], None, "1")
+    removed.remove_sample = True
+    samples = [turns(0, [1, 2], [0, 0], "12"), removed]
+    counts = AcceptedSamples(tmp_path / "out.jsonl", 0.5, 1).add(0, samples, [1.0, 1.0])
+    assert (counts["unfinished"], counts["accepted"]) == (2, 0)

@@ -260,6 +260,24 @@ def test_samples_without_a_reward_are_not_in_their_group_s_mean(buffer: MakeBuff
     assert equal.facts.num_equal_groups == 4
 
 
+def test_a_lost_reward_is_no_reward_of_0(buffer: MakeBuffer) -> None:
+    """The function's process dies at the first of six answers: it is neither trained on nor in its group's mean."""
+    flags = {"n_samples_per_prompt": 6, "custom_rm_path": f"{HOOKS}:dies_at_the_first"}
+    made = run(buffer(**flags).generate(0))
+    raw, trained, groups = _many(made.shards)
+    for group in np.unique(groups):
+        own = raw[groups == group][1:]
+        wanted = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+        assert trained[groups == group] == pytest.approx([0.0, *wanted], rel=1e-5, abs=1e-6)
+    masks = np.concatenate([shard.fields["loss_mask"] for shard in made.shards])
+    assert int((masks == 0).sum()) == 4 * 2, "both tokens of the answer that lost its reward, in each group"
+    assert made.facts.num_crashes == 4 and made.facts.lowest == 2.0
+    assert made.metrics["rollout/reward_crash"] == 4.0
+    with_value = run(buffer(run="value", **flags, reward_failure_value=-1.0).generate(0))
+    assert _many(with_value.shards)[0].min() == -1.0
+    assert all(shard.fields["loss_mask"].all() for shard in with_value.shards)
+
+
 def test_staleness_is_reported_and_marked_for_the_trainers(buffer: MakeBuffer) -> None:
     made = buffer(rollout_function_path=f"{HOOKS}:of_several_versions")
     rollout = run(made.generate(0, 6))

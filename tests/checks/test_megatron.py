@@ -73,7 +73,7 @@ SCHEDULE = ["--lr-decay-style", "linear", "--lr-warmup-iters"]
 def _plan(folder: Path, prompts: Path, *flags: str) -> list[str]:
     from fusionrl.cli.resolve import resolve
 
-    common = ["--hf-checkpoint", str(folder), "--prompt-data", str(prompts), "--device", "cpu", "--rm-type", "math"]
+    common = ["--hf-checkpoint", str(folder), "--prompt-data", str(prompts), "--device", "cpu", "--rm-type", "random"]
     sizes = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"]
     try:
         resolve([*common, *sizes, "--num-rollout", "3", *flags])

@@ -338,7 +338,7 @@ def test_replayed_rollouts_must_be_there(errors: Errors, write_rows: Callable[..
 
 def test_several_sets(base: dict[str, Any], errors: Errors, write_rows: Callable[..., Path]) -> None:
     good = base["prompt_data"]
-    more = str(write_rows([{"input": f"{i}", "label": ""} for i in range(10)], "more.jsonl"))
+    more = str(write_rows([{"input": f"{i}", "label": str(i)} for i in range(10)], "more.jsonl"))
     sets = [f"a={good}", f"b={more}@[2:8]"]
     checked, found = validate(Config.from_flat(base | {"prompt_data": sets, "prompt_data_weights": [0.7, 0.3]}))
     assert (checked.num_prompts, found) == (8, [])
@@ -354,7 +354,7 @@ def test_several_sets(base: dict[str, Any], errors: Errors, write_rows: Callable
 def test_epochs_are_counted_without_the_prompts_that_are_too_long(
     base: dict[str, Any], write_rows: Callable[..., Path]
 ) -> None:
-    data = str(write_rows([{"input": "x" * n, "label": ""} for n in range(1, 11)], "lengths.jsonl"))
+    data = str(write_rows([{"input": "x" * n, "label": "1"} for n in range(1, 11)], "lengths.jsonl"))
     flags = base | {"prompt_data": data, "rollout_max_prompt_len": 4}
     by_epochs = {name: value for name, value in flags.items() if name != "num_rollout"} | {"num_epoch": 1}
     assert validate(Config.from_flat(by_epochs))[0].num_prompts == 4

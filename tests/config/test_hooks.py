@@ -89,7 +89,8 @@ def test_keywords_of_the_call_are_checked(module: str) -> None:
 @pytest.mark.parametrize("field", SIGNATURES)
 def test_every_hook_is_checked_before_a_run(tmp_path: Path, field: str) -> None:
     file = tmp_path / f"for_{field}.py"
-    file.write_text("def nothing(): ...\ndef anything(*args, **kwargs): ...\n")
+    is_async = "async " * (field == "custom_generate_function_path")
+    file.write_text(f"def nothing(): ...\n{is_async}def anything(*args, **kwargs): ...\n")
     flag = "--" + field.replace("_", "-")
     assert check_hook(field, f"{file}:anything") is None
     for path, part in ((f"{file}:nothing", "its signature () does not fit"), (f"{file}:lost", "has no 'lost'")):
@@ -105,3 +106,68 @@ def test_a_hook_that_needs_megatron_lm_is_told_so(tmp_path: Path) -> None:
     file.write_text("from megatron.training import get_args\ndef hook(args, sample): ...\n")
     with pytest.raises(ValueError, match=r"megatron.training is Megatron-LM's and no part of megatron-core"):
         load_function(f"{file}:hook")
+
+
+ASYNC = """
+import functools
+from collections.abc import Awaitable
+
+def plain(args, sample, params): return sample
+async def good(args, sample, params): return sample
+def annotated(args, sample, params) -> Awaitable[object]: return good(args, sample, params)
+@functools.wraps(good)
+def wrapped(args, sample, params): return good(args, sample, params)
+part = functools.partial(good)
+class Called:
+    async def __call__(self, args, sample, params): return sample
+class CalledPlainly:
+    def __call__(self, args, sample, params): return sample
+called, called_plainly = Called(), CalledPlainly()
+async def keep(args, samples, **kw): return True
+async def rm(args, sample, **kw): return 1.0
+async def hook(args, sample, *, rollout_id, evaluation): return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_good"),
+    [
+        *(("good", True), ("annotated", True), ("wrapped", True), ("part", True), ("called", True)),
+        *(("plain", False), ("called_plainly", False)),
+    ],
+)
+def test_a_generate_function_must_be_async(tmp_path: Path, name: str, is_good: bool) -> None:
+    file = tmp_path / "generates.py"
+    file.write_text(ASYNC)
+    message = check_hook("custom_generate_function_path", f"{file}:{name}")
+    assert (message is None) is is_good
+    if message is not None:
+        assert f"--custom-generate-function-path {file}:{name}: it is not async; write async def" in message
+
+
+def test_nobody_awaits_the_other_functions(tmp_path: Path) -> None:
+    file = tmp_path / "filters.py"
+    file.write_text(ASYNC)
+    message = check_hook("dynamic_sampling_filter_path", f"{file}:keep")
+    assert message is not None and "it is async, but its result is not awaited" in message
+    assert check_hook("custom_rm_path", f"{file}:rm") is None
+    assert check_hook("rollout_sample_hook_path", f"{file}:hook") is None
+
+
+def test_a_file_without_its_function_is_told_with_its_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_reward_of_m6.py").write_text("def reward(args, sample, **kw): return 1.0\ndef _own(): ...\n")
+    message = str(check_hook("custom_rm_path", "my_reward_of_m6.py"))
+    assert "'my_reward_of_m6.py' is a file; name the function, too: my_reward_of_m6.py:reward;" in message
+    message = str(check_hook("custom_rm_path", "my_reward_of_m6.reward"))
+    assert "the current folder is not searched for modules: write my_reward_of_m6.py:reward" in message
+    message = str(check_hook("custom_rm_path", "my_reward_of_m6.py:rewards"))
+    assert "has no 'rewards'; it has reward" in message
+    (tmp_path / "two.py").write_text("def a(): ...\nclass B: ...\n")
+    assert "two.py:a (it has a, B)" in str(check_hook("custom_rm_path", str(tmp_path / "two.py")))
+    assert "there is no file of this name" in str(check_hook("custom_rm_path", "nowhere.py"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "own.py").write_text("def f(): ...\n")
+    assert "write folder/own.py:f" in str(check_hook("custom_rm_path", "folder.own.f"))

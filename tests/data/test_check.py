@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,40 @@ def test_mistakes_on_the_command_line(write_rows: Rows, tmp_path: Path, capsys: 
         assert code == 2 and out == "" and part in err, err
     assert cli.main(["data"]) == 2
     assert "usage: fusionrl data check FILE" in capsys.readouterr().out
+
+
+def test_texts_without_positions_are_found_as_in_a_plan(
+    write_rows: Rows, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model has 2,048 positions, and a token for each byte; its tokenizer says it reads 512 tokens."""
+    folder = write_rows([]).parent / "short"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 512}))
+    data = write_rows([{"q": "1+1="}, {"q": "x" * 2040}])
+    flags = ["--hf-checkpoint", str(folder), "--input-key", "q"]
+
+    def check(*more: str) -> tuple[int, str]:
+        code = cli.main(["data", "check", str(data), *flags, *more])
+        out, err = capfd.readouterr()
+        assert "indexing errors" not in out + err
+        return code, out
+
+    assert check("--rollout-max-response-len", "8") == (
+        0,
+        "2 rows, prompt tokens min 4 median 1022 max 2040; no problems\n",
+    )
+    code, out = check("--rollout-max-response-len", "9")
+    assert code == 2 and "1 problem" in out
+    assert (
+        f"{data}: line 2: a prompt of 2040 tokens + --rollout-max-response-len 9 = 2049, over the 2048 positions" in out
+    )
+    assert check()[0] == 0
+    write_rows([{"q": "x" * 2048}])
+    code, out = check()
+    assert code == 2 and "line 1: a prompt of 2048 tokens leaves no room for a response in the 2048 positions" in out
+    assert check("--rollout-max-prompt-len", "3000")[0] == 2
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 2048}]
+    write_rows([{"q": chat}])
+    code, out = check("--mode", "sft")
+    assert code == 2 and "line 1: it has 2" in out and "over the 2048 positions" in out

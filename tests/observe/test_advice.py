@@ -139,3 +139,27 @@ def test_nothing_accepted(accepted: float, count: int) -> None:
     texts = Watches(replace(SETTINGS, threshold=0.5)).after_step(1, values)
     assert len(texts) == count
     assert not count or "20 unfinished, 12 below threshold, 0 duplicates (--reject-sampling-threshold 0.5)" in texts[0]
+
+
+def test_lost_rewards_are_told_at_the_first_rollout_that_lost_some() -> None:
+    watches = Watches(replace(SETTINGS, reward_timeout_s=5.0))
+    lost = replace(GOOD, num_timeouts=2)
+    (text,) = watches.after_rollout(1, lost)
+    assert text.startswith("2 of 32 samples got no reward within --reward-timeout-s 5; these are not trained on: see")
+    assert watches.after_rollout(2, lost) == [], "not at every step"
+    (text,) = Watches(replace(SETTINGS, failure_value=-1.0)).after_rollout(1, replace(GOOD, num_crashes=1))
+    assert "died at 1 of 32 samples; these are trained with --reward-failure-value -1" in text
+
+
+def test_lost_rewards_are_the_first_cause_of_equal_ones() -> None:
+    everything = replace(EQUAL, num_trained=0, num_failed=32, num_timeouts=32)
+    (text,) = Watches(SETTINGS).after_rollout(1, everything)
+    assert "likely: 32 of 32 samples got no reward within --reward-timeout-s 60" in text
+    assert "may not find the answer" not in text and "removed" not in text
+    some = causes(replace(EQUAL, num_timeouts=3))
+    assert some.startswith("3 of 32 samples got no reward") and "the reward is always 0" in some
+
+
+def test_lost_rewards_of_an_evaluation_are_told() -> None:
+    (text,) = Watches(SETTINGS).after_step(3, {"eval/reward_timeout": 2.0, "eval/reward_crash": 1.0})
+    assert text.startswith("3 answers of the evaluation got no reward")

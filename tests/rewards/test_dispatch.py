@@ -131,8 +131,11 @@ def test_a_reward_that_hangs_or_dies_costs_its_sample(hooks: str, caplog: pytest
     assert time.perf_counter() - start < 3.0
     assert sample.metadata["reward_lost"] == "timeout"
     assert "no reward after 0.5 s at sample 4; it gets -1.0 (--reward-failure-value)" in caplog.text
-    assert score(flags(f"{hooks}:dies"), Sample(index=5)) == 0.0
-    assert "its process died at sample 5" in caplog.text
+    assert sample.status != Sample.Status.FAILED, "it is trained with the value that the flag gives"
+    dead = Sample(index=5, status=Sample.Status.COMPLETED)
+    assert score(flags(f"{hooks}:dies"), dead) == 0.0
+    assert "its process died at sample 5; it is not trained on" in caplog.text
+    assert dead.status == Sample.Status.FAILED and dead.metadata["reward_lost"] == "crash"
     group = flags(f"{hooks}:group_hangs", group_rm=True, reward_timeout_s=0.5)
     assert asyncio.run(batched_async_rm(group, [Sample(index=i) for i in range(3)])) == [0.0] * 3
     assert take_lost() == {"timeout": 4, "crash": 1}

@@ -191,3 +191,14 @@ def test_a_function_whose_fields_do_not_fit_is_named(tmp_path: Path, line: str, 
     path.write_text(f"async def f(args, sample, params):\n    {line}\n    return sample\n")
     with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: .*{said}"):
         asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=1), {}, False))
+
+
+def test_a_function_that_generates_nothing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "idle.py"
+    lines = ["async def f(args, sample, params):", "    return sample", "async def g(args, sample, params):"]
+    lines += ["    sample.status = sample.Status.FAILED", "    return sample"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:f: sample 7 .* is pending"):
+        asyncio.run(custom_generate(context(), f"{path}:f", Sample(index=7), {}, False))
+    failed = asyncio.run(custom_generate(context(), f"{path}:g", Sample(index=7), {}, False))
+    assert isinstance(failed, Sample) and failed.response_length == 0, "a failed sample needs no tokens"

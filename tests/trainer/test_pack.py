@@ -60,6 +60,22 @@ def check_an_empty_one(actor, samples: Samples) -> None:
     assert batch.tokens.shape == (1, 1) and batch.samples == [] and batch.weights.numel() == 0
 
 
+def test_a_micro_batch_of_samples_without_a_token(rank) -> None:
+    """Samples that failed before they had a token may be all that a rank gets."""
+    rank(check_samples_without_tokens, Samples(3, seed=2))
+
+
+def check_samples_without_tokens(actor, samples: Samples) -> None:
+    from fusionrl.trainer.packed_row import pack_row
+
+    nothing = [np.zeros(0, np.int64)] * 2
+    for chosen in (options(), options(share_prompts=False), options(whole_sequences=True)):
+        row = pack_row(nothing, [0, 0], chosen)
+        assert row.tokens.shape == (1, 1) and [len(places) for places in row.rows] == [0, 0]
+    mixed = pack_row([*nothing, samples.tokens[0]], [0, 0, 1], options())
+    assert np.array_equal(mixed.tokens[0].numpy(), samples.tokens[0][:-1])
+
+
 def test_the_ranks_of_a_row_have_all_of_it(rank) -> None:
     rank(check_row, Samples(5, seed=3, share=2))
 

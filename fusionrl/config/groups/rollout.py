@@ -132,9 +132,10 @@ class RewardGroup(Group):
     reward_key: str | None = Field(None, description="Key of the reward that is trained on, where it is a dict.")
     eval_reward_key: str | None = Field(None, description="Key of the reward that an evaluation reports.")
     reward_timeout_s: float = Field(60.0, description="Time limit of the reward of one sample, seconds.", gt=0)
-    reward_failure_value: float = Field(
-        0.0,
-        description="Reward of a sample whose reward function hangs or takes its process down; counted.",
+    reward_failure_value: float | None = Field(
+        None,
+        description="Reward to train a sample with whose reward function hangs or takes its process down. Default:"
+        " none; the sample is counted, and not trained on.",
         allow_inf_nan=False,
     )
     reward_num_processes: int | None = Field(

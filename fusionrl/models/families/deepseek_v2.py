@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusionrl.models.families import parts
 from fusionrl.models.families.deepseek_v3 import latent, layer
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.rules import Family
 
 
-def read(raw: dict[str, Any]) -> dict[str, Any]:
+def read(raw: HfConfig) -> dict[str, object]:
     parts.refuse(raw, "norm_topk_prob")
     if raw.get("topk_method", "greedy") != "greedy":
         # Megatron ranks groups by the sum of their best experts, this method by the best one.

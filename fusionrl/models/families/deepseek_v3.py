@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fusionrl.models.families import parts
 from fusionrl.models.families.glm4_moe import sigmoid_experts
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.rules import Family, Rule
 from fusionrl.models.shape import ModelShape
 
 
-def latent(raw: dict[str, Any]) -> dict[str, Any]:
+def latent(raw: HfConfig) -> dict[str, object]:
     """Fields of `ModelShape` that latent attention adds."""
     parts.refuse(raw, "attention_bias", "mlp_bias")
     mla = {
@@ -22,10 +22,10 @@ def latent(raw: dict[str, Any]) -> dict[str, Any]:
         "v_head_dim": raw["v_head_dim"],
     }
     heads = raw["num_attention_heads"]
-    return {"mla": mla, "num_query_groups": heads, "head_dim": mla["qk_head_dim"] + mla["qk_pos_emb_head_dim"]}
+    return {"mla": mla, "num_query_groups": heads, "head_dim": raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]}
 
 
-def read(raw: dict[str, Any]) -> dict[str, Any]:
+def read(raw: HfConfig) -> dict[str, object]:
     if not raw.get("rope_interleave", True):
         raise ValueError("rope_interleave false is not supported")
     return parts.common(raw) | latent(raw) | {"moe": sigmoid_experts(raw)}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fusionrl.models.families import parts
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.rules import Family, Rule
 from fusionrl.models.shape import ModelShape
 
 
-def sigmoid_experts(raw: dict[str, Any]) -> dict[str, Any]:
+def sigmoid_experts(raw: HfConfig) -> dict[str, object]:
     """Fields of `MoEShape` for a router as DeepSeek-V3's (arXiv:2412.19437, section 2.1.2)."""
     if not raw.get("norm_topk_prob", True):
         raise ValueError("norm_topk_prob false is not supported with a sigmoid router")
@@ -34,7 +34,7 @@ def sigmoid_experts(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(raw: dict[str, Any]) -> dict[str, Any]:
+def read(raw: HfConfig) -> dict[str, object]:
     return parts.common(raw) | {
         "attention_bias": raw.get("attention_bias", False),
         "qk_layernorm": raw.get("use_qk_norm", False),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fusionrl.models.families import parts
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.rules import Family, Rule
 from fusionrl.models.shape import ModelShape
 
 
-def read(raw: dict[str, Any]) -> dict[str, Any]:
+def read(raw: HfConfig) -> dict[str, object]:
     parts.refuse(raw, "attention_bias", "mlp_bias")
     return parts.common(raw)
 

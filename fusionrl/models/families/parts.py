@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.rules import Rule
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
 
 
-def common(raw: dict[str, Any]) -> dict[str, Any]:
+def common(raw: HfConfig) -> dict[str, object]:
     """Fields of `ModelShape` that every family writes alike (transformers 4's and 5's way of writing RoPE)."""
     rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+    scaling: Mapping[str, object] | None = raw.get("rope_scaling")
+    if not scaling and rope.get("rope_type", "default") != "default":
+        scaling = rope
     heads = raw["num_attention_heads"]
     return {
         "num_layers": raw["num_hidden_layers"],
@@ -27,19 +30,21 @@ def common(raw: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": raw.get("max_position_embeddings", 2048),
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
-        "rope_scaling": scaling,
+        "rope_scaling": scaling or None,
         "tie_word_embeddings": raw.get("tie_word_embeddings", False),
     }
 
 
-def num_experts(raw: dict[str, Any]) -> int:
+def num_experts(raw: HfConfig) -> int:
     """Routed experts of a layer; families and versions of transformers write it under different names."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    found = next((name for name in names if name in raw), names[0])
-    return raw[found]
+    if "n_routed_experts" in raw and "num_experts" not in raw:
+        return raw["n_routed_experts"]
+    if "num_local_experts" in raw and "num_experts" not in raw:
+        return raw["num_local_experts"]
+    return raw["num_experts"]
 
 
-def partial_rotary(raw: dict[str, Any], default: float) -> float:
+def partial_rotary(raw: HfConfig, default: float) -> float:
     """The share of a head's dimensions that rotary embeddings turn."""
     rope = raw.get("rope_parameters") or {}
     return rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or default

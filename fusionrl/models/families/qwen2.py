@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusionrl.models.families import parts
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.llama import layer
 from fusionrl.models.families.rules import Family
 
 
-def read(raw: dict[str, Any]) -> dict[str, Any]:
+def read(raw: HfConfig) -> dict[str, object]:
     return parts.common(raw) | {"attention_bias": True}
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fusionrl.models.families import parts
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.rules import Family, Rule
 from fusionrl.models.shape import ModelShape
 
 
-def sparse_layers(raw: dict[str, Any]) -> tuple[int, ...]:
+def sparse_layers(raw: HfConfig) -> tuple[int, ...]:
     """The layers that have experts: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
     step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     return tuple(i for i in range(raw["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
 
 
-def read(raw: dict[str, Any]) -> dict[str, Any]:
+def read(raw: HfConfig) -> dict[str, object]:
     moe = {
         "num_experts": parts.num_experts(raw),
         "topk": raw["num_experts_per_tok"],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusionrl.models.families import parts
+from fusionrl.models.families.hf_config import HfConfig
 from fusionrl.models.families.qwen2_moe import layer, sparse_layers
 from fusionrl.models.families.rules import Family
 
 
-def read(raw: dict[str, Any]) -> dict[str, Any]:
+def read(raw: HfConfig) -> dict[str, object]:
     parts.refuse(raw, "attention_bias")
     moe = {
         "num_experts": parts.num_experts(raw),

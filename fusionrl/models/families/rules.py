@@ -13,7 +13,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from fusionrl.models.families.hf_config import HfConfig
 
 if TYPE_CHECKING:
     from fusionrl.models.shape import ModelShape
@@ -67,7 +69,7 @@ class Family:
     """
 
     model_type: str
-    read: Callable[[dict[str, Any]], dict[str, Any]]
+    read: Callable[[HfConfig], dict[str, object]]
     layer: Callable[[ModelShape, int], Iterator[Rule]]
     ignored: str | None = None
 

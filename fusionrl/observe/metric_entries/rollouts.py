@@ -144,7 +144,10 @@ ROLLOUTS: Table = {
     ),
     "rollout/considered": Entry("samples", "Samples of the rollout.", "buffer/accepted.py", "--mode reject-sampling"),
     "rollout/unfinished": Entry(
-        "samples", "Not accepted: truncated, aborted or failed.", "buffer/accepted.py", "--mode reject-sampling"
+        "samples",
+        "Not accepted: truncated, aborted or failed, or no token to train on.",
+        "buffer/accepted.py",
+        "--mode reject-sampling",
     ),
     "rollout/below_threshold": Entry(
         "samples",

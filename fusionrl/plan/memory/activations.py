@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.defaults import Impl
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.passed import text, whole
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,16 @@ class Recompute:
     modules: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, transformer: Mapping[str, Any]) -> Recompute:
+    def of(cls, transformer: Mapping[str, object]) -> Recompute:
         """Of the passed-through fields of TransformerConfig; its defaults: core_attn of selective recompute."""
-        granularity = transformer.get("recompute_granularity")
+        granularity = text(transformer, "recompute_granularity")
         modules = transformer.get("recompute_modules") or ["core_attn"]
+        if not isinstance(modules, Sequence):
+            raise TypeError(f"recompute_modules is {modules!r}, not a list of names")
         return cls(
             granularity=granularity,
-            method=transformer.get("recompute_method"),
-            num_layers=transformer.get("recompute_num_layers"),
+            method=text(transformer, "recompute_method"),
+            num_layers=whole(transformer, "recompute_num_layers"),
             modules=frozenset(modules if granularity == "selective" else ()),
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fusionrl.models.shape import ModelShape
+from fusionrl.plan.passed import number, whole
 
 GIB = 2**30
 _CPU_TOKENS = 32768  # `engines.spec`: the KV pool on a CPU
@@ -65,7 +65,7 @@ def engine_memory(
     weight_bytes: float,
     tp: int,
     dtype: str,
-    server_args: Mapping[str, Any],
+    server_args: Mapping[str, object],
     *,
     device_memory: float | None,
     on_cpu: bool,
@@ -85,11 +85,11 @@ def engine_memory(
     """
     kind = str(server_args.get("kv_cache_dtype", "auto"))
     token = kv_bytes(shape, tp, _TORCH_WIDTHS.get(kind, _TORCH_WIDTHS[dtype]))
-    weights, limit = weight_bytes / tp, server_args.get("max_total_tokens")
+    weights, limit = weight_bytes / tp, whole(server_args, "max_total_tokens")
     if on_cpu:
         return EngineMemory(weights, int(limit or _CPU_TOKENS), token, None)
     if device_memory is None:
         return None
-    fraction = float(server_args.get("mem_fraction_static") or static_fraction(device_memory, tp))
+    fraction = float(number(server_args, "mem_fraction_static") or static_fraction(device_memory, tp))
     room = int((fraction * device_memory - resident - weights) // token)
     return EngineMemory(weights, min(room, int(limit)) if limit else room, token, fraction)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fusionrl.models.families import model_rules
 from fusionrl.models.families.rules import Rule
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.passed import number
 
 _ALIGNMENT = 64  # values to which Megatron aligns each parameter in its buffers
 _BUCKET_ALIGNMENT = 128  # values to which it aligns each bucket, beside the number of data-parallel ranks
@@ -48,18 +48,18 @@ class StateOptions:
     is_distributed: bool = True
 
     @classmethod
-    def of(cls, precision: str, optimizer: Mapping[str, Any], ddp: Mapping[str, Any]) -> StateOptions:
+    def of(cls, precision: str, optimizer: Mapping[str, object], ddp: Mapping[str, object]) -> StateOptions:
         """For "fp32" or "bf16" and the passed-through fields of Megatron's OptimizerConfig and DDP configuration."""
         is_bf16 = precision == "bf16"
         sizes = [_width(optimizer.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
         if is_bf16:
             sizes.append(_width(optimizer.get("main_params_dtype")))
-        share = optimizer.get("optimizer_offload_fraction", 0.0) if optimizer.get("optimizer_cpu_offload") else 0.0
+        share = number(optimizer, "optimizer_offload_fraction") if optimizer.get("optimizer_cpu_offload") else None
         return cls(
             weight_bytes=2 if is_bf16 else 4,
             gradient_bytes=2 if is_bf16 and ddp.get("grad_reduce_in_fp32") is False else 4,
             optimizer_bytes=sum(sizes),
-            host_share=float(share),
+            host_share=float(share or 0.0),
             is_distributed=ddp.get("use_distributed_optimizer", True) is not False,
         )
 

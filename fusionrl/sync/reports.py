@@ -1,0 +1,30 @@
+"""What the ranks tell of their part of a push, as the driver gets it."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+
+class SendReport(TypedDict):
+    """What one rank sent over the network. The clocks are the machine's own; a rank that sent nothing has none."""
+
+    bytes: int  # each once, however many engines received it
+    buckets: int
+    calls: int  # of engines
+    send_s: float  # in these calls
+    first_s: NotRequired[float]  # when the first byte left
+    last_s: NotRequired[float]  # when the last call ended
+
+
+class WriteReport(TypedDict):
+    """The files of one version that all ranks wrote together."""
+
+    folder: str
+    bytes: int
+    files: int
+    density: float  # the changed share of all elements
+
+
+def new_send_report() -> SendReport:
+    """The report of a rank that has sent nothing yet."""
+    return {"bytes": 0, "buckets": 0, "calls": 0, "send_s": 0.0}

@@ -1,0 +1,158 @@
+"""Labels that a built-in reward cannot grade with are found before the run, by the reward's own parser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl import cli
+from fusionrl.checks.labels import label_check, run_label_check
+from fusionrl.checks.validate import validate
+from fusionrl.config.config import Config
+from fusionrl.data.prompts import PromptColumns, check_file
+from fusionrl.rewards.labels import LabelCheck
+from fusionrl.rewards.registry import NEED_METADATA, RM_TYPES, grade
+
+Rows = Callable[..., Path]
+Found = Callable[..., tuple[list[str], tuple[str, ...]]]
+
+
+@pytest.fixture
+def found(tiny_model: Path, write_rows: Rows) -> Found:
+    """found(rows, field=value, …) -> (errors, warnings of the data)."""
+
+    def find(rows: list[Any], **changes: Any) -> tuple[list[str], tuple[str, ...]]:
+        base = {"hf_checkpoint": str(tiny_model), "prompt_data": str(write_rows(rows)), "input_key": "prompt"}
+        base |= {"rm_type": "last_number", "rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 1}
+        base |= {"rollout_max_response_len": 4, "device": "cpu"}
+        values = {name: value for name, value in (base | changes).items() if value is not None}
+        checked, errors = validate(Config.from_flat(values))
+        return errors, checked.data_warnings
+
+    return find
+
+
+def row(label: Any, **more: Any) -> dict[str, Any]:
+    return {"prompt": "1+1=", "label": label, **more}
+
+
+def test_a_forgotten_label_key_is_an_error_that_names_the_columns(found: Found) -> None:
+    (error,), _ = found([row("2"), row("3")])
+    assert error.endswith(
+        "data.jsonl: no label for --rm-type last_number in 2 of 2 rows (lines 1, 2); the columns are prompt, label:"
+        " --label-key label?"
+    )
+    assert found([row("2")], rm_type="random")[0] == []
+    assert found([row("2")], rm_type="format")[0] == []
+    (error,), _ = found([row("2")], rm_type="format:0.2+exact")
+    assert "no label for --rm-type format:0.2+exact" in error
+
+
+def test_a_users_own_reward_needs_no_label(found: Found, tmp_path: Path) -> None:
+    rewards = tmp_path / "my_reward.py"
+    rewards.write_text("def reward(args, sample, **kw):\n    return 1.0\n")
+    assert found([row("2")], rm_type=None, custom_rm_path=f"{rewards}:reward")[0] == []
+    assert found([row("")], rm_type=None, custom_rm_path=f"{rewards}:reward", label_key="label")[0] == []
+
+
+def test_a_users_generate_function_may_set_labels(found: Found, tmp_path: Path) -> None:
+    functions = tmp_path / "two.py"
+    functions.write_text("async def generate(args, sample, sampling_params):\n    return sample\n")
+    errors, warnings = found([row("2")], custom_generate_function_path=f"{functions}:generate")
+    assert errors == [] and "no label for --rm-type last_number" in warnings[0]
+    config = Config.from_flat({"rollout_function_path": "a.b", "rm_type": "exact"})
+    assert run_label_check(config) is None, "a rollout function of the user's makes its own samples"
+    sft = Config.from_flat({"mode": "sft", "rm_type": "exact"})
+    assert label_check(sft, "exact", None, generate_path=None) is None
+
+
+def test_one_bad_label_is_found_with_its_row(found: Found) -> None:
+    rows = [row("1"), row("1,234.5"), row(3), row("the answer is nine"), row(""), row([]), row(None)]
+    (error,), _ = found(rows, label_key="label")
+    assert "column 'label' (--label-key) does not fit --rm-type last_number in 4 of 7 rows (lines 4, 5, 6, …" in error
+    assert "line 4: the label 'the answer is nine' is no number)" in error
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "good", "bad"),
+    [
+        ("exact", ["a", 4, 0.5], ["", " ", [], ["a"], {}, None]),
+        ("f1", ["a", ""], [[], None]),
+        ("last_number", ["-7", "1,000", 3], ["", "nine", "nan", [], None]),
+        ("math", ["x^2"], ["", [], None]),
+        ("math_verl", ["7", r"\boxed{7}"], ["", r"\boxed{7", r"\boxed{}", [], None]),
+        ("deepscaler", ["7"], [r"\boxed{", None]),
+        ("boxed_exact", ["7"], ["", None]),
+        ("dapo", ["34", 34], ["", None]),
+        ("gpqa", ["B", 2], ["", "none of them", None]),
+        (
+            "code",
+            ['{"inputs": ["1"], "outputs": ["2"]}', ["assert f(1) == 2"]],
+            ["", [], {}, "x", {"inputs": []}, None],
+        ),
+        ("code_all", ['["assert f(1) == 2"]'], [[], None]),
+        ("random", ["", None], []),
+        ("format", ["", None], []),
+        ("reward_model", ["", None], []),
+        ("remote_rm", ["", None], []),
+    ],
+)
+def test_labels_of_each_reward(rm_type: str, good: list[Any], bad: list[Any]) -> None:
+    check = LabelCheck(rm_type)
+    assert [label for label in good if check(label, {}) is not None] == []
+    assert [label for label in bad if check(label, {}) is None] == []
+
+
+@pytest.mark.parametrize("rm_type", sorted(set(RM_TYPES) - {"random", "format", "ifeval", "math", "deepscaler"}))
+def test_no_label_passes_that_ends_a_run(rm_type: str) -> None:
+    """A grader raises for a label only where the check told it before."""
+    for label in ("", "x", "7", [], {}, None, 3, "[1]", r"\boxed{", '{"asserts": 1}'):
+        if LabelCheck(rm_type)(label, {}) is None and not rm_type.startswith("code"):
+            grade(rm_type, "the answer is 7", label, {})
+
+
+def test_the_metadata_of_a_row_counts() -> None:
+    assert LabelCheck("gpqa")(None, {"choices": ["x", "y"], "correct_letter": "B"}) is None
+    problem = LabelCheck("ifeval")(None, {})
+    assert problem is not None and not problem.is_about_label and "instruction_id_list" in problem.told
+    assert LabelCheck("ifeval")(None, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}) is None
+    assert LabelCheck("exact")("nine", {"rm_type": "last_number"}) is not None, "the row names its own reward"
+    assert LabelCheck(None)("nine", {"rm_type": "no_such"}) is not None
+    assert LabelCheck("exact", overrides={"rm_type": "random"})("", {}) is None
+    assert {"gpqa", "ifeval", "format"} == NEED_METADATA, "a new reward of metadata needs a reader, or none"
+
+
+def test_slow_labels_have_a_budget() -> None:
+    spent = LabelCheck("code", budget_s=0.0)
+    assert spent([], {}) is None
+    assert LabelCheck("last_number", budget_s=0.0)("nine", {}) is not None, "quick ones are all read"
+
+
+def test_evaluation_sets_are_checked_by_their_own_reward(found: Found, write_rows: Rows, tmp_path: Path) -> None:
+    good, bad = write_rows([row("2")], "good.jsonl"), write_rows([row("2"), row("two")], "bad.jsonl")
+    flags = {"label_key": "label", "eval_prompt_data": ["held-out", str(bad)], "eval_interval": 1}
+    (error,), _ = found([row("2")], **flags)
+    assert error.startswith("--eval-prompt-data") and "line 2" in error and "'two' is no number" in error
+    assert found([row("2")], **flags | {"eval_prompt_data": ["held-out", str(good)]})[0] == []
+
+
+def test_data_check_reads_labels_as_the_run_does(write_rows: Rows, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows([row("1", prompt="a"), row("nine", prompt="b"), row([], prompt="c")])
+    flags = ["--input-key", "prompt", "--rm-type", "last_number"]
+    assert cli.main(["data", "check", str(data), *flags, "--label-key", "label"]) == 2
+    out = capsys.readouterr().out
+    assert "does not fit --rm-type last_number in 2 of 3 rows (lines 2, 3" in out
+    assert cli.main(["data", "check", str(data), *flags]) == 2
+    assert "the columns are prompt, label: --label-key label?" in capsys.readouterr().out
+
+
+def test_a_null_label_has_one_line(write_rows: Rows) -> None:
+    data = write_rows([row(None)])
+    columns = PromptColumns("prompt", "label")
+    check = check_file(data, columns, "--prompt-data", "--input-key", ask_reward=LabelCheck("exact"))
+    assert len(check.errors) == 1 and check.warnings == []
+    check = check_file(data, columns, "--prompt-data", "--input-key", ask_reward=LabelCheck("random"))
+    assert check.errors == [] and "is null" in check.warnings[0]
