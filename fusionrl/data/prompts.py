@@ -6,10 +6,10 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -80,7 +80,10 @@ def check_file(
 
 
 def template_probe(
-    files: TokenizerFiles, columns: PromptColumns, load: Callable[[], Any], loss_mask_type: str | None = None
+    files: TokenizerFiles,
+    columns: PromptColumns,
+    load: Callable[[], PreTrainedTokenizerBase],
+    loss_mask_type: str | None = None,
 ) -> TemplateProbe | None:
     """Asks the chat template of a folder; None where there is none, or it is not used.
 
@@ -91,7 +94,7 @@ def template_probe(
     if not files.templates or not (is_sft or columns.apply_chat_template):
         return None
 
-    def confirm(messages: Messages, tools: Any) -> str | None:
+    def confirm(messages: Messages, tools: object) -> str | None:
         try:
             if loss_mask_type is None:
                 render_prompt(list(messages), load(), columns, tools)
@@ -111,7 +114,9 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(sorted({*getattr(tokenizer, "all_special_tokens", ()), *(str(one) for one in added if one.special)}))
 
 
-def metadata_and_tools(row: Mapping[str, object], columns: PromptColumns) -> tuple[dict[str, Any], list[Any] | None]:
+def metadata_and_tools(
+    row: Mapping[str, object], columns: PromptColumns
+) -> tuple[dict[str, object], list[dict[str, object]] | None]:
     """Both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
 
     Raises:
@@ -202,7 +207,10 @@ def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
 
 
 def render_prompt(
-    prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object = None
+    prompt: str | Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: PromptColumns,
+    tools: object = None,
 ) -> str:
     """The text of a prompt: by the chat template when asked, as it stands otherwise.
 

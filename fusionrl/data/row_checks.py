@@ -181,7 +181,12 @@ class RowChecker:
         return False
 
     def _check_template(
-        self, shape: Hashable, messages: Any, tools: Any, found: list[Finding], is_odd: bool = False
+        self,
+        shape: Hashable,
+        messages: Sequence[Mapping[str, object]],
+        tools: object,
+        found: list[Finding],
+        is_odd: bool = False,
     ) -> None:
         assert self.probe is not None
         if reason := self.probe.refusal(shape, messages, tools, is_odd):
@@ -282,13 +287,13 @@ class RowChecker:
             return Finding(f"{cause} is unusual", shown, hint, is_warning=True)
         return None
 
-    def _check_rich_message(self, message: Mapping[str, Any], found: list[Finding]) -> None:
+    def _check_rich_message(self, message: Mapping[str, object], found: list[Finding]) -> None:
         """A message whose content is no text, or that has more keys than role and content."""
         key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
         if problem := value_problem(message):
             found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
         if content is None and message["role"] != "assistant":
-            found.append(Finding(f"column {key!r}: a message has no content", f"role {message['role'][:80]!r}"))
+            found.append(Finding(f"column {key!r}: a message has no content", f"role {str(message['role'])[:80]!r}"))
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
@@ -405,7 +410,7 @@ def read_metadata(value: object, key: str) -> dict[str, object]:
     return dict(found or {})
 
 
-def read_tools(value: object, key: str) -> list[Any] | None:
+def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
     """The list of tools, or JSON text of it.
 
     Raises:

@@ -225,7 +225,7 @@ class PendingFiles:
     """
 
     def __init__(
-        self, request: AsyncRequest, results: queue.Queue[dict[int, Report]], writer: WriterProcess | None
+        self, request: AsyncRequest, results: queue.Queue[dict[int, object]], writer: WriterProcess | None
     ) -> None:
         self._request, self._results, self._writer = request, results, None
         self._written = Written()
@@ -292,11 +292,11 @@ def _raise_first(errors: list[str | None]) -> None:
 
 
 @contextmanager
-def result_queue() -> Iterator[queue.Queue[dict[int, Report]]]:
+def result_queue() -> Iterator[queue.Queue[dict[int, object]]]:
     """The queue that a save planned within it takes its results from; Megatron's own is another process."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    results: queue.Queue[dict[int, Report]] = queue.Queue()
+    results: queue.Queue[dict[int, object]] = queue.Queue()
     before = filesystem_async._results_queue
     filesystem_async._results_queue = results
     try:
