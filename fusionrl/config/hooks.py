@@ -149,11 +149,11 @@ def load_function(path: str) -> Callable[..., Any]:
     return found
 
 
-def hook_paths(args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def hook_paths(args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(field, path) of each function that the flags `args` name."""
     for field in SIGNATURES:
-        paths = args.get(field) or ()
-        for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list | tuple) else ():
+        paths = args.get(field) or []
+        for path in [paths] if isinstance(paths, str) else paths:
             yield field, path
 
 
