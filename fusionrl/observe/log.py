@@ -88,11 +88,25 @@ def write_whole_lines() -> None:
     """Write what `print` is given line by line from now on, each line at once.
 
     Into a file, Python would keep it back until there are some KiB, and lose it where the process is killed; or, with
-    PYTHONUNBUFFERED, write a text and its end of line one after the other, between which other processes write.
+    PYTHONUNBUFFERED, write a text and its end of line one after the other, between which other processes write. In
+    Ray's processes a stream of Ray's own does the latter, so it is replaced.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
+        elif (descriptor := _descriptor(stream)) is not None:
+            lines = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, lines)
+
+
+def _descriptor(stream: object) -> int | None:
+    """Return the file descriptor that a stream writes to; None for one that writes to none."""
+    try:
+        descriptor = getattr(stream, "fileno", lambda: None)()
+    except (OSError, ValueError):
+        return None
+    return descriptor if isinstance(descriptor, int) else None
 
 
 def quiet_libraries() -> None:
