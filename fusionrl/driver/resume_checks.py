@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusionrl.base.quiet import quiet
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.config.config import Config
 from fusionrl.models.saved_shape import ShapeDiffers, check_saved_shape
 from fusionrl.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from fusionrl.data.state import SourceState
 
 MAX_CHECKED_PROMPTS = 50_000  # of larger data only the Buffer compares the prompts: reading them twice takes minutes
 
@@ -74,12 +77,12 @@ def _data_errors(path: Path, config: Config) -> list[str]:
     return [] if num_prompts > MAX_CHECKED_PROMPTS else _state_errors(state, config)
 
 
-def _state_errors(state: Mapping[str, object], config: Config) -> list[str]:
+def _state_errors(state: SourceState, config: Config) -> list[str]:
     from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer  # with a tokenizer: only for a resume
 
     try:
         with quiet():
-            RolloutDataSourceWithBuffer(config.to_args()).load_state_dict(dict(state))
+            RolloutDataSourceWithBuffer(config.to_args()).load_state_dict(state.copy())
     except ValueError as error:
         return [str(error)]
     except (OSError, KeyError, TypeError, AttributeError, IndexError, RecursionError):

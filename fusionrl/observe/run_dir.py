@@ -110,7 +110,7 @@ class RunDir:
         self.close()
 
 
-def last_config(path: Path) -> dict[str, Any] | None:
+def last_config(path: Path) -> dict[str, object] | None:
     """Return the newest config.json of a run's folder; None where there is none that can be read."""
     file = last_config_file(path)
     if file is None:
@@ -212,7 +212,7 @@ class _Lock:
         if self.path.is_file() and not self.path.is_symlink():
             self._refuse_holder(_parse(self.path.read_text(encoding="utf-8", errors="replace")))
 
-    def _refuse_holder(self, holder: Mapping[str, Any] | None) -> None:
+    def _refuse_holder(self, holder: _Holder | None) -> None:
         if holder is not None and holder.get("host") != self._mine["host"]:
             raise ValueError(
                 f"--run-dir {self.path.parent} is held by process {holder.get('pid')} on "
