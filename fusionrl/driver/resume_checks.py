@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fusionrl.base.quiet import quiet
 from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
 from fusionrl.config.config import Config
+from fusionrl.data.state import SourceState
 from fusionrl.models.saved_shape import ShapeDiffers, check_saved_shape
 from fusionrl.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from fusionrl.data.state import SourceState
 
 MAX_CHECKED_PROMPTS = 50_000  # of larger data only the Buffer compares the prompts: reading them twice takes minutes
 
@@ -82,7 +79,7 @@ def _state_errors(state: SourceState, config: Config) -> list[str]:
 
     try:
         with quiet():
-            RolloutDataSourceWithBuffer(config.to_args()).load_state_dict(state.copy())
+            RolloutDataSourceWithBuffer(config.to_args()).load_state_dict(state)
     except ValueError as error:
         return [str(error)]
     except (OSError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
