@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from argparse import Namespace
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -92,13 +93,13 @@ class GenerateState:
     sampling_params  SGLang's, from the flags
     """
 
-    args: Any
+    args: Namespace
     tokenizer: PreTrainedTokenizerBase
     processor: None
     sampling_params: dict[str, Any]
     semaphore: asyncio.Semaphore
 
-    def __new__(cls, args: Any) -> GenerateState:
+    def __new__(cls, args: Namespace) -> GenerateState:
         state: GenerateState | None = vars(args).get("generate_state")
         if state is None:
             state = super().__new__(cls)
@@ -140,7 +141,7 @@ def get_log_probs_and_entropy(*args: Any, **kwargs: Any) -> Any:
     return custom_loss.get_log_probs_and_entropy(*args, **kwargs)
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run(coroutine: Coroutine[object, object, T]) -> T:
     """Run a coroutine on one event loop that lives as long as the process, and wait for its result.
 
     For rollout functions, which are synchronous; sessions that they open there stay usable in the next rollout.

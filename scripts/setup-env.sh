@@ -130,4 +130,4 @@ for name in ${sets[@]+"${sets[@]}"}; do
   pip_install --no-build-isolation --no-deps -r "requirements/$name.txt"
   fingerprint "requirements/$name.txt" >"$venv/.stamp-$name"
 done
-say "$venv is ready ($kind, $((SECONDS - start)) s)"
+say "$venv is ready ($kind, $((SECONDS - start)) s); for the command fusionrl in your shell: source $venv/bin/activate"

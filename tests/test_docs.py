@@ -25,6 +25,15 @@ def test_links_and_files_exist(page: Path) -> None:
     assert not files, f"{page.name} names files that are not there: {sorted(set(files))}"
 
 
+def test_a_newcomer_is_told_how_to_get_the_command() -> None:
+    """README and the environment's script say it before the first command that needs it."""
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    needs = re.search(r"^(fusionrl train --|python tools/)", text, re.MULTILINE)
+    assert needs is not None
+    assert "source .venv/bin/activate" in text[: needs.start()]
+    assert "source $venv/bin/activate" in (REPO / "scripts" / "setup-env.sh").read_text(encoding="utf-8")
+
+
 def test_the_index_names_every_page() -> None:
     index = REPO / "docs" / "README.md"
     linked = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text(encoding="utf-8"))}

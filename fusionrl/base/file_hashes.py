@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 FAST, ALWAYS_THERE = "xxh3-128", "sha256"
 _BLOCK = 1 << 20
 _MAX_THREADS = 8
 
-Facts = dict[str, list[Any]]
+Facts = dict[str, list[int | str]]
 """File name → [bytes, hash]; the hash is "<kind>:<hexadecimal>"."""
 
 
@@ -28,8 +28,14 @@ Facts = dict[str, list[Any]]
 class Written:
     """The files that one rank has written: facts for Megatron's finalisation, and the files' sizes and hashes."""
 
-    reports: dict[int, Any] = field(default_factory=dict)
+    reports: dict[int, object] = field(default_factory=dict)
     files: Facts = field(default_factory=dict)
+
+
+class _Digest(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 def plain_name(name: object, where: str) -> str:
@@ -65,7 +71,7 @@ def hash_file(path: Path, kind: str) -> str:
     return f"{kind}:{digest.hexdigest()}"
 
 
-def _new_hash(kind: str) -> Any:
+def _new_hash(kind: str) -> _Digest:
     if kind == ALWAYS_THERE:
         return hashlib.sha256()
     if kind != FAST:
@@ -96,6 +102,7 @@ def check_facts(folder: Path, facts: object, where: str) -> None:
     """
     if not isinstance(facts, Mapping) or not facts:
         raise ValueError(f"{where}: it lists no files with hashes (it was changed, or is incomplete)")
+    saved: list[tuple[str, int, str]] = []
     for name, fact in facts.items():
         plain_name(name, where)
         if not (
@@ -106,9 +113,10 @@ def check_facts(folder: Path, facts: object, where: str) -> None:
             and ":" in fact[1]
         ):
             raise ValueError(f"{where}: what it says of {name} is no size and hash")
+        saved.append((name, *fact))
 
-    def check(item: tuple[str, list[Any]]) -> str | None:
-        name, (size, wanted) = item
+    def check(file: tuple[str, int, str]) -> str | None:
+        name, size, wanted = file
         path = folder / name
         try:
             status = path.lstat()
@@ -123,8 +131,8 @@ def check_facts(folder: Path, facts: object, where: str) -> None:
             return f"{name}: {error}"
         return None if found == wanted else f"{name} is not what was saved"
 
-    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, len(facts))) as pool:
-        wrong = [text for text in pool.map(check, facts.items()) if text is not None]
+    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, len(saved))) as pool:
+        wrong = [text for text in pool.map(check, saved) if text is not None]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise ValueError(f"{where}: {wrong[0]}{more}")

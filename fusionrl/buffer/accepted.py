@@ -133,7 +133,7 @@ class AcceptedSamples:
         write_atomically(self.summary_path, json.dumps(summary, indent=1) + "\n")
 
 
-def _row(rollout_id: int, sample: Sample, reward: float, keeps_tokens: bool) -> dict[str, Any]:
+def _row(rollout_id: int, sample: Sample, reward: float, keeps_tokens: bool) -> dict[str, object]:
     """One line of the file. Where parts of the answer are not trained on, it has tokens, and no `messages`: as one
     message of the assistant, all of it would be."""
     named = {"step": rollout_id + 1, "rollout_id": rollout_id}

@@ -10,11 +10,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fusionrl import sandbox
 from fusionrl.buffer.accepted import AcceptedSamples
@@ -26,6 +25,7 @@ from fusionrl.buffer.evaluation import Evaluation
 from fusionrl.buffer.functions import RolloutFunctions
 from fusionrl.buffer.rollout import Rollout, RolloutStages
 from fusionrl.buffer.source import PromptSource
+from fusionrl.buffer.trained import TrainedColumns
 from fusionrl.config.config import Config
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.plan import Plan
@@ -45,7 +45,7 @@ class BufferActor:
         run_dir: str,
         attempt: int,
         endpoints: EngineEndpoints,
-        put: Callable[[Any], Any] | None = None,
+        put: Callable[[object], object] | None = None,
     ) -> None:
         self.config, self.plan = config, plan
         self.run_dir = Path(run_dir)
@@ -60,7 +60,7 @@ class BufferActor:
         self._phase = "idle"
         self._phase_since = time.monotonic()
         self._last_metrics: dict[str, float] = {}
-        self._validation: dict[str, list[Any]] | None = None
+        self._validation: dict[str, list[object]] | None = None
 
     # -------------------------------------------------------------------------------- control
     async def setup(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ class BufferActor:
         self.endpoints.export()
         self._border.set_endpoints(self.endpoints)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, object]:
         """Return what the Buffer is doing, since how many seconds, and the data cursor."""
         return {"phase": self._phase, "seconds": time.monotonic() - self._phase_since, **self.source.cursor()}
 
@@ -121,7 +121,7 @@ class BufferActor:
             self._accepted.forget_after(rollout_id)
         return rollout_id
 
-    async def cursor(self) -> dict[str, Any] | None:
+    async def cursor(self) -> dict[str, object] | None:
         """Return the data source's state, for comparisons."""
         return self.source.state()
 
@@ -149,7 +149,7 @@ class BufferActor:
         self._last_metrics = rollout.metrics
         return rollout
 
-    async def add_trained(self, rollout_id: int, columns: Sequence[Any]) -> None:
+    async def add_trained(self, rollout_id: int, columns: Sequence[TrainedColumns | Awaitable[TrainedColumns]]) -> None:
         """Write what the trainers found out about the samples of a rollout (`PolicyTrainer.sample_columns`).
 
         columns  one part a data-parallel rank, or Ray references to them
@@ -165,7 +165,7 @@ class BufferActor:
             metrics = await asyncio.to_thread(self._evaluation.run, rollout_id)
         return metrics | {"perf/time_eval_s": time.perf_counter() - start}
 
-    async def validation_shards(self) -> dict[str, list[Any]]:
+    async def validation_shards(self) -> dict[str, list[object]]:
         """--mode sft: set of --eval-prompt-data → one shard a rank, for `PolicyTrainer.evaluate_loss`; made once."""
         if self._validation is None:
             self._validation = await asyncio.to_thread(self._evaluation.validation_shards, self._put)
@@ -183,7 +183,7 @@ class BufferActor:
             self._phase, self._phase_since = "idle", time.monotonic()
 
 
-def _ray_put(value: object) -> Any:
+def _ray_put(value: object) -> object:
     import ray
 
     return ray.put(value)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fusionrl.config.hooks import HookError
+from fusionrl.config.hooks import HookError, user_code
 from fusionrl.data.sample import Sample
 from fusionrl.observe.rollouts import RolloutWriter
 
@@ -23,8 +23,9 @@ def writing_blamed(writer: RolloutWriter, rollout_id: int, attempt: int, kind: s
         if samples:
             try:
                 rows = (sample.to_row() | {"error": str(error)} for sample in samples)
-                path = writer.write(rollout_id, attempt, rows, kind=kind)
-            except Exception as failure:  # attributes of a user's may not be writable; the user's error goes first
+                with user_code("attributes of the user's", None):
+                    path = writer.write(rollout_id, attempt, rows, kind=kind)
+            except HookError as failure:  # the user's own error goes first
                 logger.warning("the samples at which a user's function raised cannot be written: %s", failure)
             else:
                 count = f"the {len(samples)} samples" if len(samples) > 1 else "the sample"

@@ -7,7 +7,6 @@ import copy
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
@@ -28,7 +27,7 @@ class Hook:
         """Flag and function, as messages begin."""
         return f"{flag_of(self.field)} {self.path}"
 
-    def __call__(self, *given: object) -> Any:
+    def __call__(self, *given: object) -> object:
         """Call the function.
 
         Raises:

@@ -63,7 +63,7 @@ def build_shards(
     balance: Balance,
     *,
     rollout_id: int,
-    extra: dict[str, list[Any]] | None = None,
+    extra: dict[str, list[object]] | None = None,
     by_groups: bool = False,
     weight_version: int | None = None,
 ) -> list[TrainShard]:
@@ -91,7 +91,7 @@ def take_shards(
     balance: Balance,
     *,
     rollout_id: int,
-    extra: dict[str, list[Any]] | None = None,
+    extra: dict[str, list[object]] | None = None,
     by_groups: bool = False,
     weight_version: int | None = None,
     freed: Callable[[], None] | None = None,
@@ -229,12 +229,12 @@ def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
 def _take_shard(
     samples: list[Sample],
     members: Sequence[int],
-    given: dict[str, Sequence[Any]],
+    given: dict[str, Sequence[object]],
     present: dict[str, tuple[int, ...]],
     *,
     rollout_id: int,
     steps: list[TrainStep],
-    extra: dict[str, list[Any]],
+    extra: dict[str, list[object]],
     freed: Callable[[], None] | None,
 ) -> TrainShard:
     """One rank's shard, of the samples at `members`; `given` are fields that stand beside the samples.
@@ -269,7 +269,7 @@ def _take_shard(
     return TrainShard(rollout_id, total, responses, fields, steps, metadata, columns)
 
 
-def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[Any]:
+def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list[object]:
     """A value a sample, for `flat_field`."""
     match name:
         case "sample_index":
@@ -286,7 +286,7 @@ def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list
     return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
 
 
-def _of_all_tokens(experts: Any, num_tokens: int, trailing: tuple[int, ...]) -> np.ndarray:
+def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[int, ...]) -> np.ndarray:
     """With the last token, which no engine runs over, where it is missing: -1."""
     whole = np.full((num_tokens, *trailing), -1, np.int16)
     if experts is not None:

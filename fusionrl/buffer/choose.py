@@ -47,7 +47,7 @@ def choose(scored: Scored, config: Config, num_steps: int, limits: Limits, borde
         data = convert(border.args(), list(scored.samples))  # a list of its own: it may sort it
         converted = samples_of(data, scored.samples, convert.where)
         check_samples(convert.field, convert.path, converted[0], limits)
-        chosen = TrainingSamples(*converted, has_indices="sample_indices" in data)
+        chosen = TrainingSamples(*converted, has_indices=isinstance(data, dict) and "sample_indices" in data)
     return pair_up(chosen, num_steps) if config.algorithm.policy_loss == "dpo" else chosen
 
 

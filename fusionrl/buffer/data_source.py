@@ -17,7 +17,7 @@ from fusionrl.data.mixture import Mixture, PromptSequence
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.rows import parse_sets
 from fusionrl.data.sample import Sample
-from fusionrl.data.state import pack, pack_sample, unpack, unpack_sample
+from fusionrl.data.state import SetState, SourceState, pack, pack_sample, unpack, unpack_sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.observe.values import write_atomically
 
@@ -146,12 +146,12 @@ class RolloutDataSourceWithBuffer:
         """Add entries to what is kept with the cursor for hooks."""
         self.metadata.update(metadata)
 
-    def get_metadata(self) -> dict[str, Any]:
+    def get_metadata(self) -> dict[str, object]:
         """Return the entries that hooks keep with the cursor."""
         return self.metadata
 
     # -------------------------------------------------------------------------------- checkpoints
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SourceState:
         """Cursor, counters, metadata and the buffer, as values for JSON; restored bit by bit, arrays too."""
         return {
             "sets": self._sets_state(),
@@ -161,7 +161,7 @@ class RolloutDataSourceWithBuffer:
             "buffer": [[pack_sample(sample) for sample in group] for group in self.buffer],
         }
 
-    def _sets_state(self) -> list[dict[str, Any]]:
+    def _sets_state(self) -> list[SetState]:
         sets = zip(self._names, self._mixture.sequences, self._mixture.shares, self._fingerprints, strict=True)
         return [
             {
@@ -174,7 +174,7 @@ class RolloutDataSourceWithBuffer:
             for name, sequence, share, fingerprint in sets
         ]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SourceState) -> None:
         """Go on where `state` was taken.
 
         Raises:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
+from fusionrl.rollout.types import EvalResult
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
 
 
-def eval_metrics(data: dict[str, dict[str, Any]]) -> dict[str, float]:
+def eval_metrics(data: Mapping[str, EvalResult]) -> dict[str, float]:
     """`eval_set_metrics` of each evaluation set, as eval/<set>/<name>."""
     found = {name: eval_set_metrics(name, result) for name, result in data.items()}
     return {f"eval/{name}/{metric}": value for name, of in found.items() for metric, value in of.items()}
 
 
-def eval_set_metrics(name: str, result: dict[str, Any]) -> dict[str, float]:
+def eval_set_metrics(name: str, result: EvalResult) -> dict[str, float]:
     """Numbers about one evaluation set: what a rollout function returned under its name.
 
     reward, accuracy  means over all samples; <name>_ci95 is half the width of their 95 % interval, 1.96 standard

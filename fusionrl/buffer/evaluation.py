@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.build import build_shards
@@ -21,7 +20,7 @@ from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.dispatch import take_lost
 from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
-from fusionrl.rollout.types import as_eval_output
+from fusionrl.rollout.types import EvalResult, as_eval_output
 
 
 class Evaluation:
@@ -60,7 +59,7 @@ class Evaluation:
             **result.metrics,
         }
 
-    def _write_summary(self, rollout_id: int, data: Mapping[str, dict[str, Any]]) -> None:
+    def _write_summary(self, rollout_id: int, data: Mapping[str, EvalResult]) -> None:
         """Write eval/<step>.json: each set's metrics, and the settings that they were found with (null: a user's)."""
         settings = {one.name: one.model_dump() for one in self._sets}
         sets = {
@@ -72,8 +71,8 @@ class Evaluation:
         summary = to_jsonable({"step": rollout_id, "attempt": self._attempt, "sets": sets})
         write_atomically(folder / f"{rollout_id}.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
-    def validation_shards(self, put: Callable[[TrainShard], Any]) -> dict[str, list[Any]]:
-        """--mode sft: set → one shard a rank, for `TrainerActor.evaluate_loss`."""
+    def validation_shards(self, put: Callable[[TrainShard], object]) -> dict[str, list[object]]:
+        """--mode sft: set → one shard a rank, for `PolicyTrainer.evaluate_loss`."""
         assert self._plan.balance is not None and self._plan.batch is not None
         shards, settings = {}, SftSettings.of_args(self._border.args())
         for one in self._sets:

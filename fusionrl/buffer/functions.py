@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
 
 from fusionrl.buffer.source import PromptSource
 from fusionrl.config.config import Config
@@ -33,11 +32,11 @@ class RolloutFunctions:
         """Flag and path of a user's own rollout function; None for the default one."""
         return None if self._path == self._default else f"--rollout-function-path {self._path}"
 
-    def generate(self, args: Namespace, rollout_id: int) -> Any:
+    def generate(self, args: Namespace, rollout_id: int) -> object:
         """Call the rollout function; returns what it returned."""
         return self._call("rollout_function_path", self._path, self._function, args, rollout_id, {})
 
-    def evaluate(self, args: Namespace, rollout_id: int) -> Any:
+    def evaluate(self, args: Namespace, rollout_id: int) -> object:
         """Call the function that evaluates; returns what it returned."""
         keywords = {"evaluation": True}
         return self._call(self._eval_field, self._eval_path, self._eval_function, args, rollout_id, keywords)
@@ -50,7 +49,7 @@ class RolloutFunctions:
         args: Namespace,
         rollout_id: int,
         keywords: dict[str, bool],
-    ) -> Any:
+    ) -> object:
         source = self._source
         if path == self._default:
             with source.guarded():  # of the user's functions in it, only the data source does not name itself

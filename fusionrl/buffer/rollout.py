@@ -52,7 +52,7 @@ class RolloutStages:
         writer: RolloutWriter,
         accepted: AcceptedSamples,
         attempt: int,
-        put: Callable[[TrainShard], Any],
+        put: Callable[[TrainShard], object],
     ) -> None:
         self._config, self._plan, self._border, self._collector = config, plan, border, collector
         self._writer, self._accepted, self._attempt, self._put = writer, accepted, attempt, put

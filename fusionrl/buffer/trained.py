@@ -13,6 +13,10 @@ from fusionrl.observe.rollouts import RolloutWriter
 KEPT = 3  # rollouts whose samples may still be trained on
 
 
+TrainedColumns = dict[int, dict[str, object]]
+"""What one rank found out: position of a sample in its shard → name → value."""
+
+
 class TrainedSamples:
     """Knows on which line of which file each sample of a train shard stands.
 
@@ -50,7 +54,7 @@ class TrainedSamples:
         for old in [key for key in self._given if key <= rollout_id - KEPT]:
             del self._given[old]
 
-    def add(self, rollout_id: int, columns: Sequence[Mapping[int, Mapping[str, Any]]]) -> Path | None:
+    def add(self, rollout_id: int, columns: Sequence[Mapping[int, Mapping[str, object]]]) -> Path | None:
         """Write what the ranks found out, position -> name -> value, as rows with their `line` (from 0).
 
         Returns:

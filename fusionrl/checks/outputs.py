@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import os
 from pathlib import Path
 
 from fusionrl.config.config import Config
+from fusionrl.observe.run_dir import RunDir, last_config_file, own_config_file
 
 
 def template_errors(config: Config) -> list[str]:
@@ -39,4 +42,43 @@ def output_errors(config: Config) -> list[str]:
         errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
     if config.run.resume and config.run.run_dir is None:
         errors.append("--resume: name the run's folder with --run-dir")
+    return errors if config.run.resume else errors + folder_errors(config)
+
+
+def resume_folder_errors(config: Config) -> list[str]:
+    """List what is wrong with the folder of --resume; a short command line needs the flags of the run in it."""
+    errors, run_dir = folder_errors(config), config.run.run_dir
+    if not errors and run_dir and config.model.hf_checkpoint is None and own_config_file(Path(run_dir)) is None:
+        errors.append(f"--resume: --run-dir {run_dir} has no config.json of yours with a run's flags; give all of them")
     return errors
+
+
+def folder_errors(config: Config) -> list[str]:
+    """List what keeps the run from having its folder: a run that is in it already, or with --resume is not there."""
+    if config.run.run_dir is None:
+        return []
+    path = Path(config.run.run_dir)
+    if config.run.resume and not path.exists():
+        return [
+            f"--resume: there is no folder --run-dir {path}; {_nearest(path)}. Without --resume a new run starts there"
+        ]
+    try:
+        RunDir.check(path, config.run.resume)
+    except (ValueError, OSError) as error:
+        return [str(error) if isinstance(error, ValueError) else f"--run-dir: {error}"]
+    return []
+
+
+def _nearest(path: Path) -> str:
+    """Name the folders that a mistyped path may have meant."""
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    shown = parent if path.is_absolute() else Path(os.path.relpath(parent))
+    part = path.absolute().relative_to(parent).parts[0]
+    try:
+        names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:
+        names = []
+    if close := difflib.get_close_matches(part, names, 1):
+        return f"the nearest one is {shown / close[0]}"
+    runs = [name for name in names if last_config_file(parent / name)][:8]
+    return f"{shown} has " + (f"the runs {', '.join(runs)}" if runs else "no run")

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from fusionrl.checks.warnings import flag_warnings
 from fusionrl.cli.exits import refuse
-from fusionrl.cli.resolve import resolve
+from fusionrl.cli.resolve import resolve, resume_lines
+from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser
 from fusionrl.config.plan_flags import PLAN_FLAGS, take_plan_flags
+from fusionrl.plan.plan import Plan
 from fusionrl.plan.render import render_plan
 
 
@@ -31,5 +33,12 @@ def run(argv: Sequence[str]) -> int:
         config, plan = resolve(argv, of_plan)
     except CommandLineError as error:
         return refuse(error.errors)
-    print(render_plan(plan, config, flag_warnings(config)), end="")
+    print_plan(config, plan)
     return 0
+
+
+def print_plan(config: Config, plan: Plan) -> None:
+    """Print the plan, and with --resume the flags that differ from the run's."""
+    print(render_plan(plan, config, flag_warnings(config)), end="")
+    for text in resume_lines(config, plan):
+        print(f"resume     {text}")

@@ -6,15 +6,19 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.collect import attempt
 from fusionrl.checks.hub import resolve_names
+from fusionrl.checks.outputs import resume_folder_errors
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
-from fusionrl.config.parser import CommandLineError, read_args
+from fusionrl.config.differences import difference_lines
+from fusionrl.config.parser import CommandLineError, former_flags, read_args
 from fusionrl.config.plan_flags import imbalance_of
+from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.devices import this_machine
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
@@ -36,6 +40,10 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         CommandLineError: every mistake that can be known before anything starts.
     """
     config, errors = read_args(argv)
+    if config.run.resume and (of_folder := resume_folder_errors(config)):
+        raise CommandLineError(errors + of_folder)  # most flags may be those of the folder's run
+    if config.run.resume and (file := former_flags(argv)):
+        print(f"--resume: flags that are not given are those of {file}", file=sys.stderr)
     config, unavailable = resolve_names(config)
     errors += unavailable
     checked, found = validate(config)
@@ -63,7 +71,18 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         raise CommandLineError([str(error)]) from error
     if plan.layout is not None and (errors := trainer_errors(config, plan)):
         raise CommandLineError(errors)
+    if config.run.resume:
+        from fusionrl.driver.resume_checks import resume_errors
+
+        if errors := resume_errors(config, plan):
+            raise CommandLineError(errors)
     return config, plan
+
+
+def resume_lines(config: Config, plan: Plan) -> list[str]:
+    """List the flags in which a resume differs from the run that it goes on with, each with both values."""
+    former = last_config(Path(config.run.run_dir)) if config.run.resume and config.run.run_dir else None
+    return difference_lines(former, config, plan.num_optimizer_steps) if former is not None else []
 
 
 def trainer_errors(config: Config, plan: Plan) -> list[str]:

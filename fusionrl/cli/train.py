@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionrl.checks.warnings import flag_warnings
+from fusionrl.cli.ending import ending
 from fusionrl.cli.exits import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
-from fusionrl.cli.resolve import resolve
+from fusionrl.cli.plan import print_plan
+from fusionrl.cli.resolve import resolve, resume_lines
 from fusionrl.config.config import Config
 from fusionrl.config.parser import CommandLineError, build_parser
 from fusionrl.config.plan_flags import take_plan_flags
@@ -33,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     except CommandLineError as error:
         return refuse(error.errors)
     if config.run.dry_run:
-        print(render_plan(plan, config, flag_warnings(config)), end="")
+        print_plan(config, plan)
         return 0
     return run_command(config, plan)
 
@@ -54,6 +56,7 @@ def run_command(config: Config, plan: Plan) -> int:
     failure: BaseException | None = None
     code = 0
     with run_dir:
+        changes = resume_lines(config, plan)  # against the configuration before this one
         run_dir.write_config(config.model_dump())
         warnings = flag_warnings(config)
         run_dir.write_plan(render_plan(plan, config, warnings))
@@ -61,6 +64,8 @@ def run_command(config: Config, plan: Plan) -> int:
         with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
             progress.print(f"run folder {path}")
+            for text in changes:
+                progress.print(f"--resume: {text}")
             for text in [*memory_warnings(plan), *warnings]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
@@ -75,6 +80,8 @@ def run_command(config: Config, plan: Plan) -> int:
                     log.write("".join(traceback.format_exception(raised)))
     if failure is not None:
         code, message = explain(failure)
+        if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+            message += ending(config, path, run_dir.attempt)
         print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
     else:
         print(f"done: {path}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from fusionrl.cluster.ray_cluster import Bundle
 from fusionrl.config.config import Config
@@ -68,7 +68,7 @@ def _model_path(config: Config, plan: Plan, role: EngineRole) -> str:
     return next(scorer.model_path for scorer in plan.scorers if scorer.role == role)
 
 
-def _server_args(config: Config, plan: Plan, role: EngineRole) -> dict[str, Any]:
+def _server_args(config: Config, plan: Plan, role: EngineRole) -> dict[str, object]:
     """Fields of SGLang's ServerArgs: the user's own, and for the policy what the run's other flags need."""
     if role == "reward-model":
         return dict(config.reward.rm_server_args)

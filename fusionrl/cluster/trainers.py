@@ -147,7 +147,7 @@ class TrainerGroups:
         auxiliary = self.plan.auxiliary
         return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
-    def _of_replicas(self, pairs: Sequence[Any], layout: TrainerLayout) -> list[Any]:
+    def _of_replicas(self, pairs: Sequence[Any], layout: TrainerLayout) -> list[object]:
         """Wait for what each rank answers, (metrics, columns); references to the columns, one of each replica."""
         self._gather([done for done, _ in pairs])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

@@ -48,7 +48,7 @@ class HookArgs(argparse.Namespace):
 
     SHARED = ("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HookArgs:
+    def __deepcopy__(self, memo: dict[int, object]) -> HookArgs:
         return HookArgs(
             **{name: value if name in self.SHARED else copy.deepcopy(value, memo) for name, value in vars(self).items()}
         )

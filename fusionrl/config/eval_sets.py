@@ -20,6 +20,7 @@ The keys are the fields of `EvalSet`.
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class EvalSet(Group):
     metadata_overrides: dict[str, Any] = Field(default_factory=dict)
 
 
-def eval_sets(args: Any) -> list[EvalSet]:
+def eval_sets(args: Namespace) -> list[EvalSet]:
     """The sets of the flags `args` (a flat namespace), each with every setting filled in.
 
     Raises:
@@ -90,8 +91,8 @@ def eval_sets(args: Any) -> list[EvalSet]:
     return sets
 
 
-def _from_flags(args: Any) -> dict[str, Any]:
-    def pick(name: str, of_rollout: str) -> Any:
+def _from_flags(args: Namespace) -> dict[str, object]:
+    def pick(name: str, of_rollout: str) -> object:
         value = getattr(args, f"eval_{name}")
         return getattr(args, of_rollout) if value is None else value
 
@@ -115,13 +116,13 @@ def _from_flags(args: Any) -> dict[str, Any]:
     }
 
 
-def _over(low: Mapping[str, object], high: Mapping[str, object]) -> dict[str, Any]:
+def _over(low: Mapping[str, object], high: Mapping[str, object]) -> dict[str, object]:
     kept = {key: value for key, value in low.items() if not (key in _REWARD and any(k in high for k in _REWARD))}
     return {**kept, **high}
 
 
 @functools.cache  # once a process: an edit of the file does not change the evaluations of a run that goes on
-def _read(path: str) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
+def _read(path: str) -> tuple[dict[str, object], list[tuple[str, dict[str, object]]]]:
     """(defaults, [(place in the file, set)]) of a file."""
     import yaml
 

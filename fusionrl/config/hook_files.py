@@ -33,7 +33,6 @@ from importlib.machinery import (
 )
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 _PREFIX = "fusionrl_hooks_"
 _folders: dict[str, Path] = {}  # name of the package that stands for a folder → the folder
@@ -134,13 +133,13 @@ class _Loader(SourceFileLoader):
 
 def _import(
     name: str,
-    globals: dict[str, Any] | None = None,
-    locals: dict[str, Any] | None = None,
+    globals: dict[str, object] | None = None,
+    locals: dict[str, object] | None = None,
     fromlist: Sequence[str] = (),
     level: int = 0,
 ) -> ModuleType:
     """`builtins.__import__` for a module of a hook's folder."""
-    package = (globals or {}).get("__package__")
+    package = str((globals or {}).get("__package__") or "")
     top = name.partition(".")[0]
     if level or not package or (package, top) in _elsewhere:
         return builtins.__import__(name, globals, locals, fromlist, level)

@@ -181,15 +181,15 @@ def _functions_in(file: str) -> list[str]:
     return [one.name for one in tree.body if isinstance(one, kinds) and not one.name.startswith("_")]
 
 
-def hook_paths(args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def hook_paths(args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """(field, path) of each function that the flags `args` name."""
     for field in SIGNATURES:
-        paths = args.get(field) or []
-        for path in [paths] if isinstance(paths, str) else paths:
+        paths = args.get(field) or ()
+        for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list | tuple) else ():
             yield field, path
 
 
-def hook_values(args: Mapping[str, object]) -> dict[str, Any]:
+def hook_values(args: Mapping[str, object]) -> dict[str, object]:
     """Return the flags of users' functions among `args`, those that are set."""
     return {field: value for field in SIGNATURES if (value := args.get(field))}
 

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import with_preset
 from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
+from fusionrl.observe.run_dir import own_config_file
 
 CONFIG_FLAG_HELP = (
     "YAML, TOML or JSON file of flags, also the config.json of a former run. Flags on the command line go before it."
@@ -100,7 +101,8 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     parsed, extras = build_parser(prog).parse_known_args(normalise_switches(argv, switches(), errors))
     passthrough = parse_extras(extras, errors)
     values = vars(parsed)
-    file = _read_file(values.pop("config", []), errors)
+    former = _former_file(values)
+    file = _read_file(values.pop("config", [former] if former else []), errors)
     custom_path = values.get("custom_config_path")
     if file.custom is None:  # else the values are those of a former run
         custom_path = custom_path or file.values.get("custom_config_path")
@@ -126,6 +128,23 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
         bad_fields = {_field_of(item["loc"]) for item in error.errors()}
         fitting = {field: value for field, value in values.items() if field not in bad_fields}
         return Config.from_flat(fitting, passthrough, fitting.keys() - given), errors
+
+
+def former_flags(argv: Sequence[str]) -> str | None:
+    """Return the file with the flags of the run that a short command line with --resume goes on with.
+
+    A command line that names the model (or a file, with --config) is complete, and taken as it stands: a flag that it
+    leaves out has its default. Without --hf-checkpoint it could start nothing, so all that it lacks is the run's.
+    """
+    values = vars(build_parser().parse_known_args(normalise_switches(argv, switches(), []))[0])
+    return None if "config" in values else _former_file(values)
+
+
+def _former_file(values: Mapping[str, object]) -> str | None:
+    if not values.get("resume") or not values.get("run_dir") or "hf_checkpoint" in values:
+        return None
+    file = own_config_file(Path(str(values["run_dir"])))
+    return None if file is None else str(file)
 
 
 def _read_file(paths: Sequence[str | None], errors: list[str]) -> FileFlags:

@@ -30,7 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 OVERLONG_SHARE = 0.2  # DAPO's buffer: 4,096 of 20,480 tokens
 
 
-def with_preset(values: dict[str, Any]) -> dict[str, Any]:
+def with_preset(values: dict[str, object]) -> dict[str, object]:
     """Return `values` (flags that were given) completed by the preset that they name, if they name one."""
     name = values.get("algorithm")
     preset = dict(PRESETS.get(str(name), {}))

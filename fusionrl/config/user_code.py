@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeGuard
 
 _FRAMEWORK = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -20,6 +20,16 @@ _NOT_THE_USERS = tuple(
 )
 # They may be installed from a checkout of their own, outside of site-packages.
 _PACKAGES = ("megatron", "sglang", "sglang_router", "torch", "ray", "transformers", "transformer_engine")
+
+
+class SampleLike(Protocol):
+    """A `Sample`, as far as this room knows it."""
+
+    index: int | None
+
+    def to_row(self) -> dict[str, object]:
+        """Its fields, for a file."""
+        ...
 
 
 class HookError(RuntimeError):
@@ -31,16 +41,16 @@ class HookError(RuntimeError):
     positions  in a trainer: positions in its shard of the samples that it was at; None where that is not known
     """
 
-    def __init__(self, message: str, samples: Iterable[Any] = ()) -> None:
+    def __init__(self, message: str, samples: Iterable[SampleLike] = ()) -> None:
         super().__init__(message)
-        self.samples: list[Any] = list(samples)
+        self.samples = list(samples)
         self.positions: list[int] | None = None
 
     def add(self, line: str) -> None:
         """Add a line to the message."""
         self.args = (f"{self}\n{line}",)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), self.args  # the samples stay in the process that has them
 
 
@@ -52,7 +62,7 @@ class user_code:
         self,
         where: str,
         path: str | None,
-        *given: Any,
+        *given: object,
         only_theirs: bool = False,
         passing: tuple[type[Exception], ...] = (),
     ) -> None:
@@ -111,7 +121,7 @@ def last_user_line(error: BaseException, path: str | None = None) -> str | None:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
-def blamed_samples(error: BaseException, path: str | None = None) -> list[Any]:
+def blamed_samples(error: BaseException, path: str | None = None) -> list[SampleLike]:
     """The samples that are variables of the user's innermost frame that has some."""
     home = _home(path)
     errors = [error]
@@ -126,9 +136,9 @@ def blamed_samples(error: BaseException, path: str | None = None) -> list[Any]:
     return []
 
 
-def samples_in(given: Iterable[object]) -> list[Any]:
+def samples_in(given: Iterable[object]) -> list[SampleLike]:
     """The samples among arguments, also in lists, each once."""
-    found: dict[int, Any] = {}
+    found: dict[int, SampleLike] = {}
     for value in given:
         if _is_sample(value):
             found[id(value)] = value
@@ -137,7 +147,7 @@ def samples_in(given: Iterable[object]) -> list[Any]:
     return list(found.values())
 
 
-def _is_sample(value: object) -> bool:
+def _is_sample(value: object) -> TypeGuard[SampleLike]:
     # By what it can: this room knows no other, and `Sample` is of the room `data`.
     return callable(getattr(type(value), "to_row", None))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class MultiTurnLossMaskGenerator:
         self.tokenizer_type = self._detect() if tokenizer_type == "auto" else tokenizer_type
 
     def get_loss_mask(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+        self, messages: Sequence[Mapping[str, object]], tools: object = None
     ) -> tuple[list[int], list[int]]:
         """Token ids [T] of the whole conversation, and a mask [T]: 1 on what the assistant generates in it.
 
@@ -255,17 +255,30 @@ def is_trained(message: Mapping[str, object]) -> bool:
     return value != 0
 
 
-def _said(message: dict[str, Any]) -> list[str]:
+def _said(message: Mapping[str, object]) -> list[str]:
     """Return the texts that every template must render in the turn: the text after a thought, and names of tools."""
     content = message.get("content") or ""
-    parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
-    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-    texts = [part.split("</think>")[-1].strip() for part in parts] + [str(call.get("name", "")) for call in calls]
+    parts = [content] if isinstance(content, str) else [str(part.get("text") or "") for part in _objects(content)]
+    calls = [call.get("function") or call for call in _objects(message.get("tool_calls") or [])]
+    texts = [part.split("</think>")[-1].strip() for part in parts] + [
+        str(call.get("name", "")) for call in _objects(calls)
+    ]
     return [text for text in texts if text]
 
 
+def _objects(values: object) -> list[dict[str, object]]:
+    """The objects of a list in a message.
+
+    Raises:
+        ValueError: it is no list of objects.
+    """
+    if not isinstance(values, list | tuple) or not all(isinstance(value, dict) for value in values):
+        raise ValueError(f"a message holds {values!r:.80} where a list of objects is wanted")
+    return list(values)
+
+
 def conversation_to_sample(
-    messages: list[dict[str, Any]], masks: MultiTurnLossMaskGenerator, tools: list[dict[str, Any]] | None = None
+    messages: list[dict[str, object]], masks: MultiTurnLossMaskGenerator, tools: object = None
 ) -> Sample:
     """A sample of a conversation: the response begins at the first trained token; what follows the last is left out.
 
@@ -292,12 +305,12 @@ _MARK = "assistantsays"
 
 
 def tokens_after_assistant(
-    messages: list[dict[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     tokenizer: PreTrainedTokenizerBase,
     *,
     end_token: int | None,
-    template_kwargs: dict[str, Any] | None = None,
-    tools: Any = None,
+    template_kwargs: Mapping[str, object] | None = None,
+    tools: object = None,
 ) -> list[int]:
     """Tokens from the end of an assistant's turn, through `messages` (of tools, or of a user), to its next turn.
 
@@ -326,7 +339,7 @@ def tokens_after_assistant(
     )
 
 
-def _dummies(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
+def _dummies(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     """Assistant messages with the mark near their end: one that calls tools, as templates may demand; a plain one."""
     calls = [
         {
@@ -337,24 +350,25 @@ def _dummies(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
         for message in messages
         if message["role"] == "tool"
     ]
-    plain: dict[str, Any] = {"role": "assistant", "content": _MARK}
+    plain: Mapping[str, object] = {"role": "assistant", "content": _MARK}
     return [{"role": "assistant", "content": "", "tool_calls": calls}, plain] if calls else [plain]
 
 
 def _continuation(
-    assistant: dict[str, Any],
-    messages: list[dict[str, Any]],
+    assistant: Mapping[str, object],
+    messages: Sequence[Mapping[str, object]],
     tokenizer: PreTrainedTokenizerBase,
     end_token: int | None,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, object],
 ) -> list[int]:
     def render(conversation: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **kwargs}
         return call_template(tokenizer.apply_chat_template, conversation, **options)
 
-    before = [{"role": "user", "content": "x"}, assistant]
+    before: list[Mapping[str, object]] = [{"role": "user", "content": "x"}, assistant]
     alone, whole = render(before, False), render([*before, *messages], True)
-    num_marks = len(assistant.get("tool_calls", [0]))
+    calls = assistant.get("tool_calls")
+    num_marks = len(calls) if isinstance(calls, list) else 1
     if alone.count(_MARK) != num_marks or whole.count(_MARK) != num_marks:
         raise ValueError("the turn is not rendered once")
     turn = alone[alone.rindex(_MARK) :]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -63,7 +62,7 @@ def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rul
         raise ValueError(f"sample {sample.index}: {name} holds {value:.6g} at place {where}; {rule}")
 
 
-def _first_strange(values: Any) -> str:
+def _first_strange(values: np.ndarray | Sequence[object]) -> str:
     """The first value that is no whole number, as a person reads it."""
     flat = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
     strange = next((value for value in flat if isinstance(value, bool) or not isinstance(value, int)), flat[0])
@@ -100,7 +99,7 @@ def _read_sample(line: bytes) -> Sample:
         raise ValueError(f"its fields do not make a sample ({error})") from error
 
 
-def _read_json(line: bytes) -> Any:
+def _read_json(line: bytes) -> object:
     """Not by orjson: it rounds numbers of over 64 bits, and refuses half a surrogate pair, which a label may hold."""
 
     def refuse(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from fusionrl.data.sample import Sample, Status, is_trained_on
 
@@ -19,7 +18,7 @@ _KNOWN = (
 
 def samples_of(
     data: object, originals: Sequence[Sample], flag: str
-) -> tuple[list[Sample], list[float], list[float], dict[str, list[Any]]]:
+) -> tuple[list[Sample], list[float], list[float], dict[str, list[object]]]:
     """Samples, rewards, raw rewards and a user's own columns, of `data`: name -> list with one entry a sample.
 
     tokens, response_lengths and rewards must be there; raw_reward, loss_masks, rollout_log_probs, teacher_log_probs,

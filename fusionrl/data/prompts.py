@@ -6,10 +6,10 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,8 +67,15 @@ def check_file(
     ask_reward: AskReward | None = None,
 ) -> FileCheck:
     """Check every row of a set; arguments as those of `RowChecker`."""
-    named: dict[str, Any] = {"special_tokens": special_tokens, "probe": probe, "vocab_size": vocab_size}
-    checker = RowChecker(columns, key_flag, is_sft=is_sft, ask_reward=ask_reward, **named)
+    checker = RowChecker(
+        columns,
+        key_flag,
+        is_sft=is_sft,
+        special_tokens=special_tokens,
+        probe=probe,
+        vocab_size=vocab_size,
+        ask_reward=ask_reward,
+    )
     findings, errors = Findings(), []
     try:
         for place, row in scan_rows(path, flag):
@@ -85,7 +92,10 @@ def check_file(
 
 
 def template_probe(
-    files: TokenizerFiles, columns: PromptColumns, load: Callable[[], Any], loss_mask_type: str | None = None
+    files: TokenizerFiles,
+    columns: PromptColumns,
+    load: Callable[[], PreTrainedTokenizerBase],
+    loss_mask_type: str | None = None,
 ) -> TemplateProbe | None:
     """Asks the chat template of a folder; None where there is none, or it is not used.
 
@@ -96,7 +106,7 @@ def template_probe(
     if not files.templates or not (is_sft or columns.apply_chat_template):
         return None
 
-    def confirm(messages: Messages, tools: Any) -> str | None:
+    def confirm(messages: Messages, tools: object) -> str | None:
         try:
             if loss_mask_type is None:
                 render_prompt(list(messages), load(), columns, tools)
@@ -116,7 +126,9 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(sorted({*getattr(tokenizer, "all_special_tokens", ()), *(str(one) for one in added if one.special)}))
 
 
-def metadata_and_tools(row: Mapping[str, object], columns: PromptColumns) -> tuple[dict[str, Any], list[Any] | None]:
+def metadata_and_tools(
+    row: Mapping[str, object], columns: PromptColumns
+) -> tuple[dict[str, object], list[dict[str, object]] | None]:
     """Both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
 
     Raises:
@@ -214,7 +226,10 @@ def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
 
 
 def render_prompt(
-    prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object = None
+    prompt: str | Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: PromptColumns,
+    tools: object = None,
 ) -> str:
     """The text of a prompt: by the chat template when asked, as it stands otherwise.
 

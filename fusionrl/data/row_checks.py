@@ -201,7 +201,12 @@ class RowChecker:
         return False
 
     def _check_template(
-        self, shape: Hashable, messages: Any, tools: Any, found: list[Finding], is_odd: bool = False
+        self,
+        shape: Hashable,
+        messages: Sequence[Mapping[str, object]],
+        tools: object,
+        found: list[Finding],
+        is_odd: bool = False,
     ) -> None:
         assert self.probe is not None
         if reason := self.probe.refusal(shape, messages, tools, is_odd):
@@ -241,7 +246,7 @@ class RowChecker:
             column = f"column {columns.metadata_key!r} (--metadata-key)"
         return [Finding(f"{column} does not fit {problem.reward}", problem.told, is_warning=problem.is_warning)]
 
-    def _check_metadata_and_tools(self, row: Mapping[str, object], found: list[Finding]) -> Any:
+    def _check_metadata_and_tools(self, row: Mapping[str, object], found: list[Finding]) -> object:
         columns, tools = self.columns, None
         try:
             if (metadata := row.get(columns.metadata_key)) is not None:
@@ -318,13 +323,13 @@ class RowChecker:
             return Finding(f"{cause} is unusual", shown, hint, is_warning=True)
         return None
 
-    def _check_rich_message(self, message: Mapping[str, Any], found: list[Finding]) -> None:
+    def _check_rich_message(self, message: Mapping[str, object], found: list[Finding]) -> None:
         """A message whose content is no text, or that has more keys than role and content."""
         key, content, calls = self.columns.input_key, message.get("content"), message.get("tool_calls")
         if problem := value_problem(message):
             found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
         if content is None and message["role"] != "assistant":
-            found.append(Finding(f"column {key!r}: a message has no content", f"role {message['role'][:80]!r}"))
+            found.append(Finding(f"column {key!r}: a message has no content", f"role {str(message['role'])[:80]!r}"))
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
@@ -429,7 +434,7 @@ class CellError(ValueError):
         self.finding = finding
 
 
-def read_metadata(value: object, key: str) -> dict[str, Any]:
+def read_metadata(value: object, key: str) -> dict[str, object]:
     """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
 
     Raises:
@@ -441,7 +446,7 @@ def read_metadata(value: object, key: str) -> dict[str, Any]:
     return dict(found or {})
 
 
-def read_tools(value: object, key: str) -> list[Any] | None:
+def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
     """The list of tools, or JSON text of it.
 
     Raises:
@@ -453,7 +458,7 @@ def read_tools(value: object, key: str) -> list[Any] | None:
     raise CellError(Finding(f"column {key!r} (--tool-key) is no list of tools"))
 
 
-def _from_json(value: object, key: str) -> Any:
+def _from_json(value: object, key: str) -> object:
     if not isinstance(value, str):
         return value
     try:

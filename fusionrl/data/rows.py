@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +30,10 @@ from fusionrl.data.strict_json import (
     read_lines,
     table_row,
 )
+
+if TYPE_CHECKING:
+    from pyarrow import Array, RecordBatch
+    from pyarrow.ipc import RecordBatchStreamReader
 
 FORMATS = "a .jsonl, .json or .parquet file, a folder of such files (FOLDER:SPLIT), or one of datasets.save_to_disk"
 _SPEC = re.compile(r"(?:([\w-]+)=)?(.+?)(?:@\[(-?\d+)?:(-?\d+)?\])?")
@@ -193,7 +197,7 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | Val
     import pyarrow.ipc
 
     if (path / "dataset_dict.json").is_file():
-        splits = [str(name) for name in _json_object(path / "dataset_dict.json").get("splits") or ()]
+        splits = [str(name) for name in _json_list(path / "dataset_dict.json", "splits")]
         if split is None and len(splits) == 1:
             split = splits[0]
         if split is None or split not in splits:
@@ -204,7 +208,7 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | Val
         raise ValueError(f"it has no splits, so none named {split!r}")
     if not (path / "state.json").is_file():
         raise ValueError(f"{path} is no folder that datasets.save_to_disk wrote (it has no state.json); give {FORMATS}")
-    names = [str(file["filename"]) for file in _json_object(path / "state.json").get("_data_files") or ()]
+    names = [str(file["filename"]) for file in _json_list(path / "state.json", "_data_files") if isinstance(file, dict)]
     for name in names:
         if Path(name).name != name:
             raise ValueError(f"state.json names the file {name!r}, which is not in the folder")
@@ -215,23 +219,27 @@ def _read_folder(path: Path, split: str | None) -> Iterator[tuple[str, Row | Val
         raise ValueError(f"not a readable Arrow file ({_first_line(error)})") from error
 
 
-def _batches(streams: Iterable[Any]) -> Iterator[Any]:
+def _batches(streams: Iterable[RecordBatchStreamReader]) -> Iterator[RecordBatch]:
     for stream in streams:
         _check_names(stream.schema.names)
         yield from stream
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _json_list(path: Path, key: str) -> list[object]:
+    """The list under `key` of the object in a JSON file."""
     try:
         found = StrictDecoder().parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is not valid JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is no JSON object")
-    return found
+    values = found.get(key) or []
+    if not isinstance(values, list):
+        raise ValueError(f"{path.name}: {key} is no list")
+    return values
 
 
-def _numbered(batches: Iterable[Any]) -> Iterator[tuple[str, Row | ValueError]]:
+def _numbered(batches: Iterable[RecordBatch]) -> Iterator[tuple[str, Row | ValueError]]:
     """Rows of Arrow's record batches. A look at whole columns is quicker than one at each value."""
     number = 0
     for batch in batches:
@@ -241,7 +249,7 @@ def _numbered(batches: Iterable[Any]) -> Iterator[tuple[str, Row | ValueError]]:
             yield f"row {number}", make(row)
 
 
-def _is_clean(column: Any, depth: int = 1) -> bool:
+def _is_clean(column: Array, depth: int = 1) -> bool:
     """Return whether a CleanRow may hold all values of a column; False also where a quick look cannot say so."""
     from pyarrow import types
 

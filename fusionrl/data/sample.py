@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -88,7 +88,7 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any = None,
+        args: object = None,
         *,
         tokens: Sequence[int] | np.ndarray,
         log_probs: Sequence[float] | np.ndarray | None = None,
@@ -96,7 +96,7 @@ class Sample:
         versions: Sequence[int] | np.ndarray | int | None = None,
         text: str = "",
         finish_reason: str | None = None,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: Mapping[str, object] | None = None,
         update_terminal_info: bool = True,
     ) -> None:
         """Extend the response: the one way that keeps tokens, masks, log-probs and versions aligned.
@@ -120,8 +120,7 @@ class Sample:
             if versions is None:
                 versions = token_versions(meta_info, count)
             if finish_reason is None and update_terminal_info:
-                reason = meta_info.get("finish_reason")
-                finish_reason = reason.get("type") if isinstance(reason, dict) else reason
+                finish_reason = _finish_reason(meta_info)
         if versions is None:
             versions = UNKNOWN_VERSION
             if not trainable and self.weight_versions is not None and len(self.weight_versions):
@@ -142,7 +141,7 @@ class Sample:
         if finish_reason is not None:
             self.status = _FINISH_STATUS.get(finish_reason, Status.COMPLETED)
 
-    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
+    def update_from_meta_info(self, args: object, meta_info: Mapping[str, object]) -> None:
         """Take over the finish reason and the weight version of what SGLang's /generate answered last (slime's).
 
         The versions are of the response's last tokens, as many as the answer had; call it after each turn, when its
@@ -151,13 +150,12 @@ class Sample:
         known = 0 if self.weight_versions is None else len(self.weight_versions)
         num_new = self.response_length - known
         if num_new > 0:
-            count = min(num_new, int(meta_info.get("completion_tokens", num_new)))
+            answered = meta_info.get("completion_tokens")
+            count = min(num_new, answered) if isinstance(answered, int) else num_new
             unknown = np.full(num_new - count, UNKNOWN_VERSION, np.int32)
             before = np.zeros(0, np.int32) if not known else np.asarray(self.weight_versions, np.int32)
             self.weight_versions = np.concatenate([before, unknown, token_versions(meta_info, count)])
-        reason = meta_info.get("finish_reason")
-        kind = reason.get("type") if isinstance(reason, dict) else reason
-        self.status = _FINISH_STATUS.get(str(kind), self.status)
+        self.status = _FINISH_STATUS.get(_finish_reason(meta_info) or "", self.status)
 
     def _response_field(self, name: str, default: int) -> np.ndarray:
         value = getattr(self, name)
@@ -188,7 +186,7 @@ class Sample:
                 " for each, but the last may be missing"
             )
 
-    def get_reward_value(self, args: Any) -> float:
+    def get_reward_value(self, args: object) -> float:
         """The reward as one number: of a dict, the value under `args.reward_key`.
 
         Raises:
@@ -199,12 +197,12 @@ class Sample:
         except ValueError as error:
             raise ValueError(f"sample {self.index}: {error}") from error
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """A dict of plain values that JSON can hold; attributes a hook added are kept."""
         arrays = self.to_row().items()
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arrays}
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, object]:
         """As `to_dict`, with what runs over the tokens as arrays: for `json_line`, which writes those quickly."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
@@ -215,10 +213,10 @@ class Sample:
         return out
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Sample:
+    def from_dict(cls, data: Mapping[str, object]) -> Sample:
         """The inverse of `to_dict`."""
         own = {f.name for f in fields(cls)}
-        values = dict(data)
+        values: dict[str, Any] = dict(data)
         values["status"] = Status(values.get("status", "pending"))
         for name, dtype in _ARRAY_DTYPES.items():
             if values.get(name) is not None:
@@ -265,7 +263,7 @@ def as_version(version: object) -> int:
     return int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 10 else 0
 
 
-def token_versions(meta_info: dict[str, Any], count: int) -> np.ndarray:
+def token_versions(meta_info: Mapping[str, object], count: int) -> np.ndarray:
     """[count] int32: the weight version of each token of an answer of SGLang's /generate; -1 where it does not say.
 
     `weight_versions` are spans over the answer's tokens, where weights changed meanwhile; else there is one
@@ -275,11 +273,18 @@ def token_versions(meta_info: dict[str, Any], count: int) -> np.ndarray:
     if "weight_version" in meta_info:
         found[:] = as_version(meta_info["weight_version"])
     start = 0
-    for span in meta_info.get("weight_versions") or ():
+    spans = meta_info.get("weight_versions")
+    for span in spans if isinstance(spans, list | tuple) else ():
         end = int(span["end"])
         found[start:end] = as_version(span["version"])
         start = end
     return found
+
+
+def _finish_reason(meta_info: Mapping[str, object]) -> str | None:
+    reason = meta_info.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    return None if kind is None else str(kind)
 
 
 def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ import base64
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -25,7 +25,27 @@ from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.values import to_jsonable
 
 
-def pack_sample(sample: Sample) -> dict[str, Any]:
+class SetState(TypedDict):
+    """Place in one set of prompts."""
+
+    name: str
+    num_drawn: int
+    num_prompts: int
+    fingerprint: str
+    share: str
+
+
+class SourceState(TypedDict):
+    """State of the data source: cursor, counters, metadata of hooks, groups that were handed back; all packed."""
+
+    sets: list[SetState]
+    num_groups: int
+    num_samples: int
+    metadata: object
+    buffer: list[list[dict[str, object]]]
+
+
+def pack_sample(sample: Sample) -> dict[str, object]:
     """All attributes of a sample, those that hooks added too, as values for JSON (NaN and infinities stay)."""
     values = {name: value for name, value in vars(sample).items() if name != "status"}
     return {"status": Status(sample.status).value} | {name: pack(value) for name, value in values.items()}
@@ -41,7 +61,7 @@ def unpack_sample(data: Mapping[str, object]) -> Sample:
     return sample
 
 
-def pack(value: object) -> Any:
+def pack(value: object) -> object:
     """`value` for JSON."""
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -127,16 +127,16 @@ class StrictDecoder:
     def __init__(self) -> None:
         self._double: list[str] = []
         decoder = json.JSONDecoder(object_pairs_hook=self._object)
-        self._scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once  # type: ignore[attr-defined]
+        self._scan: Callable[[str, int], tuple[object, int]] = decoder.scan_once  # type: ignore[attr-defined]
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> Row:
+    def _object(self, pairs: list[tuple[str, object]]) -> Row:
         row = dict(pairs)
         if len(row) != len(pairs):
             counts = Counter(key for key, _ in pairs)
             self._double += [key for key, count in counts.items() if count > 1]
         return row
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str) -> object:
         """The value of a JSON text.
 
         Raises:
@@ -149,7 +149,7 @@ class StrictDecoder:
             raise value
         return value
 
-    def decode(self, text: str, start: int) -> tuple[Any, int]:
+    def decode(self, text: str, start: int) -> tuple[object, int]:
         """(value that begins at `start`, position behind it); the value is a DuplicateKey where it holds one.
 
         Raises:

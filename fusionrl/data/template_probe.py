@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
-Messages = Sequence[dict[str, Any]]
-Confirm = Callable[[Messages, Any], str | None]  # (messages, tools) → why the tokenizer refuses them, or None
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Messages = Sequence[Mapping[str, object]]
+Confirm = Callable[[Messages, object], str | None]  # (messages, tools) → why the tokenizer refuses them, or None
 
 # So many shapes are rendered in one set: data whose rows all differ must not make a plan take minutes.
 MAX_SHAPES = 1000
@@ -71,7 +74,8 @@ class TemplateProbe:
 
 def writes_parts_as_python(messages: Messages, rendered: str) -> bool:
     """Return whether a content that is a list of parts was written as Python prints a list: no model has seen that."""
-    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    contents = (message.get("content") for message in messages)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(repr(part) in rendered for part in parts if isinstance(part, dict))
 
 
@@ -84,7 +88,7 @@ def signature(value: object) -> Hashable:
     return (type(value), not value)
 
 
-def _environment() -> Any:
+def _environment() -> Environment:
     """As `apply_chat_template` of transformers 5 sets it up; importing transformers takes seconds."""
     import jinja2.ext
     from jinja2.nodes import Node
@@ -103,8 +107,14 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def tojson(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class TemplateError(ValueError):
@@ -12,7 +15,7 @@ class TemplateError(ValueError):
 
 
 @functools.cache
-def load_tokenizer(folder: str) -> Any:
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, once a process."""
     from transformers import AutoTokenizer  # seconds to import: only where a tokenizer is needed
 

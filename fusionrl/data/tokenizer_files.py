@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -69,7 +68,7 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     return templates
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -83,7 +82,7 @@ def _text(token: object) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _added_tokens(path: Path) -> list[Any]:
+def _added_tokens(path: Path) -> list[object]:
     """They stand near the start of tokenizer.json, before a vocabulary of megabytes that is not parsed."""
     try:
         text = path.read_text(encoding="utf-8")

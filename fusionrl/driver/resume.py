@@ -1,26 +1,13 @@
-"""--resume: the checkpoint that a run goes on from."""
+"""--resume: a checkpoint is loaded into the actors; `resume_checks` has found it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fusionrl.cluster.checkpoints import Checkpoint, Checkpoints
+from fusionrl.cluster.checkpoints import Checkpoint
 from fusionrl.cluster.ray_cluster import gather
 from fusionrl.config.config import Config
 from fusionrl.driver.actors import Actors
-from fusionrl.driver.saver import state_hashes
-
-
-def find_checkpoint(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
-    """The newest checkpoint of the run, checked; None: the run starts at step 0.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    latest = checkpoints.latest() if config.run.resume else None
-    if latest is not None:
-        checkpoints.check(latest)
-    return latest
 
 
 def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> None:
@@ -33,7 +20,8 @@ def load_checkpoint(config: Config, actors: Actors, checkpoint: Checkpoint) -> N
     _, *restored = gather([actors.buffer.load(path), *actors.trainers.load(path)])
     if config.checkpoint.verify_checkpoints:
         same_layout = all(facts["rng_restored"] for facts in restored)
-        compare_hashes(checkpoint, state_hashes(actors), same_layout=same_layout)
+        loaded = {"buffer": actors.buffer.state_hash(), "trainers": [facts["hashes"] for facts in restored]}
+        compare_hashes(checkpoint, loaded, same_layout=same_layout)
 
 
 def compare_hashes(checkpoint: Checkpoint, loaded: dict[str, Any], *, same_layout: bool) -> None:

@@ -10,7 +10,8 @@ from fusionrl.driver.actors import Actors
 from fusionrl.driver.context import Run
 from fusionrl.driver.loops import choose_loop
 from fusionrl.driver.reporter import Reporter
-from fusionrl.driver.resume import find_checkpoint, load_checkpoint
+from fusionrl.driver.resume import load_checkpoint
+from fusionrl.driver.resume_checks import find_checkpoint
 from fusionrl.driver.saver import Saver
 from fusionrl.driver.signals import StopSignal, Terminated
 from fusionrl.observe.curves import draw_curves

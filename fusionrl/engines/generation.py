@@ -56,15 +56,14 @@ def parse_answer(body: bytes, asked: Asked = _ANYTHING) -> list[Generation]:
     return [parse_generation(one, asked) for one in answers]
 
 
-def parse_generation(answer: Any, asked: Asked = _ANYTHING) -> Generation:
+def parse_generation(answer: object, asked: Asked = _ANYTHING) -> Generation:
     """Turn the JSON of one `/generate` answer into a `Generation`. The one place where answers are checked.
 
     Raises:
         AnswerError: a field is missing, of another type, or out of its range (`Asked`); or fields do not belong
             together.
     """
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(meta, dict):
+    if not isinstance(answer, dict) or not isinstance(meta := answer.get("meta_info"), dict):
         raise AnswerError("meta_info is missing")
     # Entries are [log-prob, token, text or null].
     entries, field = meta.pop("output_token_logprobs", None) or [], "meta_info.output_token_logprobs"
@@ -107,7 +106,7 @@ def finish_reason(meta: Mapping[str, object]) -> str:
     kind = reason.get("type") if isinstance(reason, dict) else reason
     if kind not in FINISH_REASONS:
         raise AnswerError(f"meta_info.finish_reason is {reason!r}; known are {', '.join(FINISH_REASONS)}")
-    return kind
+    return str(kind)
 
 
 def _count(meta: Mapping[str, object], name: str) -> int:

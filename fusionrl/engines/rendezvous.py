@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 
@@ -27,7 +26,7 @@ def install() -> None:
     sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["tcp"] = _meet
 
 
-def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: object) -> Iterator[tuple[Any, int, int]]:
+def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: object) -> Iterator[tuple[object, int, int]]:
     import torch.distributed as dist
 
     from fusionrl.base.stores import join_group_store

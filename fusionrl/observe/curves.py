@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -307,7 +308,7 @@ def _subtitle(metrics: Metrics) -> str:
     return "   ·   ".join(parts)
 
 
-def _style() -> Any:
+def _style() -> AbstractContextManager[None]:
     import matplotlib
 
     return matplotlib.rc_context(_STYLE)  # type: ignore[arg-type]

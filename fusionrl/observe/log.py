@@ -64,7 +64,7 @@ def setup_logging(
         handler.close()
     handlers: list[logging.Handler] = []
     if terminal:
-        shown_on: logging.Handler = _ConsoleHandler(console) if console else logging.StreamHandler(sys.stderr)
+        shown_on: logging.Handler = _ConsoleHandler(_Console(console)) if console else logging.StreamHandler(sys.stderr)
         shown_on.setFormatter(_TerminalFormatter(role))
         if console or file is not None:  # else stderr is a log, and what is left out of it would be nowhere
             shown_on.addFilter(_worth_the_terminal)
@@ -88,11 +88,25 @@ def write_whole_lines() -> None:
     """Write what `print` is given line by line from now on, each line at once.
 
     Into a file, Python would keep it back until there are some KiB, and lose it where the process is killed; or, with
-    PYTHONUNBUFFERED, write a text and its end of line one after the other, between which other processes write.
+    PYTHONUNBUFFERED, write a text and its end of line one after the other, between which other processes write. In
+    Ray's processes a stream of Ray's own does the latter, so it is replaced.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
+        elif (descriptor := _descriptor(stream)) is not None:
+            lines = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, lines)
+
+
+def _descriptor(stream: object) -> int | None:
+    """Return the file descriptor that a stream writes to; None for one that writes to none."""
+    try:
+        descriptor = getattr(stream, "fileno", lambda: None)()
+    except (OSError, ValueError):
+        return None
+    return descriptor if isinstance(descriptor, int) else None
 
 
 def quiet_libraries() -> None:
@@ -131,16 +145,19 @@ class _TerminalFormatter(logging.Formatter):
         return True
 
 
-class _ConsoleHandler(logging.Handler):
+class _Console:
+    """A stream that hands each line to a function; `StreamHandler` writes to it."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+
+    def write(self, text: str) -> None:
+        self._show(text)
+
+    def flush(self) -> None: ...
+
+
+class _ConsoleHandler(logging.StreamHandler[_Console]):
     """Hands formatted lines to a function."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        super().__init__()
-        self._write = write
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._write(self.format(record))
-        except Exception:
-            # As every handler of logging: a line that cannot be shown must not stop the program.
-            self.handleError(record)
+    terminator = ""

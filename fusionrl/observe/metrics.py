@@ -121,24 +121,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         path = path / METRICS_FILE
-    steps: dict[int, dict[str, Any]] = {}
-    for line in _lines(path):
-        held = steps.get(line["step"])
-        if held is None or line["attempt"] > held["attempt"]:
-            steps[line["step"]] = line
-        elif line["attempt"] == held["attempt"]:
-            steps[line["step"]] = _merged(held, line)
-    return [steps[step] for step in sorted(steps)]
+    steps: dict[int, tuple[int, dict[str, object]]] = {}
+    for step, attempt, line in _lines(path):
+        last_attempt, held = steps.get(step, (0, {}))
+        if step not in steps or attempt > last_attempt:
+            steps[step] = attempt, line
+        elif attempt == last_attempt:
+            steps[step] = attempt, _merged(held, line)
+    return [steps[step][1] for step in sorted(steps)]
 
 
-def _merged(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    nonfinite = [key for key in earlier.get("nonfinite", []) if key not in later] + later.get("nonfinite", [])
+def _merged(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
+    nonfinite = [key for key in _nonfinite(earlier) if key not in later] + _nonfinite(later)
     merged = {**earlier, **later}
     merged.pop("nonfinite", None)
     return {**merged, "nonfinite": nonfinite} if nonfinite else merged
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _nonfinite(line: Mapping[str, object]) -> list[object]:
+    names = line.get("nonfinite")
+    return names if isinstance(names, list) else []
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, object]]]:
+    """(step, attempt, line) of each line."""
     torn: int | None = None
     attempt = 0
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -160,7 +166,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 torn = number
                 continue
             torn, attempt = None, line["attempt"]
-            yield line
+            yield line["step"], attempt, line
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -180,7 +186,7 @@ def next_attempt(run_dir: Path) -> int:
             seen.extend(int(match.group(1)) for match in matches if match)
     metrics = run_dir / METRICS_FILE
     if metrics.exists():
-        seen.extend(int(line["attempt"]) for line in _lines(metrics))
+        seen.extend(attempt for _, attempt, _ in _lines(metrics))
     return max(seen) + 1
 
 

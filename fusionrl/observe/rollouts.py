@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -68,13 +67,13 @@ class RolloutFile:
             return None
         return cls(number, match["kind"], int(match["attempt"]), path)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[dict[str, object]]:
         """The samples, one dictionary each, as they were written."""
         with self.path.open(encoding="utf-8") as file:
             for line in file:
                 yield json.loads(line)
 
-    def scan(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    def scan(self) -> Iterator[tuple[int, dict[str, object] | None]]:
         """(offset in bytes, sample without what runs over its tokens) of each line, one in memory at a time.
 
         None for a line that is no sample, as a copy of a file that is being written may end with.
@@ -83,7 +82,7 @@ class RolloutFile:
             light = _parse(_without_arrays(line))
             yield offset, _parse(line) if light is None else light
 
-    def row_at(self, offset: int) -> dict[str, Any]:
+    def row_at(self, offset: int) -> dict[str, object]:
         """The sample whose line begins at `offset`."""
         with self.path.open("rb") as file:
             file.seek(offset)
@@ -91,13 +90,13 @@ class RolloutFile:
         assert row is not None, f"{self.path} has no sample at {offset}"
         return row
 
-    def trained(self) -> dict[int, dict[str, Any]]:
+    def trained(self) -> dict[int, dict[str, object]]:
         """Line (from 0) → what the trainers found out about its sample; {} where they have not (yet) trained on it."""
         path = trained_file(self.path)
         if not path.exists():
             return {}
         rows = (_parse(line) for _, line in _lines(path))
-        return {row["line"]: row for row in rows if row is not None and isinstance(row.get("line"), int)}
+        return {line: row for row in rows if row is not None and isinstance(line := row.get("line"), int)}
 
 
 class RolloutWriter:
@@ -107,7 +106,7 @@ class RolloutWriter:
         self.folder = Path(run_dir) / "rollouts"
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, rollout_id: int, attempt: int, rows: Iterable[Mapping[str, Any]], kind: str = "train") -> Path:
+    def write(self, rollout_id: int, attempt: int, rows: Iterable[Mapping[str, object]], kind: str = "train") -> Path:
         """Write the samples of one rollout (its id as hooks know it, see `step_of`) and return the file's path.
 
         Arrays and tensors become lists, NaN and infinities null, objects JSON does not know their `repr`. The
@@ -171,7 +170,7 @@ def _without_arrays(line: bytes) -> bytes:
     return line
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, object] | None:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -197,7 +196,7 @@ def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
     return list({(file.rollout_id, file.kind): file for file in found}.values())
 
 
-def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, Any]]:
+def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, object]]:
     """The samples of a run, lazily, with "step", "rollout_id", "kind", "attempt" where they have none."""
     for file in list_rollouts(run_dir, kind, all_attempts):
         for row in file.rows():

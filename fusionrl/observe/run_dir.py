@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, NotRequired, Self, TypedDict
 
 from fusionrl.base.environment import hide_passwords
 from fusionrl.observe.metrics import next_attempt
@@ -50,19 +50,13 @@ class RunDir:
         lock of a dead process is taken over.
         """
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--run-dir {self.path} is a file; name a folder")
+        _refuse_file(self.path)
         is_ours = not self.path.exists() or (self.path / CONFIG_FILE).is_file()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _Lock(self.path / LOCK_FILE)
         self._lock.acquire()
-        if not resume and _has_content(self.path):
-            self._lock.release()
-            raise ValueError(
-                f"--run-dir {self.path} already holds a run: pass --resume to go on with it, "
-                "or another --run-dir to start a new one"
-            )
         try:
+            _refuse_content(self.path, resume)
             _refuse_links(self.path)
         except ValueError:
             self._lock.release()
@@ -73,6 +67,15 @@ class RunDir:
         for folder in (self.rollouts, self.checkpoints, self.logs):
             folder.mkdir(exist_ok=True)
         self.attempt = next_attempt(self.path)
+
+    @staticmethod
+    def check(path: Path, resume: bool) -> None:
+        """Raise the ValueError that the constructor would raise, and change nothing in the folder."""
+        _refuse_file(path)
+        if path.is_dir():
+            _Lock(path / LOCK_FILE).check()
+            _refuse_content(path, resume)
+            _refuse_links(path)
 
     def write_config(self, config: Mapping[str, object]) -> Path:
         """Write the resolved configuration, less passwords in URLs, and return the file that holds it.
@@ -105,6 +108,46 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def last_config(path: Path) -> dict[str, object] | None:
+    """Return the newest config.json of a run's folder; None where there is none that can be read."""
+    file = last_config_file(path)
+    if file is None:
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def last_config_file(path: Path) -> Path | None:
+    """Return the file of the newest attempt's configuration: config.json, or config.a<n>.json of a resume."""
+    return _last_version(path, "config", "json") if path.is_dir() else None
+
+
+def own_config_file(path: Path) -> Path | None:
+    """Return `last_config_file` where it is this user's and no link: its flags may name functions, which run."""
+    file = last_config_file(path)
+    return file if file is not None and stat.S_ISREG(file.lstat().st_mode) and _is_mine(file) else None
+
+
+def _is_mine(path: Path) -> bool:
+    return path.lstat().st_uid == os.getuid()
+
+
+def _refuse_file(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--run-dir {path} is a file; name a folder")
+
+
+def _refuse_content(path: Path, resume: bool) -> None:
+    if not resume and _has_content(path):
+        raise ValueError(
+            f"--run-dir {path} already holds a run: pass --resume to go on with it, "
+            "or another --run-dir to start a new one"
+        )
 
 
 def _refuse_links(path: Path) -> None:
@@ -157,23 +200,30 @@ class _Lock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mine = {"pid": os.getpid(), "started": _start_time(os.getpid()), "host": socket.gethostname()}
+        self._mine: _Holder = {"pid": os.getpid(), "started": _start_time(os.getpid()), "host": socket.gethostname()}
 
     def acquire(self) -> None:
         with self._exclusive() as file:
-            holder = _parse(file.read())
-            if holder is not None and holder.get("host") != self._mine["host"]:
-                raise ValueError(
-                    f"--run-dir {self.path.parent} is held by process {holder.get('pid')} on "
-                    f"host {holder.get('host')}; if that run is dead, delete {self.path}, "
-                    "else choose another --run-dir"
-                )
-            if holder is not None and _alive(holder):
-                raise ValueError(
-                    f"--run-dir {self.path.parent} is in use by the live process {holder['pid']}; "
-                    "wait for it or stop it, or choose another --run-dir"
-                )
+            self._refuse_holder(_parse(file.read()))
             _replace(file, json.dumps(self._mine))
+
+    def check(self) -> None:
+        """Raise ValueError where `acquire` would, for somebody else holds it; nothing is written."""
+        if self.path.is_file() and not self.path.is_symlink():
+            self._refuse_holder(_parse(self.path.read_text(encoding="utf-8", errors="replace")))
+
+    def _refuse_holder(self, holder: _Holder | None) -> None:
+        if holder is not None and holder.get("host") != self._mine["host"]:
+            raise ValueError(
+                f"--run-dir {self.path.parent} is held by process {holder.get('pid')} on "
+                f"host {holder.get('host')}; if that run is dead, delete {self.path}, "
+                "else choose another --run-dir"
+            )
+        if holder is not None and _alive(holder):
+            raise ValueError(
+                f"--run-dir {self.path.parent} is in use by the live process {holder['pid']}; "
+                "wait for it or stop it, or choose another --run-dir"
+            )
 
     def release(self) -> None:
         if not self.path.exists():
@@ -181,7 +231,7 @@ class _Lock:
         with self._exclusive() as file:
             # Emptied, not unlinked: unlinking would let a waiter lock a file that no longer has a name. A
             # child forked from the holder has another pid, so it cannot release its parent's lock.
-            if _parse(file.read()) == self._mine and os.getpid() == self._mine["pid"]:
+            if self._mine == _parse(file.read()) and os.getpid() == self._mine["pid"]:
                 _replace(file, "")
 
     @contextmanager
@@ -199,6 +249,12 @@ class _Lock:
             yield file
 
 
+class _Holder(TypedDict):
+    pid: int
+    started: NotRequired[str | None]
+    host: NotRequired[str]
+
+
 def _replace(file: IO[str], text: str) -> None:
     file.seek(0)
     file.truncate()
@@ -206,7 +262,7 @@ def _replace(file: IO[str], text: str) -> None:
     file.flush()
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def _parse(text: str) -> _Holder | None:
     """The holder a lock file names; None if free. Half a record is of a process that died writing it."""
     try:
         holder = json.loads(text)
@@ -216,7 +272,7 @@ def _parse(text: str) -> dict[str, Any] | None:
     return holder if is_record else None
 
 
-def _alive(holder: Mapping[str, Any]) -> bool:
+def _alive(holder: _Holder) -> bool:
     try:
         os.kill(holder["pid"], 0)
     except ProcessLookupError:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO, TypedDict
 
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.panel import BOLD, CYAN, cells, clip, color_wanted
@@ -168,10 +168,33 @@ class Entry:
     line: int
     offset: int
     index: int | None
-    group: Any
+    group: object
     reward: float | None
     length: int
     status: str
+
+
+class Shown(TypedDict):
+    """All that is shown of a sample, as JSON can hold it; texts whole."""
+
+    step: int
+    attempt: int
+    index: int | None
+    group: object
+    prompt: object
+    response: object
+    label: object
+    reward: object
+    rewards: dict[str, object] | None
+    trained_reward: object
+    advantage: object
+    mismatch: object
+    length: int
+    num_trained: object
+    status: str
+    is_removed: bool
+    weight_versions: list[int] | None
+    metadata: object
 
 
 class Samples:
@@ -187,20 +210,20 @@ class Samples:
                 self.num_unreadable += 1
             else:
                 self.entries.append(self._entry(line, offset, row))
-        self.groups: dict[Any, list[Entry]] = {}
+        self.groups: dict[object, list[Entry]] = {}
         for entry in self.entries:
             self.groups.setdefault(entry.group, []).append(entry)
         self._trained = file.trained()
 
-    def _entry(self, line: int, offset: int, row: dict[str, Any]) -> Entry:
-        group = row.get("group_index")
+    def _entry(self, line: int, offset: int, row: dict[str, object]) -> Entry:
+        group, index, length = row.get("group_index"), row.get("index"), row.get("response_length")
         return Entry(
             line=line,
             offset=offset,
-            index=row.get("index"),
+            index=index if isinstance(index, int) else None,
             group=f"line {line}" if group is None else group,  # of no group: alone
             reward=reward_number(row.get("reward"), self.key),
-            length=int(row.get("response_length") or 0),
+            length=int(length) if isinstance(length, int | float) else 0,
             status=str(row.get("status", "")),
         )
 
@@ -229,29 +252,30 @@ class Samples:
             raise ValueError(f"--sample {index}: no sample of step {self.file.step} has this index; {there}")
         return found
 
-    def record(self, entry: Entry) -> dict[str, Any]:
-        """All that is shown of a sample, as JSON can hold it; texts whole."""
+    def record(self, entry: Entry) -> Shown:
+        """Collect what is shown of a sample."""
         row, trained = self.file.row_at(entry.offset), self._trained.get(entry.line, {})
-        mask, versions = row.get("loss_mask"), row.get("weight_versions") or []
-        prompt = row.get("prompt")
+        reward = row.get("reward")
+        mask, versions = row.get("loss_mask"), row.get("weight_versions")
+        num_trained = sum(map(bool, mask)) if isinstance(mask, list) else entry.length
         return {
             "step": self.file.step,
             "attempt": self.file.attempt,
             "index": entry.index,
             "group": row.get("group_index"),
-            "prompt": prompt,
+            "prompt": row.get("prompt"),
             "response": row.get("response"),
             "label": row.get("label"),
-            "reward": entry.reward if entry.reward is not None else row.get("reward"),
-            "rewards": row["reward"] if isinstance(row.get("reward"), dict) else None,
+            "reward": entry.reward if entry.reward is not None else reward,
+            "rewards": reward if isinstance(reward, dict) else None,
             "trained_reward": trained.get("trained_reward"),
             "advantage": trained.get("advantage"),
             "mismatch": trained.get("mismatch"),
             "length": entry.length,
-            "num_trained": trained.get("num_trained", entry.length if mask is None else sum(map(bool, mask))),
+            "num_trained": trained.get("num_trained", num_trained),
             "status": entry.status,
             "is_removed": bool(row.get("remove_sample")),
-            "weight_versions": [min(versions), max(versions)] if versions else None,
+            "weight_versions": [min(versions), max(versions)] if isinstance(versions, list) and versions else None,
             "metadata": row.get("metadata") or {},
         }
 
@@ -307,7 +331,7 @@ def reward_number(reward: object, key: str | None) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------------ text
-def _block(record: dict[str, Any], limit: int, paint: Paint) -> str:
+def _block(record: Shown, limit: int, paint: Paint) -> str:
     """One sample, a line of numbers and its texts."""
     parts = [f"sample {record['index']}", f"group {record['group']}", f"reward {_number(record['reward'])}"]
     if record["advantage"] is not None:

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -31,7 +30,7 @@ def to_scalar(key: str, value: object) -> Scalar:
     raise ValueError(f"metric {key!r} is a {type(value).__name__} ({value!r}); log a number or a string")
 
 
-def to_jsonable(value: object) -> Any:
+def to_jsonable(value: object) -> object:
     """`value` with arrays and tensors as nested lists, enums as their values, NaN and infinities as null.
 
     An object of no known kind (a user may put anything into a sample's metadata) becomes its `repr`: a file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from fusionrl import sandbox
 from fusionrl.config.hooks import load_function
@@ -49,7 +48,7 @@ def takes_a_list(path: str | None) -> bool:
     return names[1:2] == ["samples"]
 
 
-def call_reward(grading: Grading, target: Sample | list[Sample], **kwargs: Any) -> Any:
+def call_reward(grading: Grading, target: Sample | list[Sample], **kwargs: object) -> object:
     """Call the reward function for a sample, or for a group with --group-rm; returns a reward, or an awaitable.
 
     `model_score` is among the keywords where a reward model has scored the sample. The parts of a weighted sum are kept
@@ -62,7 +61,9 @@ def call_reward(grading: Grading, target: Sample | list[Sample], **kwargs: Any) 
     metadata = _metadata(target)
     given = {"format_regex": grading.format_regex} | metadata
     sandbox.allow_weak(grading.allow_weak_sandbox)
-    graded = grade(rm_type_of(grading, target), target.response, target.label, given, kwargs.get("model_score"))
+    score = kwargs.get("model_score")
+    model_score = score if isinstance(score, float | int) else None
+    graded = grade(rm_type_of(grading, target), target.response, target.label, given, model_score)
     found = {"rewards": graded.parts, "code_failures": graded.failures}
     if any(found.values()):  # a new dict: the samples of a group may share theirs
         target.metadata = metadata | {name: value for name, value in found.items() if value}
@@ -71,8 +72,8 @@ def call_reward(grading: Grading, target: Sample | list[Sample], **kwargs: Any) 
 
 def rm_type_of(grading: Grading, sample: Sample) -> str:
     """The built-in reward of the sample where no function scores it; empty if there is none."""
-    return _metadata(sample).get("rm_type") or grading.rm_type
+    return str(_metadata(sample).get("rm_type") or grading.rm_type)
 
 
-def _metadata(sample: Sample) -> dict[str, Any]:
+def _metadata(sample: Sample) -> dict[str, object]:
     return sample.metadata if isinstance(sample.metadata, dict) else {}

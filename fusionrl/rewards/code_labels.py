@@ -7,8 +7,8 @@ import builtins
 import json
 import symtable
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from fusionrl.rewards.code_numbers import ASK, is_numeric
 from fusionrl.rewards.plain_data import wire_of
@@ -35,8 +35,8 @@ class CallTest:
 
     setup: str
     name: str
-    arguments: list[Any]
-    expected: Any
+    arguments: list[object]
+    expected: object
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ExpressionTest:
     setup: str
     expression: str
     kind: str
-    expected: Any = None
+    expected: object = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class NumbersTest:
 Test = InputTest | CallTest | ExpressionTest | NumbersTest | JudgedTest
 
 
-def read_tests(label: Any) -> list[Test]:
+def read_tests(label: object) -> list[Test]:
     """The tests of a label.
 
     Raises:
@@ -91,7 +91,7 @@ def read_tests(label: Any) -> list[Test]:
             label = json.loads(label)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"--rm-type code: the label is not valid JSON ({error})") from error
-    tests: dict[str, Any] = {"asserts": label} if isinstance(label, list) else label
+    tests: object = {"asserts": label} if isinstance(label, list) else label
     if not isinstance(tests, dict):
         raise ValueError(f"--rm-type code: the label is {type(label).__name__}; a dict of tests is wanted")
     setup = str(tests.get("setup") or "")
@@ -107,7 +107,7 @@ def read_tests(label: Any) -> list[Test]:
     return found
 
 
-def _read_pairs(inputs: list[Any], outputs: list[Any], name: str, setup: str) -> list[Test]:
+def _read_pairs(inputs: list[object], outputs: list[object], name: str, setup: str) -> list[Test]:
     if len(inputs) != len(outputs):
         raise ValueError(f"--rm-type code: the label has {len(inputs)} inputs and {len(outputs)} outputs")
 
@@ -121,7 +121,11 @@ def _read_pairs(inputs: list[Any], outputs: list[Any], name: str, setup: str) ->
         try:
             if isinstance(arguments, str):  # LiveCodeBench (arXiv 2403.07974): an argument a line, each as JSON
                 arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+                if not isinstance(expected, str):
+                    raise TypeError(f"the output is {type(expected).__name__}, not JSON text")
                 expected = json.loads(expected)
+            if not isinstance(arguments, Iterable):
+                raise TypeError(f"the input is {type(arguments).__name__}, not a list of arguments")
             found.append(CallTest(setup, name, list(arguments), wire_of(expected)))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"--rm-type code: input or output {number} of the label is unreadable: {error}") from error
@@ -155,7 +159,9 @@ def _read_statement(statement: str, setup: str) -> Test:
     if is_closed and (test := _as_expression(tree, remote, setup_names, program_setup)):
         return test
     visible = _BUILTINS | _bound_by(program_setup, _parse(program_setup))[0] | remote
-    rewritten = ast.fix_missing_locations(_Asking(tree, remote, visible).visit(tree))
+    rewritten = _Asking(tree, remote, visible).visit(tree)
+    assert isinstance(rewritten, ast.Module)  # it replaces calls alone
+    ast.fix_missing_locations(rewritten)
     modules = {
         node.value.id: _MODULES[node.value.id] or node.value.id
         for part in (tree, setup_tree)
@@ -274,7 +280,8 @@ def _as_expression(
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
         return None
     test = tree.body[0].test
-    kind, asked, expected = "true", test, None
+    kind, asked = "true", test
+    expected: object = None
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         kind, asked = "false", test.operand
     elif isinstance(test, ast.Compare) and len(test.ops) == 1:
@@ -298,7 +305,7 @@ def _as_expression(
 _NO_LITERAL = object()
 
 
-def _literal(node: ast.expr) -> Any:
+def _literal(node: ast.expr) -> object:
     """The wire form of a literal, also of set((1, 2)) and float("inf"); else _NO_LITERAL."""
     kinds = {"set": set, "frozenset": frozenset, "float": float, "tuple": tuple, "list": list, "dict": dict}
     try:
@@ -335,7 +342,7 @@ class _Asking(ast.NodeTransformer):
         self._remote = remote
         self._visible = visible - _bound_in(tree)
 
-    def visit(self, node: ast.AST) -> Any:
+    def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.Call) and _root(node) in self._remote and self._is_visible(node):
             question = ast.Name(ASK, ast.Load())
             return ast.Call(question, [ast.Constant(ast.unparse(node))], [])

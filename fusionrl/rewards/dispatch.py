@@ -11,7 +11,6 @@ import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
@@ -32,7 +31,7 @@ class RewardError(HookError):
     """A reward function raised or returned what is no reward; the message names function and sample."""
 
 
-async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float | dict[str, Any]:
+async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float | dict[str, object]:
     """The reward of one sample by the flags `args`; 0 where there is none but a teacher's word (--use-opd).
 
     A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it is
@@ -44,7 +43,9 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float |
     return await score_sample(RewardSettings.of_args(args), sample, **kwargs)
 
 
-async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
+async def batched_async_rm(
+    args: Namespace, samples: Sequence[Sample], **kwargs: object
+) -> list[float | dict[str, object]]:
     """The rewards of a group: in one call with --group-rm, one call a sample otherwise.
 
     In one call, too, where --custom-rm-path takes `samples`: what a generate function made of one prompt, say.
@@ -52,7 +53,7 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
     return await score_group(RewardSettings.of_args(args), samples, **kwargs)
 
 
-async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: object) -> float | dict[str, Any]:
+async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: object) -> float | dict[str, object]:
     """Return the reward of one sample; see `async_rm`."""
     grading = settings.grading
     name, path, rm_type = reward_name(grading, sample), reward_path(grading, sample), rm_type_of(grading, sample)
@@ -66,11 +67,14 @@ async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: objec
             return score
         kwargs = {"model_score": score}
     reward = await _score(settings, [sample], "sample", path, name, kwargs)
-    is_lost = isinstance(reward, Lost)
-    return _without_reward(settings, sample, reward, name) if is_lost else _checked(reward, name, sample)
+    if isinstance(reward, Lost):
+        return _without_reward(settings, sample, reward, name)
+    return _checked(reward, name, sample)
 
 
-async def score_group(settings: RewardSettings, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
+async def score_group(
+    settings: RewardSettings, samples: Sequence[Sample], **kwargs: object
+) -> list[float | dict[str, object]]:
     """Return the rewards of a group; see `batched_async_rm`."""
     path = settings.grading.custom_rm_path
     is_one_call = settings.is_group_call or (path is not None and takes_a_list(path))
@@ -92,7 +96,7 @@ async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> f
         score = await model_score(settings.scorer, sample)
     except (RuntimeError, ValueError) as error:
         raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
-    return score if isinstance(score, Lost) else _checked(score, name, sample)
+    return score if isinstance(score, Lost) else _checked_number(score, name, sample)
 
 
 def take_lost() -> dict[str, int]:
@@ -115,8 +119,8 @@ async def _score(
     call: str,
     path: str | None,
     name: str,
-    kwargs: dict[str, Any],
-) -> Any:
+    kwargs: dict[str, object],
+) -> object:
     """Let a process of the pool call the function of `path`, or the built-in reward where that is None."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = reward_pool(settings.num_processes or cores)
@@ -151,9 +155,11 @@ def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: 
     return value or 0.0  # a number also where it counts for nothing: users' filters may compare it
 
 
-def _checked(reward: object, name: str, sample: Sample) -> Any:
-    if isinstance(reward, dict):
-        return reward
+def _checked(reward: object, name: str, sample: Sample) -> float | dict[str, object]:
+    return reward if isinstance(reward, dict) else _checked_number(reward, name, sample)
+
+
+def _checked_number(reward: object, name: str, sample: Sample) -> float:
     if hasattr(reward, "__float__") and math.isfinite(reward):
         return float(reward)
     said = f"it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def format_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+def format_reward(response: str, label: object, metadata: Mapping[str, object] | None = None) -> float:
     """1 where the whole response is `<think>…</think><answer>…</answer>`, each tag once and neither part empty.
 
     The opening `<think>` may be missing: many chat templates end the prompt with it. `format_regex` in the metadata
@@ -16,7 +16,7 @@ def format_reward(response: str, label: Any, metadata: dict[str, Any] | None = N
     """
     regex = (metadata or {}).get("format_regex")
     if regex:
-        return float(re.fullmatch(regex, response.strip(), re.DOTALL) is not None)
+        return float(re.fullmatch(str(regex), response.strip(), re.DOTALL) is not None)
     text = response.strip()
     thinking, _, rest = text.removeprefix("<think>").partition("</think>")
     answer = rest.strip().removeprefix("<answer>").removesuffix("</answer>")

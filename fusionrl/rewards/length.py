@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fusionrl.config.groups import RewardGroup
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class LengthPenalties:
     factor: float = 1.0
 
     @classmethod
-    def of(cls, flags: Any) -> LengthPenalties:
+    def of(cls, flags: RewardGroup | Namespace) -> LengthPenalties:
         """Read them from the group of reward flags, or from a hook's `args`."""
         return cls(flags.length_penalty_coef, flags.overlong_buffer_len, flags.overlong_penalty_factor)
 

@@ -7,7 +7,6 @@ normalisation of Minerva (arXiv:2206.14858, appendix D.1).
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from fusionrl.rewards.math_utils import extract_answer
 
@@ -55,7 +54,7 @@ def normalize_final_answer(answer: str) -> str:
     return digits if digits.isdigit() else answer.strip()
 
 
-def compute_score(solution: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, Any]:
+def compute_score(solution: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, object]:
     r"""DAPO's score of a solution.
 
     strict_box_verify  only a `\boxed{…}` at the very end counts, and must be the ground truth to the letter

@@ -12,7 +12,6 @@ import json
 import math
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any
 
 from fusionrl.rewards.harness.wire import MAX_DEPTH, encode
 
@@ -28,7 +27,7 @@ class NoPlainData(Unreadable):
     """The program answered with an object, which only its own code could compare."""
 
 
-def read_answer(data: bytes) -> Any:
+def read_answer(data: bytes) -> object:
     """Return the wire form in the first line of `data`.
 
     Raises:
@@ -47,7 +46,7 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(text)
 
 
-def wire_of(value: object) -> Any:
+def wire_of(value: object) -> object:
     """The wire form of an expected value.
 
     Raises:
@@ -126,7 +125,9 @@ def _canonical(wire: object, as_json: bool, depth: int) -> str:
     raise Unreadable(f"unknown tag {tag[:10]!r}")
 
 
-def _pair(pair: Any, as_json: bool, depth: int) -> tuple[str, str]:
+def _pair(pair: object, as_json: bool, depth: int) -> tuple[str, str]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise Unreadable("a pair is wanted")
     key, value = pair
     if as_json and not isinstance(key, str | list | dict):
         key = json.dumps(key)

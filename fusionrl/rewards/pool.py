@@ -230,10 +230,10 @@ class RewardPool:
         samples: Sequence[Sample],
         *,
         call: str,
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         limit_s: float,
         is_async: bool,
-    ) -> Future[Any]:
+    ) -> Future[object]:
         """Score a sample, or a group in one call; its future has the reward, or `Lost`, or raises `RewardRaised`.
 
         What the function changed of the samples is changed here, too, before the future is done.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.engines.post import post
@@ -12,7 +11,7 @@ PATH = f"{__name__}.remote_rm"
 MAX_TRIES = 10
 
 
-async def remote_rm(args: Namespace, sample: Sample, **kwargs: object) -> Any:
+async def remote_rm(args: Namespace, sample: Sample, **kwargs: object) -> object:
     """What --rm-url answers to `{"prompt", "response", "label"}`: a number, or a JSON object (see --reward-key).
 
     Broken connections and 5xx answers are tried again with growing pauses, within --reward-timeout-s.

@@ -23,7 +23,7 @@ class Grading:
     rm_url: str | None = None
     format_regex: str | None = None
     allow_weak_sandbox: bool = False
-    hooks: dict[str, str | list[str]] = field(default_factory=dict)
+    hooks: dict[str, object] = field(default_factory=dict)
     args: Namespace | None = None
 
     def packed(self, args: Namespace | None) -> bytes:

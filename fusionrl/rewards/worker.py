@@ -28,8 +28,9 @@ import struct
 import sys
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from fusionrl.base.frames import frame, receive
 from fusionrl.config.hooks import register_hooks
@@ -40,6 +41,7 @@ from fusionrl.rewards.calls import call_reward, reward_path
 from fusionrl.rewards.pool import STATE
 from fusionrl.rewards.settings import Grading
 
+T = TypeVar("T")
 BEAT_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 READY = frame((0, "ready", None, []))
@@ -48,13 +50,22 @@ READY = frame((0, "ready", None, []))
 class _Job:
     """One call: the samples, what they were like, and the answer."""
 
-    def __init__(self, number: int, grading: Grading, call: str, kwargs: dict[str, Any], payload: bytes) -> None:
-        self.number, self.grading, self.call, self.kwargs = number, grading, call, kwargs
-        self.samples: list[Sample] = pickle.loads(payload)
-        self._before = [_attributes(sample) for sample in self.samples]
+    def __init__(
+        self, number: int, call: str, kwargs: dict[str, object], load: Callable[[], tuple[Grading, list[Sample]]]
+    ) -> None:
+        self.number, self.call, self.kwargs, self._load = number, call, kwargs, load
+        self.grading: Grading | None = None  # until it has started
+        self.samples: list[Sample] = []
 
-    def start(self) -> Any:
-        """The reward, or what must be awaited for it."""
+    def start(self) -> object:
+        """Unpickle the call, which runs code of the user's classes, and make it.
+
+        Returns:
+            The reward, or what must be awaited for it.
+        """
+        grading, self.samples = self._load()
+        self._before = [_attributes(sample) for sample in self.samples]
+        self.grading = grading
         target = self.samples if self.call == "group" else self.samples[0]
         return call_reward(self.grading, target, **self.kwargs)
 
@@ -70,6 +81,8 @@ class _Job:
         return frame((self.number, "ok", reward, changes))
 
     def failure(self, error: BaseException) -> bytes:
+        if self.grading is None:
+            return _failure(self.number, error, None, ())
         path = reward_path(self.grading, self.samples[0])
         blamed = set(map(id, blamed_samples(error, path)))
         positions = [position for position, sample in enumerate(self.samples) if id(sample) in blamed]
@@ -93,20 +106,20 @@ class _Inbox:
         self._gradings: dict[bytes, bytes] = {}
         self._registered = b""  # the grading whose hooks' folders this process knows
 
-    def take(self, message: tuple[Any, ...]) -> _Job | bytes | None:
-        """A job to do, the frame of its failure, or None: the message was no job."""
+    def take(self, message: tuple[Any, ...]) -> _Job | None:
+        """A job to do; None: the message was no job."""
         if message[0] == "grading":
             self._gradings = {message[1]: message[2]}  # earlier ones are of earlier rollouts
             return None
         _, number, key, call, kwargs, payload = message
-        try:
-            grading: Grading = pickle.loads(self._gradings[key])
-            if key != self._registered:  # samples may hold objects of classes in other hooks' files
-                register_hooks(grading.hooks)
-                self._registered = key
-            return _Job(number, grading, call, kwargs, payload)
-        except Exception as error:  # unpickling runs code of the user's classes
-            return _failure(number, error, None, ())
+        return _Job(number, call, kwargs, partial(self._load, key, self._gradings[key], payload))
+
+    def _load(self, key: bytes, pickled: bytes, payload: bytes) -> tuple[Grading, list[Sample]]:
+        grading: Grading = pickle.loads(pickled)
+        if key != self._registered:  # samples may hold objects of classes in other hooks' files
+            register_hooks(grading.hooks)
+            self._registered = key
+        return grading, pickle.loads(payload)
 
 
 def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
@@ -118,7 +131,7 @@ def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
         if message[0] == "job":
             state[8:16] = struct.pack("Q", message[1])
         job = inbox.take(message)
-        if isinstance(job, _Job):
+        if job is not None:
             try:
                 reward = job.start()
                 if inspect.isawaitable(reward):  # a plain function may return one, as a lambda or a partial does
@@ -127,11 +140,9 @@ def serve_sync(connection: socket.socket, state: mmap.mmap) -> None:
             except Exception as error:  # a user's function may raise anything; the pool reports it
                 answer = job.failure(error)
             connection.sendall(answer)
-        elif job is not None:
-            connection.sendall(job)
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: Awaitable[object]) -> object:
     return await value
 
 
@@ -139,24 +150,26 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
     """Score all samples that are there at once, on one event loop."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    inbox, tasks, beats = _Inbox(), set[asyncio.Task[None]](), [0]
+    inbox, tasks, beats = _Inbox(), set[asyncio.Task[bytes]](), [0]
 
     def beat() -> None:
         beats[0] += 1
         state[:8] = struct.pack("Q", beats[0])
         loop.call_later(BEAT_S, beat)
 
-    async def run(job: _Job) -> None:
-        try:
-            reward = job.start()
-            if inspect.isawaitable(reward):
-                reward = await reward
-            answer = job.answer(reward)
-        except Exception as error:  # a user's function may raise anything; the pool reports it
-            answer = job.failure(error)
-        connection.sendall(answer)
+    async def run(job: _Job) -> bytes:
+        reward = job.start()
+        if inspect.isawaitable(reward):
+            reward = await reward
+        return job.answer(reward)
 
-    def start(job: _Job) -> asyncio.Task[None]:
+    def finish(job: _Job, task: asyncio.Task[bytes]) -> None:
+        tasks.discard(task)
+        if not task.cancelled():
+            error = task.exception()  # a user's function may raise anything; the pool reports it
+            connection.sendall(task.result() if error is None else job.failure(error))
+
+    def start(job: _Job) -> asyncio.Task[bytes]:
         job_number.set(job.number)
         return loop.create_task(run(job))
 
@@ -166,12 +179,10 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
         except (EOFError, OSError):
             loop.stop()
             return
-        if isinstance(job, bytes):
-            connection.sendall(job)
-        elif job is not None:
+        if job is not None:
             task = contextvars.Context().run(start, job)
             tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            task.add_done_callback(partial(finish, job))
 
     job_number: contextvars.ContextVar[int] = contextvars.ContextVar("job_number", default=0)
 
@@ -189,12 +200,12 @@ def serve_async(connection: socket.socket, state: mmap.mmap) -> None:
     os._exit(0)  # what is still running is of nobody's use, and may refuse to end
 
 
-async def _marked(coroutine: Coroutine[Any, Any, Any], state: mmap.mmap, number: int) -> Any:
+async def _marked(coroutine: Coroutine[object, object, T], state: mmap.mmap, number: int) -> T:
     """Await `coroutine`, and say before and after each of its steps whose code runs."""
     own, none = struct.pack("Q", number), struct.pack("Q", 0)
 
     @types.coroutine
-    def steps() -> Generator[Any, Any, Any]:
+    def steps() -> Generator[object, object, T]:
         send: Callable[[Any], Any] = coroutine.send
         value: Any = None
         while True:

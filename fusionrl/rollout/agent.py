@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 from fusionrl.rollout.turns import SamplingParams, note_no_room
 from fusionrl.rollout.types import NO_ROOM_AFTER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
@@ -146,7 +149,7 @@ def end_of_turn(answer: Generation) -> int | None:
     return None
 
 
-def plain_text(tokenizer: Any, text: str, max_tokens: int) -> str:
+def plain_text(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> str:
     """`text` of at most `max_tokens` tokens, in which special tokens are spelled so that they are none.
 
     A tool's answer could else end its own turn and speak as somebody else.

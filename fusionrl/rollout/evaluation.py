@@ -7,7 +7,6 @@ import copy
 import functools
 import json
 from argparse import Namespace
-from typing import Any
 
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.data.prompts import PromptColumns, load_prompts
@@ -16,7 +15,7 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.samples import SampleContext, as_list, generate_and_score
 from fusionrl.rollout.turns import SamplingParams
-from fusionrl.rollout.types import RolloutFnEvalOutput
+from fusionrl.rollout.types import EvalResult, RolloutFnEvalOutput
 
 
 async def evaluate_sets(args: Namespace, params: SamplingParams) -> RolloutFnEvalOutput:
@@ -45,7 +44,7 @@ def eval_sampling_params(params: SamplingParams, one: EvalSet) -> SamplingParams
     return params
 
 
-async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> dict[str, Any]:
+async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -> EvalResult:
     """Generate and score all samples of one set; hooks see the set's own reward flags in `args`."""
     own = copy.copy(args)
     own.rm_type, own.custom_rm_path, own.eval_reward_key = one.rm_type, one.custom_rm_path, one.reward_key
@@ -76,8 +75,12 @@ def _prompts_of(args: Namespace, one: EvalSet, flag: str) -> list[Sample]:
     return _read_prompts(args.hf_checkpoint, one.path, columns, flag)
 
 
+# Fields of PromptColumns, in their order; the template's arguments as JSON, so that it can be hashed.
+_Columns = tuple[str, str | None, str, str | None, bool, str, int | None]
+
+
 @functools.cache
-def _read_prompts(folder: str, path: str, columns: tuple[Any, ...], flag: str) -> list[Sample]:
+def _read_prompts(folder: str, path: str, columns: _Columns, flag: str) -> list[Sample]:
     input_key, label_key, metadata_key, tool_key, template, kwargs, limit = columns
     made = PromptColumns(input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit)
     return load_prompts(path, load_tokenizer(folder), made, flag).samples

@@ -6,18 +6,17 @@ import functools
 import json
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
 from fusionrl.data.sample import Sample, Status
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.types import RolloutFnTrainOutput
+from fusionrl.rollout.types import DataSource, RolloutFnTrainOutput
 
 
 def generate_rollout(
-    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """Take the next --rollout-batch-size rows: lists of messages, or a text prompt with its response as the label."""
     groups, settings = data_source.get_samples(args.rollout_batch_size), SftSettings.of_args(args)

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from fusionrl.rollout.turns import (
     stream_sample,
     take_turn,
 )
-from fusionrl.rollout.types import RolloutAborted, RolloutFnEvalOutput, RolloutFnTrainOutput
+from fusionrl.rollout.types import DataSource, RolloutAborted, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 __all__ = [
     "generate",
@@ -54,7 +53,7 @@ MAX_DROPPED = 50  # dropped groups for each one wanted, before a filter that kee
 
 
 def generate_rollout(
-    args: Namespace, rollout_id: int, data_source: object, evaluation: bool = False
+    args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Generate `args.rollout_batch_size` groups, or evaluate every set of --eval-prompt-data or --eval-config."""
     args.rollout_id = rollout_id
@@ -131,7 +130,7 @@ def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
     return prompt_ids(args.hf_checkpoint, sample)
 
 
-async def generate_and_rm(args: Namespace, sample: Sample, params: SamplingParams, evaluation: bool = False) -> Any:
+async def generate_and_rm(args: Namespace, sample: Sample, params: SamplingParams, evaluation: bool = False) -> object:
     """Generate one sample and score it, each by the user's function where there is one."""
     return await generate_and_score(SampleContext.of_args(args), sample, params, evaluation)
 
@@ -169,7 +168,7 @@ class LoopSettings:
         )
 
 
-async def _generate(args: Namespace, data_source: object) -> RolloutFnTrainOutput:
+async def _generate(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
     params, settings = sampling_params(args), LoopSettings.of_args(args)
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set
@@ -190,7 +189,12 @@ class _Rollout:
     """The groups of one rollout: under way, kept and dropped."""
 
     def __init__(
-        self, settings: LoopSettings, context: GroupContext, params: SamplingParams, data_source: Any, teacher: Teacher
+        self,
+        settings: LoopSettings,
+        context: GroupContext,
+        params: SamplingParams,
+        data_source: DataSource,
+        teacher: Teacher,
     ) -> None:
         self._settings, self._context, self._params = settings, context, params
         self._source, self._teacher = data_source, teacher

@@ -6,10 +6,14 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fusionrl.data.prompts import read_rows
 from fusionrl.sandbox import Limits, SandboxError, probe, run_python
+
+if TYPE_CHECKING:
+    from bm25s import BM25
 
 
 class Tool(Protocol):
@@ -33,7 +37,7 @@ class ToolError(Exception):
     """The call went wrong in a way that the model is to read, and may mend."""
 
 
-def function_schema(name: str, description: str, **parameters: str) -> dict[str, Any]:
+def function_schema(name: str, description: str, **parameters: str) -> dict[str, object]:
     """The schema of a tool whose parameters are all required strings; each with its description."""
     properties = {parameter: {"type": "string", "description": text} for parameter, text in parameters.items()}
     function = {
@@ -106,7 +110,7 @@ class SearchTool:
 
 
 @functools.cache
-def load_corpus(path: str) -> tuple[Sequence[str], Any]:
+def load_corpus(path: str) -> tuple[Sequence[str], BM25]:
     """Passages of a corpus file and their BM25 index, once a process."""
     bm25s = _bm25s()
     passages: list[str] = []
@@ -121,7 +125,7 @@ def load_corpus(path: str) -> tuple[Sequence[str], Any]:
     return passages, index
 
 
-def _bm25s() -> Any:
+def _bm25s() -> ModuleType:
     try:
         import bm25s
     except ImportError as error:

@@ -6,7 +6,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from fusionrl.config.hooks import HookError
 from fusionrl.data.checked import check_values
@@ -24,11 +24,31 @@ class RolloutFnTrainOutput:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
+class EvalResult(TypedDict):
+    """One evaluation set's answers, in the order of its samples; hooks may leave out what is not required."""
+
+    rewards: Sequence[float]
+    truncated: NotRequired[Sequence[bool]]
+    samples: NotRequired[list[Sample]]
+
+
+class DataSource(Protocol):
+    """What a rollout function needs of the data source: groups of samples, and a place for those it hands back."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Take the next groups."""
+        ...
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Hand groups back; they come first in the next rollout."""
+        ...
+
+
 @dataclass
 class RolloutFnEvalOutput:
     """Per evaluation set: `{"rewards": […], "truncated": […], "samples": […]}`."""
 
-    data: dict[str, dict[str, Any]]
+    data: dict[str, EvalResult]
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,10 +130,10 @@ def _as_groups(groups: object) -> list[list[Sample]]:
         positions = range(len(groups))
         keys = [-1 - i if groups[i].group_index is None else groups[i].group_index for i in positions]
         return [[groups[i] for i in run] for _, run in itertools.groupby(positions, key=keys.__getitem__)]
-    return [list(_leaves(group)) for group in groups]
+    return [[leaf for leaf in _leaves(group) if isinstance(leaf, Sample)] for group in groups]
 
 
-def _leaves(group: Any) -> Iterator[Sample]:
+def _leaves(group: object) -> Iterator[object]:
     """The samples of a group; a generate function that returns several leaves a list within it."""
     for item in group if isinstance(group, list) else [group]:
         if isinstance(item, list):

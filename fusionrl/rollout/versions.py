@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class Answers:
     parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
 
-    def add(self, answer: dict[str, Any]) -> None:
+    def add(self, answer: dict[str, object]) -> None:
         """Note one answer of /generate; any other is passed over."""
         meta = answer.get("meta_info")
         if not isinstance(meta, dict):

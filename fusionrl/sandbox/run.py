@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fusionrl.base.signal_names import signal_name
 from fusionrl.sandbox.cgroup import MemoryCgroup, writable_parent
 from fusionrl.sandbox.limits import Limits, SandboxError, SandboxResult
+
+if TYPE_CHECKING:
+    from fusionrl.sandbox.launcher.messages import Report
 
 _START_LAUNCHER = "import sys; sys.path.append(sys.argv[1]); from launcher.main import main; main()"
 _FOLDER = str(Path(__file__).parent)
@@ -173,7 +176,7 @@ class Run:
             if cgroup is not None and not cgroup.add(self._process.pid):
                 cgroup.remove()
                 cgroup = None  # the watch bounds this run
-            request: dict[str, Any] = {"code": self.code, "stdin": self.stdin, "folder": folder}
+            request: dict[str, object] = {"code": self.code, "stdin": self.stdin, "folder": folder}
             request |= {"limits": asdict(self.limits), "allow_weak": _allow_weak}
             request |= {"namespaces": self.limits.namespaces, "oom_events": cgroup and str(cgroup.oom_events)}
             streams = self._communicate(self._process, request, read_ends)
@@ -188,7 +191,7 @@ class Run:
             _remove(folder)
 
     def _communicate(
-        self, process: subprocess.Popen[bytes], request: dict[str, Any], read_ends: list[int]
+        self, process: subprocess.Popen[bytes], request: dict[str, object], read_ends: list[int]
     ) -> list[_Stream]:
         """Send the request and read stdout, stderr, report and answer to their ends."""
         assert process.stdin and process.stdout and process.stderr
@@ -221,13 +224,13 @@ class Run:
             process.stderr.close()
         return streams
 
-    def _read_report(self, streams: list[_Stream]) -> dict[str, Any]:
+    def _read_report(self, streams: list[_Stream]) -> Report:
         stderr, report = streams[1], streams[2]
         if not report.total:
             reason = "the run was cancelled" if self._cancelled else stderr.text().strip() or "its launcher was killed"
             raise SandboxError(f"the sandbox gave no report: {reason}")
         try:
-            answer: dict[str, Any] = ast.literal_eval(report.kept.decode())
+            answer = ast.literal_eval(report.kept.decode())
         except (ValueError, SyntaxError) as error:
             raise SandboxError("the sandbox gave a report that is cut off: its launcher was killed") from error
         if "error" in answer:
@@ -236,7 +239,7 @@ class Run:
         return answer
 
     def _make_result(
-        self, report: dict[str, Any], streams: list[_Stream], memory: str, was_full: bool, start: float
+        self, report: Report, streams: list[_Stream], memory: str, was_full: bool, start: float
     ) -> SandboxResult:
         stdout, stderr, _, answer = streams
         code, killed_by = report["exit_code"], report["over"]

@@ -44,7 +44,7 @@ class Threaded:
     def __init__(self, target: Any) -> None:
         self.target = target
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"target": self.target}
 
     def __getattr__(self, name: str) -> _Method:

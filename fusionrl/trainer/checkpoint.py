@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import random
 import re
@@ -28,6 +29,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fusionrl.base.file_hashes import check_facts, facts_of
+from fusionrl.models.saved_shape import ShapeDiffers, check_saved_shape
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.checkpoint_io import PendingFiles, WriterProcess, failing_together, result_queue
@@ -236,23 +238,19 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
 
 def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
     """Restore a checkpoint; collective. Its own counters, and `rng_restored`: whether the layout was the
-    same.
+    same. The options and rates of the optimizer are those that were saved (see `optimizer_flags`).
 
     Raises:
         ValueError: no complete checkpoint, one of another model, or files of it that are missing or damaged.
     """
     description = read_description(path)
     try:
-        saved = ModelShape(**description["shape"]).model_dump()
         same_layout = TrainerLayout(**description["layout"]) == layout
+        check_saved_shape(path, description["shape"], shape)
+    except ShapeDiffers:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path}: {DESCRIPTION} is of another version ({error})") from error
-    for name, value in shape.model_dump().items():
-        if saved[name] != value:
-            raise ValueError(
-                f"checkpoint {path}: it is of a model with {name} {saved[name]!r}, --hf-checkpoint "
-                f"has {value!r}; give the model that the run was started with"
-            )
     if description["format"] != WITHOUT_HASHES:
         _check_files(path, description, rank)
     try:
@@ -266,9 +264,8 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
             unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
         with torch.no_grad():  # fp32 master weights are views of the parameters, which want gradients
             trained.optimizer.load_state_dict(state["optimizer"])
-        # Megatron's loader adds the saved steps to those made already.
-        trained.scheduler.num_steps = 0
-        trained.scheduler.load_state_dict(state["scheduler"])
+        # The position alone: Megatron's loader would bring the saved schedule back in place of that of the flags.
+        trained.scheduler.num_steps = operator.index(state["scheduler"]["num_steps"])
         if same_layout:
             set_rng_state(state["rng"])
     except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way

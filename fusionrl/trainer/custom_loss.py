@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.config.config import Config
@@ -154,14 +155,14 @@ class _Gather(torch.autograd.Function):
     """[1, t, v] of each rank -> [1, t * ranks, v]; the gradient of each part is summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+    def forward(ctx: FunctionCtx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.size = group, part.size(1)
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part.contiguous(), group=group)
         return torch.cat(parts, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad.narrow(1, ctx.group.rank() * ctx.size, ctx.size), None
@@ -225,7 +226,7 @@ class _VocabularyParallel(torch.autograd.Function):
     """logits [N, V / tp], targets [N] -> (log-probs [N], entropies [N]); the formulas are those of `log_probs.py`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
         width = logits.size(1)
         local = targets - group.rank() * width
@@ -244,7 +245,7 @@ class _VocabularyParallel(torch.autograd.Function):
         return sums[2] - lse, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionCtx, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
         logits, lse, entropy, local, owned = ctx.saved_tensors
         scores = logits - lse[:, None]
         grad = -scores.exp() * grad_log_probs[:, None]

@@ -120,7 +120,7 @@ class LocalRanks:
         """Run `function(actor, *args)` on every rank."""
         return self._all([("run", (function, *args))] * self.world_size)
 
-    def run_on(self, rank: int, function: Callable[..., object], *args: object) -> Any:
+    def run_on(self, rank: int, function: Callable[..., object], *args: object) -> object:
         """Run `function(actor, *args)` on one rank; ranks that work together are asked from a thread each.
 
         Calls of one rank come one after the other, also after one for which nobody waits any more.
@@ -138,7 +138,7 @@ class LocalRanks:
             raise Failed(*value)
         return value
 
-    def run_each(self, calls: Sequence[tuple]) -> list[Any]:
+    def run_each(self, calls: Sequence[tuple]) -> list[object]:
         """Run (function, *args) of its own on every rank."""
         assert len(calls) == self.world_size
         return self._all([("run", call) for call in calls])

@@ -11,11 +11,10 @@ The vocabulary may be split over tensor-parallel ranks; no rank sees the others'
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from fusionrl.plan.memory.head import block_sizes
 
@@ -29,7 +28,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -38,7 +37,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         width: int,
         num_kept: int,
         entropy_grad: bool,
-        group: Any,
+        group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         # Rows that pad the vocabulary are no tokens: no block holds them.
@@ -78,7 +77,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return sums[2] - lse, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, local, lse, entropy, *kept = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
@@ -312,14 +312,14 @@ class _Sum(torch.autograd.Function):
     """The sum over a group's ranks; the gradient of each one's part is the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+    def forward(ctx: FunctionCtx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         values = values.clone()
         dist.all_reduce(values, group=group)
         return values
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None

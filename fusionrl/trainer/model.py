@@ -17,7 +17,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -49,7 +49,7 @@ class ChosenOutputs(GPTModel):
 
     real_vocab_size: int
 
-    def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[Any, ...]:
+    def _preprocess(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> tuple[object, ...]:
         parts = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         positions = getattr(packed_seq_params, "positions", None)
         if positions is None:
@@ -133,7 +133,7 @@ class Trained:
 
     chunks: list[DistributedDataParallel]
     transformer: TransformerConfig
-    optimizer: Any
+    optimizer: ChainedOptimizer
     scheduler: OptimizerParamScheduler
     routing: RoutingReplay | None = None
 
@@ -315,7 +315,7 @@ def build_training(
     return Trained(chunks, transformer, optimizer, scheduler)
 
 
-def _start_state(optimizer: Any) -> None:
+def _start_state(optimizer: ChainedOptimizer) -> None:
     # Adam makes its moments at its first step; a checkpoint before it (a resume, a skipped step) needs them
     # as well.
     for inner in optimizer.chained_optimizers:

@@ -7,7 +7,7 @@ and it starts without either. Megatron-core is imported by `setup`, after the CP
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
@@ -34,6 +34,20 @@ class SetupFacts(TypedDict):
     device: str
     impl: str
     precision: str
+
+
+class Restored(TypedDict):
+    """Facts of a checkpoint that a rank has loaded.
+
+    rng_restored  False where the checkpoint is of another layout
+    hashes        as `state_hashes` gives them, of the state as it was saved
+    """
+
+    rollout_id: int
+    optimizer_steps: int
+    skipped: int
+    rng_restored: bool
+    hashes: NotRequired[dict[str, str]]
 
 
 class ModelRank:
@@ -221,20 +235,33 @@ class ModelRank:
         self.begin_save(path, rollout_id)
         self.finish_save()
 
-    def load(self, path: str) -> dict[str, int]:
-        """Restore weights, optimizer, schedule, RNG and counters.
+    def load(self, path: str) -> Restored:
+        """Restore weights, optimizer, RNG, counters and the position in the schedule.
+
+        The schedule itself and the optimizer's options are those of the flags.
 
         Returns:
-            rollout_id, optimizer_steps, skipped, and rng_restored (False where the layout is another one).
+            Counters and facts; with --verify-checkpoints also hashes of what was read.
 
         Raises:
             ValueError: no complete checkpoint of this model is at `path`.
         """
         from fusionrl.trainer import checkpoint
+        from fusionrl.trainer.optimizer_flags import OptimizerFlags
 
         self.reload()
-        restored = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank)
-        self.counters = {name: int(restored[name]) for name in self.counters}
+        flags = OptimizerFlags.of(self.trained)
+        loaded = checkpoint.load(path, self.trained, self.layout, self.shape, self.rank)
+        self.counters = {name: int(loaded[name]) for name in self.counters}
+        restored = Restored(
+            rollout_id=self.counters["rollout_id"],
+            optimizer_steps=self.counters["optimizer_steps"],
+            skipped=self.counters["skipped"],
+            rng_restored=bool(loaded["rng_restored"]),
+        )
+        if self.config.checkpoint.verify_checkpoints:
+            restored["hashes"] = self.state_hashes()  # before the flags, which may give another rate than was saved
+        flags.restore(self.trained)
         return restored
 
     def save_hf(self, path: str) -> None:

@@ -14,12 +14,15 @@ import logging
 import mmap
 import tempfile
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fusionrl.trainer.model import Trained
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +162,7 @@ class Offload:
     def _weight_buffers(self) -> Iterator[torch.Tensor]:
         return (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
 
-    def _buffers(self) -> Iterator[Any]:
+    def _buffers(self) -> Iterator[_ParamAndGradBuffer]:
         return (b for chunk in self._trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
     def _everything(self) -> Iterator[torch.Tensor]:

@@ -126,7 +126,7 @@ class PushSource(TrainerBase):
         """Yield (Hugging Face name, full tensor) of every weight as the engines load it; collective."""
         return self._exporter().whole()
 
-    def _after_write(self, written: dict[str, Any], engines: Sequence[ActorHandle]) -> dict[str, Any]:
+    def _after_write(self, written: dict[str, object], engines: Sequence[ActorHandle]) -> dict[str, object]:
         if (path := self.config.weights.custom_update_weight_post_write_path) is not None:
             from fusionrl.config.hooks import call_hook
 

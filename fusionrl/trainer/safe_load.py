@@ -55,7 +55,7 @@ _ARRAYS = [
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name in _METADATA_CLASSES.get(module, ()):
             # Python 3.13 alone has the module pathlib._local.
             return super().find_class("pathlib" if module == "pathlib._local" else module, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import torch
 
@@ -66,7 +65,7 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 def transformer_fields(
     config: Config, shape: ModelShape, layout: TrainerLayout, device: torch.device
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Fields of Megatron's TransformerConfig.
 
     Raises:
@@ -76,7 +75,7 @@ def transformer_fields(
 
     dtype = torch.bfloat16 if resolve_precision(config, device) == "bf16" else torch.float32
     on_cpu, impl = device.type == "cpu", resolve_impl(config, device)
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "ffn_hidden_size": shape.ffn_hidden_size,
@@ -135,7 +134,7 @@ def transformer_fields(
     return fields
 
 
-def _expert_fields(shape: ModelShape, impl: str) -> dict[str, Any]:
+def _expert_fields(shape: ModelShape, impl: str) -> dict[str, object]:
     moe = shape.moe
     if moe is None:
         return {}
@@ -161,11 +160,11 @@ def _expert_fields(shape: ModelShape, impl: str) -> dict[str, Any]:
     }
 
 
-def _latent_fields(shape: ModelShape) -> dict[str, Any]:
+def _latent_fields(shape: ModelShape) -> dict[str, object]:
     mla = shape.mla
     if mla is None:
         return {}
-    fields: dict[str, Any] = mla.model_dump() | {
+    fields: dict[str, object] = mla.model_dump() | {
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "rope_type": "rope",
@@ -189,7 +188,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def optimizer_fields(config: Config, device: torch.device) -> dict[str, Any]:
+def optimizer_fields(config: Config, device: torch.device) -> dict[str, object]:
     """Fields of Megatron's OptimizerConfig."""
     train = config.train
     bf16 = resolve_precision(config, device) == "bf16"
@@ -209,9 +208,9 @@ def optimizer_fields(config: Config, device: torch.device) -> dict[str, Any]:
     return fields | config.passthrough.optimizer
 
 
-def ddp_fields(config: Config) -> dict[str, Any]:
+def ddp_fields(config: Config) -> dict[str, object]:
     """Fields of Megatron's DistributedDataParallelConfig."""
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": False,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from fusionrl.trainer.batch import MicroBatch
@@ -99,7 +100,7 @@ def train_step(
     return StepOutcome(report, parts)
 
 
-def _clip(optimizer: Any, norm: float) -> None:
+def _clip(optimizer: ChainedOptimizer, norm: float) -> None:
     for inner in optimizer.chained_optimizers:
         limit = inner.config.clip_grad
         parameters = [] if getattr(inner, "is_stub_optimizer", False) else inner.get_parameters()

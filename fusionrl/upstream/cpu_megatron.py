@@ -104,7 +104,7 @@ class _Stream:
 
     def wait_event(self, event: object) -> None: ...
 
-    def record_event(self, event: object = None) -> Any:
+    def record_event(self, event: object = None) -> object:
         return event or _Event()
 
     def synchronize(self) -> None: ...
@@ -160,7 +160,7 @@ def _patch_exchange() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
@@ -238,7 +238,7 @@ def _install_tensor_methods() -> None:
             kwargs["device"] = "cpu"
         return tensor_to(self, *args, **kwargs)
 
-    def type_(self: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> Any:
+    def type_(self: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
         if dtype is None and not args and not kwargs:
             name = tensor_type(self)
             return name if self.is_cuda else name.replace("torch.", "torch.cuda.", 1)

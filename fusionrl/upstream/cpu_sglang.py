@@ -54,7 +54,7 @@ class _StandInModule(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012  # an instance has it in its base class
     __version__ = "0.0.0"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         full_name = f"{self.__name__}.{name}"
@@ -81,7 +81,7 @@ def _is_triton(full_name: str) -> bool:
     return full_name.split(".")[0] == "triton"
 
 
-def _identity(value: object) -> Any:
+def _identity(value: object) -> object:
     return value
 
 

@@ -131,7 +131,7 @@ def router_parser() -> argparse.ArgumentParser:
 
 def parse_with(
     parser: argparse.ArgumentParser, option: str, values: list[str], owned: dict[str, str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The fields that `option values…` sets by upstream's own parser.
 
     Raises:
@@ -199,7 +199,7 @@ def megatron_fields() -> dict[str, dict[str, Any]]:
     return {kind: {f.name: _hint(cls, f) for f in dataclasses.fields(cls)} for kind, cls in classes.items()}
 
 
-def _hint(cls: type, field: dataclasses.Field) -> Any:
+def _hint(cls: type, field: dataclasses.Field) -> object:
     # Some of Megatron's annotations name modules that are not installed; those fields stay as plain strings.
     if not isinstance(field.type, str):
         return field.type
@@ -209,7 +209,7 @@ def _hint(cls: type, field: dataclasses.Field) -> Any:
         return str
 
 
-def parse_megatron(field: str, values: list[str]) -> dict[str, Any]:
+def parse_megatron(field: str, values: list[str]) -> dict[str, object]:
     """Class kind → value for every Megatron class that has `field` (one that several share is set in all).
 
     Raises:
@@ -231,7 +231,7 @@ def parse_megatron(field: str, values: list[str]) -> dict[str, Any]:
     return {kind: _convert(fields[kind][name], values) for kind in kinds}
 
 
-def _convert(hint: object, values: list[str]) -> Any:
+def _convert(hint: object, values: list[str]) -> object:
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     options = tuple(option for option in options if option is not type(None))
     if not values:

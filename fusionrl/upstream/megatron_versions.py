@@ -38,7 +38,7 @@ def without_te() -> None:
         return
     fused = resolver._fused_or_default = resolver._mla_fused_linear_or_default
 
-    def projection(self: Any, module_spec: Any, module_name: str) -> Any:
+    def projection(self: Any, module_spec: Any, module_name: str) -> object:
         if module_name == "linear_q_proj" and self.config.transformer_impl == "local":
             return module_spec
         return fused(self, module_spec, module_name)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_samples_stay_arrays_and_are_parsed_elsewhere(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.bench.buffer", "--serve", "--tokens", str(NUM_TOKENS)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:

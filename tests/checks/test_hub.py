@@ -293,7 +293,7 @@ def test_a_plan_by_names(a_hub: tuple[str, list[str]], tmp_path: Path) -> None:
             "--device",
             "cpu",
             "--run-dir",
-            str(tmp_path),
+            str(tmp_path / "run"),
         ),
     ]
 

@@ -119,3 +119,31 @@ def test_a_traceback_is_not_lost() -> None:
 def test_a_wrong_level_is_told() -> None:
     with pytest.raises(ValueError, match="--log-level 'verbose'"):
         setup_logging("verbose", None)
+
+
+@pytest.mark.parametrize("wrap", ["", "from ray._private.utils import Unbuffered; sys.stdout = Unbuffered(sys.stdout)"])
+def test_lines_of_two_processes_stay_whole(tmp_path: Path, wrap: str) -> None:
+    """A print is one write, with PYTHONUNBUFFERED and within Ray's processes, whose stream is Ray's own."""
+    code = f"""
+import sys
+{wrap}
+from fusionrl.observe.log import write_whole_lines
+write_whole_lines()
+sys.stdin.readline()
+for _ in range(3000):
+    print("printed by " + sys.argv[1])
+"""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    root = Path(__file__).parents[2]
+    with (tmp_path / "log").open("a") as log:
+        started = [
+            subprocess.Popen([sys.executable, "-c", code, name], stdin=subprocess.PIPE, stdout=log, cwd=root, env=env)
+            for name in ("a" * 30, "b" * 30)
+        ]
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write(b"go\n")
+            process.stdin.close()
+        assert [process.wait() for process in started] == [0, 0]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(set(lines)) == ["printed by " + "a" * 30, "printed by " + "b" * 30] and len(lines) == 6000

@@ -211,6 +211,26 @@ def turns_states(report: Any) -> float:
     return parts["weights"] + parts["gradients"] + parts["optimizer"]
 
 
+def test_the_parts_that_are_shown_add_up() -> None:
+    made = plan(QWEN3_30B, 141, colocate=True, actor_num_gpus_per_node=8, expert_model_parallel_size=8)
+    assert made.memory is not None
+    for bar in (*made.memory.device_bars, *made.memory.host_bars):
+        total, _, parts = bar.describe().partition(" GiB = ")
+        figures = [float(part.rsplit(" ", 1)[1]) for part in parts.split(" + ")]
+        # Each figure is rounded to three digits, or to a tenth.
+        assert sum(figures) == pytest.approx(float(total), abs=0.05 * (len(figures) + 1)), bar.describe()
+
+
+def test_the_advice_does_not_stop_at_half_of_the_tokens() -> None:
+    """A sample of 8193 tokens goes into a micro-batch of 12288, not into half of 16384."""
+    values = {"colocate": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 8, "expert_model_parallel_size": 8}
+    values |= {"rollout_batch_size": 128, "n_samples_per_prompt": 8, "rollout_max_response_len": 8192}
+    made = plan(QWEN3_30B, 141, **values, max_tokens_per_gpu=16384)
+    assert made.memory is not None
+    assert made.memory.fits is False
+    assert str(made.memory.change).startswith("--max-tokens-per-gpu 12288 ")
+
+
 def test_the_least_change_that_fits_is_named_and_fits() -> None:
     values = {"mode": "sft", "actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8, "num_rollout": 1}
     passed = PassThrough(transformer={"recompute_granularity": "full", "recompute_method": "uniform"})

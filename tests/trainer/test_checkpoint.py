@@ -65,6 +65,56 @@ def test_resume_is_bit_exact(workers, fresh, hf, tmp_path, dp, precision):
     assert at_end != at_save
 
 
+def _options(actor: Any) -> list[dict[str, Any]]:
+    """The options with which the next step of this rank is taken."""
+    names = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps", "step")
+    return [{name: group[name] for name in names} for group in actor.trained.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"lr_decay_style": "linear", "lr_decay_iters": 4}, {"lr_decay_style": "linear", "lr_decay_iters": 8}),
+        ({}, {"lr": 5e-3}),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 8}, {}),
+        (
+            {},
+            {"lr_decay_style": "cosine", "lr_decay_iters": 12, "lr_warmup_iters": 2, "min_lr": 1e-4}
+            | {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "weight_decay": 0.3, "clip_grad": 0.1},
+        ),
+    ],
+    ids=["longer", "rate", "constant", "all"],
+)
+def test_a_resume_takes_the_schedule_and_options_of_its_flags(workers, fresh, hf, tmp_path, before, after):
+    """As if the run had had these flags from its start: position and moments are the checkpoint's, the rest is not."""
+    folder, _ = hf("qwen2", True)
+    layout, path = TrainerLayout(2), str(tmp_path / "checkpoint")
+    workers.start(config_of(folder, **before), layout)
+    rollouts(workers, layout, range(2))
+    workers.call("save", path, 1)
+    hashes = workers.call("state_hashes")
+
+    config = config_of(folder, verify_checkpoints=True, **after)
+    fresh.start(config, layout)
+    want = fresh.run(_options)
+    restored = fresh.call("load", path)
+    assert [facts["hashes"] for facts in restored] == hashes, "--verify-checkpoints compares what was saved"
+    now = fresh.run(_options)
+    for rank_now, rank_want in zip(now, want, strict=True):
+        for group, wanted in zip(rank_now, rank_want, strict=True):
+            changing = ("lr", "step")
+            assert {k: v for k, v in group.items() if k not in changing} == {
+                k: v for k, v in wanted.items() if k not in changing
+            }
+            assert group["step"] == 4
+    rates = [metrics["train/lr"] for metrics in rollouts(fresh, layout, range(2, 4))]
+
+    workers.start(config, layout)
+    whole = [metrics["train/lr"] for metrics in rollouts(workers, layout, range(4))]
+    assert rates == whole[2:]
+    assert min(rates) > 0
+
+
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
     [

@@ -54,7 +54,7 @@ class DataGroup(Group):
 
     @field_validator("prompt_data", mode="before")
     @classmethod
-    def _as_list(cls, value: object) -> Any:
+    def _as_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
     @field_serializer("prompt_data")

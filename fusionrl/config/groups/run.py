@@ -36,7 +36,8 @@ class RunGroup(Group):
     )
     resume: bool = Field(
         False,
-        description="Go on in --run-dir from its last checkpoint (from the start where there is none yet).",
+        description="Go on in --run-dir from its last checkpoint (from the start where there is none yet). Without"
+        " --hf-checkpoint all flags that are not given are those of the run; docs/checkpoints.md.",
     )
     seed: int = Field(1234, description="Seed of initialisation, data order and trainers.", ge=0)
     num_rollout: int | None = Field(None, description="Number of rollout steps to run.", ge=0)

@@ -84,11 +84,10 @@ def _passed(config: Config, **fields: object) -> Config:
 def _fewer_tokens(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Smaller micro-batches, as long as the longest sample goes into one."""
     model, tokens = config.model, config.train.max_tokens_per_gpu
-    least = -(-longest_sample(config, shape) // model.context_parallel_size)
-    for part in (2, 4, 8):
-        fewer = tokens // part
-        if fewer >= max(least, 1):
-            yield f"--max-tokens-per-gpu {fewer}", _with(config, "train", max_tokens_per_gpu=fewer)
+    least = max(1, -(-longest_sample(config, shape) // model.context_parallel_size))
+    smaller = {tokens * 3 // 4, tokens // 2, tokens // 4, tokens // 8, least}
+    for fewer in sorted((fewer for fewer in smaller if least <= fewer < tokens), reverse=True):
+        yield f"--max-tokens-per-gpu {fewer}", _with(config, "train", max_tokens_per_gpu=fewer)
 
 
 def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:

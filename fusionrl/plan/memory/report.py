@@ -55,7 +55,11 @@ class Bar:
 
     def describe(self) -> str:
         """Its total and its parts, those of at least 1 % of it."""
-        shown = [f"{part} {gib(size)}" for part, size in self.parts if size >= max(self.total / 100, 1)]
+        large = [(part, size) for part, size in self.parts if size >= max(self.total / 100, 1)]
+        shown = [f"{part} {gib(size)}" for part, size in large]
+        rest = self.total - sum(size for _, size in large)
+        if rest >= 0.005 * 2**30:  # what would show as 0.00 is left out
+            shown.append(f"other {gib(rest)}")
         return f"{gib(self.total)} GiB = {' + '.join(shown)}"
 
 

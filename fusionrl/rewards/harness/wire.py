@@ -69,7 +69,7 @@ def encode(value: Any, other: Callable[[Any], Any], depth: int = 0) -> Any:
     return other(value)
 
 
-def encode_library(value: Any, inner: Callable[[Any], Any], other: Callable[[Any], Any]) -> Any:
+def encode_library(value: Any, inner: Callable[[Any], Any], other: Callable[[Any], Any]) -> object:
     """Return the wire form of an object of the standard library or of numpy, whose equality needs no program's code.
 
     `inner(item)` gives the form of an item in it, `other(value)` that of any other object, also of a subclass.

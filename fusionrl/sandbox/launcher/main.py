@@ -34,7 +34,7 @@ from .kernel import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from .messages import Failure, Report, Request
 
 _KILL_S = 10.0  # a killed process is gone sooner, unless the kernel waits for a device
 _HIGH = 64  # descriptors from here on are out of the way of those that the code gets
@@ -46,7 +46,7 @@ def main() -> None:
     for descriptor in (report, *descriptors):
         os.set_inheritable(descriptor, False)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    request = marshal.loads(sys.stdin.buffer.read())
+    request: Request = marshal.loads(sys.stdin.buffer.read())
     request["number"] = os.getpid()  # before a new pid namespace counts from 1
     try:
         isolated = request["namespaces"] and view.enter_namespaces()
@@ -73,8 +73,8 @@ def main() -> None:
 class _Run:
     """One run, as its supervisor sees it."""
 
-    def __init__(self, request: dict[str, Any], isolated: bool, descriptors: list[int]) -> None:
-        self.limits: dict[str, Any] = request["limits"]
+    def __init__(self, request: Request, isolated: bool, descriptors: list[int]) -> None:
+        self.limits = request["limits"]
         self.isolated = isolated
         self._request, self._descriptors = request, descriptors
         # As root one user a run, so that RLIMIT_NPROC counts this run's processes alone.
@@ -107,7 +107,7 @@ class _Run:
             os.chown(self.home, self._new_user, self._new_user)
             os.chown(main, self._new_user, self._new_user)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Report | Failure:
         """Run the code, wait for its end or for a limit, kill what is left, and return the report."""
         # SIGTERM cancels the run. With namespaces the outer launcher gets it, and ends this process by its own end.
         self._awaited = {signal.SIGCHLD} if self.isolated else {signal.SIGCHLD, signal.SIGTERM}

@@ -16,7 +16,7 @@ from .seccomp import number_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from .messages import LimitsOfRun
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWIPC, CLONE_NEWUSER = 1 << 17, 1 << 25, 1 << 27, 1 << 28
 CLONE_NEWPID, CLONE_NEWNET = 1 << 29, 1 << 30
@@ -69,7 +69,7 @@ def interpreter_folders() -> list[str]:
     return outer
 
 
-def build_root(root: str, limits: dict[str, Any]) -> str:
+def build_root(root: str, limits: LimitsOfRun) -> str:
     """Make the folder `root` the root of this mount namespace; return the one place to write in it.
 
     Raises:

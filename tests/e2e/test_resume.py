@@ -1,0 +1,65 @@
+"""Resumes with other flags, and runs that are stopped: what the metrics and the last message say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import launch, metrics_of, run
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def flags(task: Path, tmp_path: Path) -> list[str]:
+    """A supervised run, which needs no engine."""
+    return [
+        *("--mode", "sft", "--device", "cpu", "--hf-checkpoint", str(task / "model"), "--input-key", "messages"),
+        *("--prompt-data", str(task / "sft.jsonl"), "--rollout-batch-size", "8"),
+        *("--verify-checkpoints", "--run-dir", str(tmp_path / "run")),
+    ]
+
+
+def rates(folder: Path) -> dict[tuple[int, int], float]:
+    """(attempt, step) → learning rate."""
+    return {(row["attempt"], row["step"]): row["train/lr"] for row in metrics_of(folder) if "train/lr" in row}
+
+
+def test_the_flags_of_a_resume_decide_the_learning_rate(flags: list[str], tmp_path: Path) -> None:
+    """A decay that is made longer goes on, and another --lr is the one that is trained with."""
+    folder = tmp_path / "run"
+    run([*flags, "--lr", "6e-3", "--lr-decay-style", "linear", "--num-rollout", "3"], tmp_path)
+    short = ["--run-dir", str(folder), "--resume"]
+    longer = run([*short, "--num-rollout", "6"], tmp_path)
+    assert "--resume: --num-rollout 3 -> 6" in longer.output()
+    assert "linear decay of the learning rate ends at optimizer step 6" in longer.output().replace("\n", " ")
+    run([*short, "--num-rollout", "7", "--lr", "1e-2", "--lr-decay-style", "constant"], tmp_path)
+    found = rates(folder)
+    assert [found[1, step] for step in (1, 2, 3)] == pytest.approx([6e-3, 4e-3, 2e-3])
+    assert [found[2, step] for step in (4, 5, 6)] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert found[3, 7] == pytest.approx(1e-2)
+
+
+def test_a_stopped_run_says_what_is_saved(flags: list[str], tmp_path: Path) -> None:
+    """Ctrl-C loses the steps after the newest checkpoint; SIGTERM saves first."""
+    folder = tmp_path / "run"
+    first = launch([*flags, "--num-rollout", "100000", "--save-interval", "1000"], tmp_path)
+    first.wait_for(lambda: len(rates(folder)) >= 3)
+    os.kill(first.process.pid, signal.SIGINT)
+    assert first.wait(60) == 130
+    text = " ".join(first.output().split())
+    assert re.search(r"interrupted after step (\d+); steps 1-\1 are lost: --resume goes on from the start", text), text
+    assert f"to go on: fusionrl train --run-dir {folder} --resume" in text
+
+    second = launch(["--run-dir", str(folder), "--resume"], tmp_path)
+    second.wait_for(lambda: any(attempt == 2 for attempt, _ in rates(folder)))
+    os.kill(second.process.pid, signal.SIGTERM)
+    assert second.wait(60) == 143
+    text = " ".join(second.output().split())
+    message = re.search(r"terminated by SIGTERM after step (\d+); step_0*(\d+) has all of it", text)
+    assert message is not None and message[1] == message[2], text
+    assert (folder / "checkpoints" / f"step_{int(message[1]):06d}" / "manifest.json").is_file()

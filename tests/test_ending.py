@@ -1,0 +1,63 @@
+"""The last message of a run that was stopped: what is kept, what is lost, and the command that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fusionrl.cli.ending import ending
+from fusionrl.cluster.checkpoints import Checkpoints
+from fusionrl.config.config import Config
+from fusionrl.observe.metrics import MetricsSink
+
+
+def stopped(path: Path, saved: int, steps: list[int], attempt: int = 1, **values: object) -> str:
+    """The message of a run with a checkpoint of its first `saved` steps that has recorded `steps`."""
+    if saved:
+        checkpoints = Checkpoints(path / "checkpoints")
+        checkpoints.publish(saved - 1, checkpoints.begin(saved - 1), {})
+    with MetricsSink(path, attempt) as sink:
+        for step in steps:
+            sink.log(step, {"train/loss": 1.0})
+    return ending(Config.from_flat(values), path, attempt)
+
+
+@pytest.mark.parametrize(
+    ("saved", "steps", "said"),
+    [
+        (3, [0, 1, 2, 3, 4, 5], " after step 5; steps 4-5 are lost: --resume goes on from step_000003"),
+        (3, [1, 2, 3, 4], " after step 4; step 4 is lost: --resume goes on from step_000003"),
+        (5, [1, 2, 3, 4, 5], " after step 5; step_000005 has all of it: --resume goes on from there"),
+        (0, [0, 1, 2], " after step 2; steps 1-2 are lost: --resume goes on from the start"),
+        (0, [0], " before the end of the first step; nothing is trained yet: --resume begins at step 1"),
+        (0, [], " before the end of the first step; nothing is trained yet: --resume begins at step 1"),
+    ],
+)
+def test_what_is_kept_and_what_is_lost(tmp_path: Path, saved: int, steps: list[int], said: str) -> None:
+    text, command = stopped(tmp_path, saved, steps, save_interval=3).split("\n")
+    assert text == said
+    assert command == f"to go on: fusionrl train --run-dir {tmp_path} --resume"
+
+
+def test_a_run_that_saves_only_at_its_end_is_told_how_to_save_more(tmp_path: Path) -> None:
+    assert "--save-interval N saves every N steps" in stopped(tmp_path, 0, [1, 2])
+
+
+def test_steps_of_an_earlier_attempt_are_not_counted(tmp_path: Path) -> None:
+    """They were trained from a checkpoint that this attempt went back to."""
+    stopped(tmp_path, 3, [1, 2, 3, 4, 5])
+    assert " after step 3; step_000003 has all of it" in stopped(tmp_path, 3, [], attempt=2)
+    assert " after step 4; step 4 is lost" in stopped(tmp_path, 3, [3, 4], attempt=3)
+
+
+def test_a_run_that_saves_nothing_promises_nothing(tmp_path: Path) -> None:
+    assert stopped(tmp_path, 0, [1, 2], no_save=True) == " after step 2; nothing is saved (--no-save)"
+    assert stopped(tmp_path, 0, [0], mode="eval") == ""
+
+
+def test_a_damaged_folder_hides_no_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("?\n?\n")
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000002" / "manifest.json").write_text("?")
+    assert "nothing is trained yet" in ending(Config(), tmp_path, 1)
