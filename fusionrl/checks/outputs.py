@@ -58,19 +58,27 @@ def resume_folder_errors(config: Config) -> list[str]:
 
 
 def folder_errors(config: Config) -> list[str]:
-    """List what keeps the run from having its folder: a run that is in it already, or with --resume is not there."""
+    """List what keeps the run from having its folder: a run that is in it already, or a short --resume without one."""
     if config.run.run_dir is None:
         return []
     path = Path(config.run.run_dir)
     if config.run.resume and not path.exists():
-        return [
-            f"--resume: there is no folder --run-dir {path}; {_nearest(path)}. Without --resume a new run starts there"
-        ]
+        # A launch script may always pass --resume; only a command line that wants the folder's flags needs the folder.
+        is_short = config.model.hf_checkpoint is None
+        return [f"--resume: there is no folder --run-dir {path}; {_nearest(path)}"] if is_short else []
     try:
         RunDir.check(path, config.run.resume)
     except (ValueError, OSError) as error:
         return [str(error) if isinstance(error, ValueError) else f"--run-dir: {error}"]
     return []
+
+
+def first_start_warning(config: Config) -> str | None:
+    """Return the warning of a --resume that starts a new run, as a mistyped folder would make it; None for others."""
+    run_dir = config.run.run_dir
+    if not config.run.resume or run_dir is None or Path(run_dir).exists():
+        return None
+    return f"--resume: there is no folder --run-dir {run_dir}: a new run starts there ({_nearest(Path(run_dir))})"
 
 
 def _nearest(path: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.collect import attempt
 from fusionrl.checks.hub import resolve_names
-from fusionrl.checks.outputs import resume_folder_errors
+from fusionrl.checks.outputs import first_start_warning, resume_folder_errors
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
@@ -51,7 +51,7 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
     device = attempt(found, lambda: detect_device(config.cluster.device)) or "cpu"
     imbalance = attempt(found, lambda: imbalance_of(plan_flags or {})) or 1.0
     errors += not_named_yet(found, errors)
-    for text in checked.data_warnings:
+    for text in (*checked.data_warnings, *filter(None, [first_start_warning(config)])):
         print(f"warning: {text}", file=sys.stderr)
     if errors or checked.shape is None:
         raise CommandLineError(errors)

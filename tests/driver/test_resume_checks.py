@@ -110,19 +110,22 @@ def test_a_damaged_checkpoint_is_refused_by_the_plan(
     assert "damaged or incomplete" in errors(capsys, [*run, "--resume"])
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
-def test_a_folder_that_is_not_there_names_the_nearest(
-    run: list[str], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else a typo would start a new run, after its engines have started."""
-    found = errors(capsys, [*run, "--resume", "--run-dir", str(tmp_path / "runs" / "frist")], command)
-    assert f"there is no folder --run-dir {tmp_path}/runs/frist" in found
-    assert f"the nearest one is {tmp_path}/runs/first" in found
-    found = errors(capsys, [*run, "--resume", "--run-dir", str(tmp_path / "runs" / "xyz")], command)
-    assert f"{tmp_path}/runs has the runs first" in found
-    found = errors(capsys, [*run, "--resume", "--run-dir", str(tmp_path / "rnus" / "first")], command)
-    assert f"the nearest one is {tmp_path}/runs" in found
-    assert not (tmp_path / "runs" / "frist").exists() and not (tmp_path / "rnus").exists()
+    """A launch script may always pass --resume, but a typo starts a new run: that is said before anything starts."""
+    for name, nearest in {
+        "runs/frist": f"the nearest one is {tmp_path}/runs/first",
+        "runs/xyz": f"{tmp_path}/runs has the runs first",
+        "rnus/first": f"the nearest one is {tmp_path}/runs",
+    }.items():
+        assert cli.main(["plan", *run, "--resume", "--run-dir", str(tmp_path / name)]) == 0
+        told = capsys.readouterr().err
+        assert f"warning: --resume: there is no folder --run-dir {tmp_path}/{name}: a new run starts there" in told
+        assert nearest in told
+        assert not (tmp_path / name).exists()
+    assert cli.main(["plan", *run, "--resume"]) == 0
+    assert "a new run starts" not in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_may_go_on(run: list[str], tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) 
     Each resume ends unless weights, optimizer, RNG and data cursor have the hashes of the save.
     """
     folder = tmp_path / "run"
-    folder.mkdir()  # a first start with --resume needs the folder
 
     record = ["--save-debug-rollout-data", str(recorded / "{rollout_id}.jsonl")]
     first = launch([*_flags(rl_flags, folder, 100), *record], tmp_path)

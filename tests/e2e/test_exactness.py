@@ -42,7 +42,6 @@ def twice_and_killed(flags: list[str], folder: Path) -> None:
     assert len({tuple(values) for values in want.values()}) > 1
 
     killed = [*flags, "--async-save", "--run-dir", str(folder / "killed"), "--resume"]
-    (folder / "killed").mkdir()  # a first start with --resume needs the folder
     first = launch(killed, folder)
     first.wait_for(lambda: any((folder / "killed").glob("checkpoints/step_00000[48]/manifest.json")))
     os.kill(first.process.pid, signal.SIGKILL)
