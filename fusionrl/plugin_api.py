@@ -1,4 +1,4 @@
-"""What authors of plug-ins import: the names that slime's users know, with the same meaning.
+"""Names for authors of plug-ins: those that slime's users know, with the same meaning.
 
     from fusionrl.plugin_api import GenerateState, Sample, post
 
@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 
 class GenerateState:
-    """What generate functions share: the tokenizer, the sampling parameters, the limit of requests under way.
+    """State that generate functions share: tokenizer, sampling parameters, limit of concurrent requests.
 
     One object for each rollout's `args`: `GenerateState(args)` gives the same one again.
 
@@ -113,7 +113,7 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the rollout has enough and what still runs is being stopped."""
+        """Return whether the rollout has enough samples and the remaining requests are being stopped."""
         is_stopping = getattr(self.args, "is_stopping", None)
         return bool(is_stopping is not None and is_stopping())
 

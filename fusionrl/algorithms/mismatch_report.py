@@ -1,4 +1,4 @@
-"""When the user is told of a mismatch of engine and trainer, and what to look at. The driver's part: without torch."""
+"""The warning about a mismatch of engine and trainer, with its likely causes. The driver's part: without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mismatch_warning(
     earlier_mean: float | None = None,
     functions: Sequence[str] = (),
 ) -> str | None:
-    """What to tell the user about `metrics` of `mismatch_metrics`; None where all is well.
+    """Return the warning about `metrics` of `mismatch_metrics`; None if all is well.
 
     Args:
         metrics: of this step.

@@ -1,4 +1,4 @@
-"""What `--mode reject-sampling` writes: accepted samples in the form that `--mode sft` reads, and statistics."""
+"""Output of `--mode reject-sampling`: accepted samples in the form that `--mode sft` reads, and statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Buffer tells the driver about a rollout besides numbers: facts for warnings, and some samples to show."""
+"""Facts of a rollout that the driver needs besides numbers: those for warnings, and some samples to show."""
 
 from __future__ import annotations
 

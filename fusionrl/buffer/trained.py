@@ -1,4 +1,4 @@
-"""What the trainers find out about single samples, written beside the rollout's file and in its order."""
+"""Values of single samples that trainers computed, written next to the rollout's file and in its order."""
 
 from __future__ import annotations
 

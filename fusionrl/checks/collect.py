@@ -1,4 +1,4 @@
-"""How checks gather mistakes: all are found and listed at once."""
+"""Collection of mistakes: all checks run, and all mistakes are listed at once."""
 
 from __future__ import annotations
 

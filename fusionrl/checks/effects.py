@@ -32,7 +32,7 @@ from fusionrl.config.presets import NONZERO_STD, PRESETS
 
 @dataclass(frozen=True)
 class Scope:
-    """Where a field acts.
+    """The settings in which a field acts.
 
     holds    whether it does in a run
     missing  what a run lacks where it does not: of the mode ("there are no trainers") or, with `of_flags`, of the
@@ -99,7 +99,7 @@ def _of_losses(field: str) -> Scope:
 
 
 def _moves(config: Config) -> bool:
-    """Whether the policy may have moved since the rollout when the loss is computed: after its first step."""
+    """Return whether the policy may have moved between the rollout and the loss: after the first step it has."""
     rollout, train = config.rollout, config.train
     total = (rollout.rollout_batch_size or 0) * rollout.n_samples_per_prompt
     is_one_step = train.num_steps_per_rollout in (None, 1) and train.global_batch_size in (None, total)

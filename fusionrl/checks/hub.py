@@ -279,7 +279,7 @@ def _why_not_reached(name: str, kind: str) -> str | None:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What asking the Hub raises: errors of HTTP (by huggingface_hub's version of another library, which its own error
+    """Return the errors of asking the Hub: those of HTTP (by huggingface_hub's version of another library, which its own error
     is derived from), of the disk, and of the library that stores chunks, which has no class of its own."""
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -68,7 +68,7 @@ def _carries(pid: int, token: str) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process started, in ticks; None where it has ended. With the number it names one process for ever."""
+    """Return the start of the process in ticks; None if it has ended. With its number it names one process for ever."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):

@@ -32,7 +32,7 @@ _SCALE_WIDTH = 4  # fp32
 
 
 class _Array(Protocol):
-    """What is asked of a tensor here."""
+    """The part of a tensor's interface that is used here."""
 
     def numel(self) -> int: ...
 

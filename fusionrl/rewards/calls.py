@@ -1,4 +1,4 @@
-"""Who scores a sample, and the call as it is made in a process of the pool."""
+"""The reward function of a sample, and its call in a process of the pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reward_path(grading: Grading, sample: Sample) -> str | None:
 
 
 def reward_name(grading: Grading, sample: Sample) -> str:
-    """Who scores the sample, as messages say it.
+    """Return the name of the reward that scores the sample, for messages.
 
     In this order: the sample's own function, --custom-rm-path, `rm_type` of the sample's metadata, --rm-type.
     """

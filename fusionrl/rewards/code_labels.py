@@ -176,7 +176,7 @@ def _read_statement(statement: str, setup: str) -> Test:
 
 
 def _has_real_math(setup: str, setup_names: frozenset[str]) -> bool:
-    """Whether `math` is the module: the setup imports it, or does not know the name."""
+    """Return whether `math` is the module: the setup imports it, or does not know the name."""
     if "math" not in setup_names:
         return True
     symbol = symtable.symtable(setup, "setup", "exec").lookup("math")
@@ -318,7 +318,7 @@ def _literal(node: ast.expr) -> object:
 
 
 def _is_asked(node: ast.expr, remote: frozenset[str], setup_names: frozenset[str]) -> bool:
-    """Whether the program may evaluate it: a call of its names, whose arguments are inputs and nothing expected."""
+    """Return whether the program may evaluate it: a call of its names with inputs alone as arguments."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in remote | setup_names:
         if node.func.id not in _WRAPPERS or node.keywords or not node.args:
             return False

@@ -42,7 +42,7 @@ class NoNumbers(ValueError):
 
 
 def is_numeric(node: ast.expr) -> bool:
-    """Whether `value_of` knows everything in it, and Python would ask for every answer whatever the others are."""
+    """Return whether `value_of` knows everything in it, and Python would need every answer whatever the others are."""
     match node:
         case ast.Constant(value=value):
             return isinstance(value, int | float)

@@ -61,7 +61,7 @@ def run_test(program: str, test: Test) -> str | None:
 
 
 def _reason(result: SandboxResult) -> str | None:
-    """Why the run itself failed; None: it ended with exit code 0."""
+    """Return the reason why the run itself failed; None if it ended with exit code 0."""
     match result.killed_by:
         case None:
             return None if result.ok else "error"
@@ -119,7 +119,7 @@ def _run_asking(request: Mapping[str, object], test: CallTest | ExpressionTest |
 
 
 def _is_expected(answer: object, test: CallTest | ExpressionTest | NumbersTest) -> bool:
-    """Whether the test holds. Raises Unreadable, or what Python raises for a test over these numbers."""
+    """Return whether the test holds. Raises Unreadable, or the error of Python for a test over these numbers."""
     if isinstance(test, NumbersTest):
         if not isinstance(answer, list) or len(answer) != len(test.expressions):
             raise Unreadable("not an answer to each expression")

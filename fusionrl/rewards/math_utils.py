@@ -11,7 +11,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character o
 
 
 def extract_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}` (or `\fbox{…}`); None where there is none or its brace is not closed."""
+    r"""Return the content of the last `\boxed{…}` (or `\fbox{…}`); None if there is none or its brace is not closed."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
@@ -85,7 +85,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def is_equal_answer(given: str, truth: str) -> bool:
-    r"""Whether two answers are equal: as normalised text, else symbolically, entry by entry in (…) and […].
+    r"""Return whether two answers are equal: as normalised text, else symbolically, entry by entry in (…) and […].
 
     The answer must have been worked out: where one side is an integer the other must be that integer (`2+2` is not
     `4`), and two plain fractions must be the same one (`2/4` is not `1/2`), as in the grader of PRM800K
@@ -129,7 +129,7 @@ def _entries(text: str) -> list[str]:
 
 
 def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
-    r"""Whether the last `\boxed{…}` of the solution equals the ground truth, which may stand in a box itself."""
+    r"""Return whether the last `\boxed{…}` of the solution equals the ground truth, which may be in a box itself."""
     given, truth = extract_answer(solution_str), str(ground_truth)
     if _BOX.search(truth):
         truth = extract_answer(truth) or ""

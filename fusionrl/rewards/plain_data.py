@@ -20,7 +20,7 @@ _nans = itertools.count()
 
 
 class Unreadable(ValueError):
-    """What came is no answer; the text says why."""
+    """The received data are no answer; the text gives the reason."""
 
 
 class NoPlainData(Unreadable):
@@ -159,7 +159,7 @@ def _decimal(value: Decimal) -> str:
 
 
 def truth(wire: object) -> bool:
-    """Whether Python takes the value for true; an object says so itself.
+    """Return whether Python takes the value for true; an object decides that itself.
 
     Raises:
         Unreadable: no wire form.

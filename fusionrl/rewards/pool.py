@@ -51,7 +51,7 @@ IDLE_S = 10.0
 
 @dataclass
 class Lost:
-    """Why a sample has no reward: "timeout" or "crash"."""
+    """The reason why a sample has no reward: "timeout" or "crash"."""
 
     reason: str
 

@@ -101,7 +101,7 @@ def _weight(rm_type: str, weight: str) -> float:
 
 
 def asks_model(rm_type: str | None) -> bool:
-    """Whether a reward model's engine scores the sample, alone or as a part of a sum; False for what is no reward."""
+    """Return whether a reward model's engine scores the sample, alone or in a sum; False for a name of no reward."""
     try:
         return rm_type is not None and rm_type != REMOTE and MODEL in parse_rm_type(rm_type)
     except ValueError:
@@ -151,7 +151,7 @@ def grade(
 
 
 def runs_programs(rm_type: str | None) -> bool:
-    """Whether a part of it runs programs in the sandbox; False for what is no reward."""
+    """Return whether a part of it runs programs in the sandbox; False for a name of no reward."""
     try:
         return (
             rm_type is not None

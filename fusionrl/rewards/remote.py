@@ -12,7 +12,7 @@ MAX_TRIES = 10
 
 
 async def remote_rm(args: Namespace, sample: Sample, **kwargs: object) -> object:
-    """What --rm-url answers to `{"prompt", "response", "label"}`: a number, or a JSON object (see --reward-key).
+    """Return the answer of --rm-url to `{"prompt", "response", "label"}`: a number or a JSON object (see --reward-key).
 
     Broken connections and 5xx answers are tried again with growing pauses, within --reward-timeout-s.
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 
 def after_thinking(response: str) -> str:
-    """What follows the last `</think>`; nothing where the thinking never ended; all of it where there is none."""
+    """Return the text after the last `</think>`; nothing if the thinking never ended; all of it if there is none."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     return "" if response.lstrip().startswith("<think>") else response

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tool(Protocol):
-    """What the agent loop needs of a tool.
+    """The interface of a tool in the agent loop.
 
     schema  `{"type": "function", "function": {"name", "description", "parameters"}}`, the parameters a JSON schema;
             it goes into the prompt by the chat template, and arguments are checked against it
@@ -26,7 +26,7 @@ class Tool(Protocol):
     schema: dict[str, Any]
 
     def __call__(self, *_: Any, **arguments: Any) -> Awaitable[str]:
-        """What the model is told; written as `async def __call__(self, town: str) -> str`, say.
+        """Return the text for the model; a tool writes it as `async def __call__(self, town: str) -> str`, for example.
 
         A ToolError is told as well; any other exception ends the rollout.
         """

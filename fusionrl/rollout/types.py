@@ -1,4 +1,4 @@
-"""What rollout functions and filters return (slime's names)."""
+"""Return types of rollout functions and filters (slime's names)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EvalResult(TypedDict):
 
 
 class DataSource(Protocol):
-    """What a rollout function needs of the data source: groups of samples, and a place for those it hands back."""
+    """The part of a data source that a rollout function uses: it takes groups of samples and hands some back."""
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Take the next groups."""
@@ -54,7 +54,7 @@ class RolloutFnEvalOutput:
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether a group is kept; the reason, where not, is counted in the metrics.
+    """The decision to keep a group; the reason against it is counted in the metrics.
 
     With `keep_when_insufficient` a group is kept all the same where, without it, more prompts would have to be sampled.
     """

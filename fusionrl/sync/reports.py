@@ -1,4 +1,4 @@
-"""What the ranks tell of their part of a push, as the driver gets it."""
+"""Reports of the ranks on their part of a push, as the driver gets them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NotRequired, TypedDict
 
 
 class SendReport(TypedDict):
-    """What one rank sent over the network. The clocks are the machine's own; a rank that sent nothing has none."""
+    """Report of one rank that sends over the network. Clocks are the machine's; a rank that sent nothing has none."""
 
     bytes: int  # each once, however many engines received it
     buckets: int

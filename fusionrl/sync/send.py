@@ -372,7 +372,7 @@ class _Sending:
 
 
 def _process(target: EngineTarget) -> tuple[int, int, str]:
-    """Which process an engine is, and where."""
+    """Return the process of an engine, and its host."""
     return target.index, target.num_restarts, target.node_id
 
 

@@ -24,7 +24,7 @@ from fusionrl.trainer.selection import gathered
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """What advantages need of the configuration.
+    """The part of the configuration that advantages need.
 
     stage      the estimator's token stage
     constants  of the token stage
@@ -58,7 +58,7 @@ class AdvantageOptions:
 
     @property
     def needs_log_probs(self) -> bool:
-        """Whether the trainers' log-probs go into them."""
+        """Return whether the trainers' log-probs go into them."""
         return self.constants.kl_coef > 0 or self.opd_coef is not None
 
 

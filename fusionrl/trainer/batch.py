@@ -13,7 +13,7 @@ from fusionrl.upstream.local_spec import PackedLayout
 
 @dataclass(frozen=True)
 class Slicing:
-    """How a packed sequence is divided over the ranks of one data-parallel replica."""
+    """Division of a packed sequence over the ranks of one data-parallel replica."""
 
     cp_size: int = 1
     cp_rank: int = 0
@@ -28,7 +28,7 @@ class Slicing:
 
 @dataclass
 class Selection:
-    """Which hidden states go through the output layer, and to what end.
+    """The hidden states that go through the output layer, and their use.
 
     positions  [N] in this rank's packed row, of the tokens that predict a chosen one
     targets    [N] the chosen tokens' ids

@@ -1,4 +1,4 @@
-"""How a rank's micro-batches are packed: from the configuration, the model and this rank's place among the others."""
+"""Options of packing a rank's micro-batches, from the configuration, the model and the rank's place in the layout."""
 
 from __future__ import annotations
 

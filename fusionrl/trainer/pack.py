@@ -33,7 +33,7 @@ _TOKEN_FIELDS = tuple(name for name, spec in FIELDS.items() if spec.extent == "r
 
 @dataclass(frozen=True)
 class Packing:
-    """How a rank packs: `look_ahead` is of losses that must know of a whole step before any of its tokens."""
+    """Packing of a rank: `look_ahead` serves losses that must know a whole step before any of its tokens."""
 
     options: BatchOptions
     layout: TrainerLayout

@@ -223,7 +223,7 @@ def ddp_fields(config: Config) -> dict[str, object]:
 
 
 def aggregation_of(config: Config) -> str:
-    """How the tokens' losses become one: a name of `algorithms.aggregation`."""
+    """Return the aggregation of the tokens' losses: a name of `algorithms.aggregation`."""
     if config.run.mode == "rl" and config.algorithm.policy_loss == "dpo":
         return "constant"
     if config.run.mode == "rl" and config.algorithm.loss_aggregation != "auto":

@@ -40,7 +40,7 @@ class TrainerBase(ModelRank):
 
     @property
     def batch_options(self) -> BatchOptions:
-        """How micro-batches are packed for training."""
+        """Options of packing micro-batches for training."""
         from fusionrl.trainer.batch_options import batch_options
 
         return batch_options(self.config, self.layout, self.shape, self.trained, self.device, self.role)

@@ -89,5 +89,5 @@ class EvalGroup(Group):
 
     @property
     def has_sets(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Return whether there is an evaluation set."""
         return bool(self.eval_prompt_data or self.eval_config)

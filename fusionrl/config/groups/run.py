@@ -1,4 +1,4 @@
-"""What a run does, where, and what it writes: RunGroup, ClusterGroup, CheckpointGroup."""
+"""Flags of a run: its work (RunGroup), its place (ClusterGroup) and its checkpoints (CheckpointGroup)."""
 
 from __future__ import annotations
 
