@@ -279,8 +279,11 @@ def _why_not_reached(name: str, kind: str) -> str | None:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of asking the Hub: those of HTTP (by huggingface_hub's version of another library, which its own error
-    is derived from), of the disk, and of the library that stores chunks, which has no class of its own."""
+    """Return the errors that asking the Hub may raise.
+
+    They are those of HTTP (huggingface_hub's version decides which library has them, and its own error is derived from
+    them), of the disk, and of the library that stores chunks, which has no class of its own.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     return (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
