@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import random
@@ -54,12 +55,12 @@ def test_all_ways_to_import_a_neighbour(write: Write, statement: str) -> None:
             "deeper.py": "one = 1\n",
             "tools/calc.py": "from calc_tool import add\n",
             "tools/__init__.py": "from . import calc\n__all__ = ['calc']\n",
-            "my_generate.py": f"{statement}\ndef f(args, sample, params): return add(2, 3)\n",
+            "my_generate.py": f"{statement}\nasync def f(args, sample, params): return add(2, 3)\n",
         }
     )
     path = f"{folder / 'my_generate.py'}:f"
     assert check_hook("custom_generate_function_path", path) is None
-    assert load_function(path)(None, None, None) == 5
+    assert asyncio.run(load_function(path)(None, None, None)) == 5
     assert "calc_tool" not in sys.modules and str(folder) not in sys.path, "nobody else sees it"
 
 
