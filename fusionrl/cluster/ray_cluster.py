@@ -40,7 +40,6 @@ _OPEN, _CLOSED = "this cluster is open", "this cluster asks for a token"
 # Whether Ray answers somebody without a token; a process of its own, as Ray reads its mode once.
 _PROBE = f"""
 import sys
-import types
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError
 try:

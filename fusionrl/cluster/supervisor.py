@@ -38,7 +38,7 @@ class Supervisor:
             self._stop.check()
             self._check_engines(True)
 
-        return self._gather([ref], look)[0]
+        return self._gather([ref], look, is_generating=True)[0]
 
     def finish(self, refs: Sequence[Reference[T]]) -> list[T]:
         """Wait for trainers. Raises at the first failure, as the other ranks may be waiting for that one.
@@ -51,16 +51,17 @@ class Supervisor:
             if not self._stop.hear():
                 self._check_engines(False)
 
-        return self._gather(refs, look)
+        return self._gather(refs, look, is_generating=False)
 
-    def _gather(self, refs: Sequence[Reference[T]], look: Callable[[], None]) -> list[T]:
+    def _gather(self, refs: Sequence[Reference[T]], look: Callable[[], None], *, is_generating: bool) -> list[T]:
         pending = list(refs)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=self._interval_s)
             try:
                 ray.get(done)
             except ray.exceptions.RayTaskError:
-                look()  # raises, with the engine's log, where a dead engine is the cause
+                # Raises, with the engine's log, where a dead engine is the cause. A stop request does not hide the error.
+                self._check_engines(is_generating)
                 raise
             if pending and time.monotonic() >= self._next_look:
                 look()

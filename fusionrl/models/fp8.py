@@ -66,7 +66,7 @@ def quantized(tensors: Iterable[tuple[str, Tensor]], spec: BlockFp8 | None) -> I
 
 
 def held(tensors: Iterable[tuple[str, Tensor]], spec: BlockFp8 | None) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensor that an engine's checksum covers: for an fp8 weight its value in bf16, without scales."""
+    """Yield the tensors that an engine's checksum covers: for an fp8 weight its value in bf16, without scales."""
     for name, tensor in tensors:
         if spec is not None and name in spec.names:
             values, scales = quantize(tensor, spec.block, spec.ue8m0)

@@ -48,7 +48,7 @@ KINDS: dict[str, DeviceKind] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Return the memory that an estimate is compared with; None: not known.
+    """The memory that an estimate is compared with; None: not known.
 
     device       "cpu": processes share the host's memory, and devices are only numbers
     kind         name of the devices, as a reader knows it

@@ -135,13 +135,13 @@ class Bucket:
         return any(tensor.scales is not None for tensor in self.tensors)
 
     def part_bytes(self, rank: int) -> int:
-        """Return the pieces that the trainer rank `rank` sends to the source."""
+        """Return the bytes that the trainer rank `rank` sends to the source."""
         place = self.members.index(rank)
         return sum(tensor.part_bytes(place, len(self.members)) for tensor in self.tensors)
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the pieces that the source receives from the other members."""
+        """Return the bytes that the source receives from the other members."""
         return sum(self.part_bytes(rank) for rank in self.members[1:])
 
 

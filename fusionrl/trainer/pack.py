@@ -141,7 +141,7 @@ def build_micro_batch(
         sequences=pick("sequences"),
         samples=list(samples),
         response_lengths=response_lengths,
-        starts=[int(places[0]) for places in row.rows[: len(samples)]],
+        starts=[int(places[0]) if len(places) else 0 for places in row.rows[: len(samples)]],
         total_lengths=[int(shard.total_lengths[i]) for i in samples],
         num_tokens=step.num_tokens if step is not None else 0,
         num_samples=step.num_samples if step is not None else 0,

@@ -64,6 +64,7 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
         report, bad = outcome.report, [int(fields["sample_index"][i]) for i in outcome.bad_samples()]
         if differences is not None:
             differences.add(outcome.parts)
+        del outcome  # it holds the micro-batches, which would stay on the device during the next step
         stepping.skips.see(rollout_id, one.index, report, bad)
         report.numbers.update(
             num_tokens=float(one.step.num_tokens),

@@ -5,14 +5,18 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.data.train_batch import TrainShard
-from fusionrl.trainer.model import Trained
 from fusionrl.trainer.rollout_data import as_rollout_data, recounted, take_back
+
+if TYPE_CHECKING:
+    # Not at run time: --custom-megatron-init-path may replace what this module takes from Megatron.
+    from fusionrl.trainer.model import Trained
 
 
 @dataclass(frozen=True)
