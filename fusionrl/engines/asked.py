@@ -79,7 +79,7 @@ def prompt_of(payload: Mapping[str, object]) -> Sequence[object] | np.ndarray:
     prompt = payload.get("input_ids")
     if prompt is None:
         prompt = payload.get("text") or ""
-    if not isinstance(prompt, Sequence | np.ndarray):
+    if not isinstance(prompt, (list, str, np.ndarray, Sequence)):  # the usual classes first: an abstract one is slow
         raise TypeError(f"input_ids or text of a request is a {type(prompt).__name__}")
     return prompt
 
@@ -91,7 +91,7 @@ def sampling_params(payload: Mapping[str, object]) -> Mapping[str, object]:
         TypeError: they are no mapping.
     """
     params = payload.get("sampling_params") or {}
-    if not isinstance(params, Mapping):
+    if not isinstance(params, (dict, Mapping)):
         raise TypeError(f"sampling_params of a request is a {type(params).__name__}")
     return params
 
@@ -105,7 +105,7 @@ def num_new_tokens(payload: Mapping[str, object]) -> int:
     asked = sampling_params(payload).get("max_new_tokens")
     if asked is None:
         return DEFAULT_NEW_TOKENS
-    if not isinstance(asked, int | float | np.integer):
+    if not isinstance(asked, (int, float, np.integer)):
         raise TypeError(f"sampling_params.max_new_tokens is {asked!r}")
     return int(asked)
 

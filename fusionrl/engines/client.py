@@ -256,7 +256,7 @@ class GenerateClient:
         input_ids = payload.get("input_ids")
         if self._vocab_size is None or input_ids is None:
             return
-        if not isinstance(input_ids, Sequence | np.ndarray):
+        if not isinstance(input_ids, (list, np.ndarray, Sequence)):
             raise TypeError(f"input_ids of a request is a {type(input_ids).__name__}")
         if len(input_ids) == 0:
             return
