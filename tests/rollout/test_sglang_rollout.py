@@ -206,6 +206,30 @@ def test_a_greedy_answer_is_each_groups_baseline(start: Any, state: Any) -> None
     assert state.started == 12
 
 
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"custom_generate_function_path": f"{HOOKS}:fails_greedily"},
+        {
+            "custom_generate_function_path": f"{HOOKS}:says_its_temperature",
+            "custom_rm_path": f"{HOOKS}:dies_at_the_greedy_answer_to_p1",
+        },
+    ],
+)
+def test_a_greedy_answer_without_a_reward_fails_its_group(start: Any, functions: dict[str, str]) -> None:
+    args, source = start(advantage_estimator="remax", **functions)
+    groups = {group[0].prompt: group for group in generate_rollout(args, 0, source).samples}
+    assert [s.status for s in groups["p1"]] == [Sample.Status.FAILED] * 2
+    assert [s.baseline_reward for s in groups["p1"]] == [None] * 2, "a 0 would be trained on"
+    for name in ("p0", "p2", "p3"):
+        assert [s.status for s in groups[name]] == [Sample.Status.COMPLETED] * 2
+        assert None not in [s.baseline_reward for s in groups[name]]
+    args, source = start(advantage_estimator="remax", reward_failure_value=0.25, **functions)
+    groups = {group[0].prompt: group for group in generate_rollout(args, 0, source).samples}
+    assert [s.baseline_reward for s in groups["p1"]] == [0.25] * 2
+    assert [s.status for s in groups["p1"]] == [Sample.Status.COMPLETED] * 2
+
+
 def test_a_sample_names_its_own_functions(start: Any) -> None:
     args, source = start()
     source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"
