@@ -161,7 +161,7 @@ class GroupContext:
 
 
 async def generate_group(context: GroupContext, group: list[Sample], params: SamplingParams) -> list[Sample]:
-    """Make all samples of one prompt; with --group-rm they are scored together.
+    """Make all samples of one prompt; with --group-rm they are scored together, once all are finished.
 
     Where the greedy answer that the estimator needs has no reward, nothing compares with it: its group is FAILED.
     """
@@ -174,7 +174,8 @@ async def generate_group(context: GroupContext, group: list[Sample], params: Sam
     else:
         results = await makes
     samples = [s for result in results for s in as_list(result)]
-    if own.rewards.is_group_call and any(s.reward is None for s in samples):
+    comes_again = _is_stopping(own) and any(s.status == Sample.Status.ABORTED for s in samples)
+    if own.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
         for sample, reward in zip(samples, await score_group(own.rewards, samples), strict=True):
             sample.reward = reward
     if needs_baseline:

@@ -114,6 +114,15 @@ async def group_rank(args: Any, samples: list[Sample], **kwargs: Any) -> list[fl
     return [float(i) for i in range(len(samples))]
 
 
+async def group_lengths(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    return [float(sample.response_length) for sample in samples]
+
+
+async def second_of_p1_is_slow(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    is_fast = sample.prompt == "p1" and sample.index == 2
+    return fill(sample) if is_fast else await stepwise(args, sample, params)
+
+
 def only_odd(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     return DynamicFilterOutput(samples[0].reward == 1.0, "even")
 

@@ -443,6 +443,28 @@ def test_what_is_unfinished_is_kept_and_gone_on_with(start: Any, state: Any, mas
             assert sample.reward == int(sample.label) % 2
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+def test_a_group_is_scored_when_all_of_it_is_finished(start: Any, state: Any, estimator: str) -> None:
+    """--group-rm with --partial-rollout: no reward is of a text that an abort cut off."""
+    args, source = start(
+        custom_generate_function_path=f"{HOOKS}:second_of_p1_is_slow",
+        custom_rm_path=f"{HOOKS}:group_lengths",
+        over_sampling_batch_size=8,
+        group_rm=True,
+        partial_rollout=True,
+        advantage_estimator=estimator,
+    )
+    state.slow = {"p1"}
+    generate_rollout(args, 0, source)
+    (begun,) = [group for group in source.buffer if group[0].prompt == "p1"]
+    assert [s.status for s in begun] == [Sample.Status.COMPLETED, Sample.Status.ABORTED]
+    assert [s.reward for s in begun] == [None, None] == [s.baseline_reward for s in begun]
+    state.slow = set()
+    second = {group[0].prompt: group for group in generate_rollout(args, 1, source).samples}
+    assert [s.reward for s in second["p1"]] == [2.0, 10.0]
+    assert [s.baseline_reward for s in second["p1"]] == [10.0 if estimator == "remax" else None] * 2
+
+
 def test_a_finished_sibling_of_an_aborted_sample_is_not_made_again(start: Any, state: Any) -> None:
     args, source = start(custom_generate_function_path=f"{HOOKS}:stepwise", partial_rollout=True)
     (group,) = source.get_samples(1)
