@@ -13,7 +13,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.parts import estimator_of
 from fusionrl.data.convert import check_rewards
-from fusionrl.data.sample import Sample, lacks_reward, response_mask, reward_value
+from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, response_mask, reward_value
 from fusionrl.rewards.length import LengthPenalties, length_reward
 
 
@@ -96,11 +96,11 @@ def group_advantages(samples: Sequence[Sample], rewards: list[float], config: Co
 
 
 def _baselines(samples: Sequence[Sample], estimator: str) -> np.ndarray:
-    """[n] reward of the greedy answer to each sample's prompt, shaped as rewards are."""
-    missing = [sample.index for sample in samples if sample.baseline_reward is None]
+    """[n] reward of the greedy answer to each sample's prompt, shaped as rewards are; 0 where it counts for nothing."""
+    missing = [sample.index for sample in samples if sample.baseline_reward is None and is_trained_on(sample)]
     if missing:
         raise ValueError(
             f"--advantage-estimator {estimator}: sample {missing[0]} has no baseline_reward, that of a greedy answer"
             " to its prompt; the default rollout sets it, a function of --rollout-function-path has to"
         )
-    return np.array([sample.baseline_reward for sample in samples], np.float64)
+    return np.array([sample.baseline_reward or 0.0 for sample in samples], np.float64)

@@ -7,6 +7,7 @@ imports beside it is found by `hook_files`; what a hook raises is told by `user_
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import importlib
 import inspect
@@ -225,11 +226,31 @@ def _async_problem(field: str, function: Callable[..., Any]) -> str | None:
     """Return what is wrong with a function that is async where nobody awaits it, or the other way round."""
     if field in _MAY_BE_ASYNC:
         return None
-    called = [function, inspect.unwrap(function), getattr(function, "__call__", None)]  # noqa: B004 (of an object)
-    is_async = any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in called)
+    called = _called(function)
+    is_async = any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in (function, called))
     if field not in _MUST_BE_ASYNC:
         return "it is async, but its result is not awaited; write def in place of async def" if is_async else None
-    returns = str(getattr(function, "__annotations__", {}).get("return", ""))
-    if is_async or any(name in returns for name in ("Awaitable", "Coroutine", "Future", "Task")):
+    if is_async or not _is_surely_synchronous(function, called):
         return None
     return "it is not async; write async def (or say with -> Awaitable[Sample] that a plain function returns one)"
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a call runs: the function itself, that of a partial, or the `__call__` of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    is_object = not inspect.isroutine(function) and not inspect.isclass(function)
+    return type(function).__call__ if is_object else function
+
+
+def _is_surely_synchronous(function: Callable[..., Any], called: Callable[..., Any]) -> bool:
+    """Return whether no call of it can return an awaitable; what a wrapper or an object returns, the call will tell."""
+    plain = called.__func__ if inspect.ismethod(called) else called
+    if not inspect.isfunction(plain) or hasattr(plain, "__wrapped__"):
+        return False
+    returns = str(plain.__annotations__.get("return", ""))
+    if any(name in returns for name in ("Awaitable", "Coroutine", "Future", "Task")):
+        return False
+    is_top_level = plain.__qualname__ == plain.__name__ != "<lambda>" and plain.__closure__ is None
+    calls_nothing = not any(one.opname.startswith("CALL") for one in dis.get_instructions(plain))
+    return calls_nothing or (plain is function and is_top_level)

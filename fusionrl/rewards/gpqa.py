@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fusionrl.rewards.math_utils import extract_answer
@@ -61,12 +61,15 @@ def read_choices(label: object, metadata: Mapping[str, Any] | None) -> tuple[str
     """Return the right letter, all letters, and the texts of the choices.
 
     Raises:
-        ValueError: label and metadata together name no right letter.
+        ValueError: label and metadata together name no right letter, or the metadata holds no choices or letters.
     """
     metadata = metadata or {}
-    choices = metadata.get("choices") or []
+    choices, valid = metadata.get("choices") or [], metadata.get("valid_letters") or []
+    for name, value in (("choices", choices), ("valid_letters", valid)):
+        if not isinstance(value, Collection):
+            raise ValueError(f"metadata {name} {value!r} is no list")
     default = list(choices) if isinstance(choices, dict) else string.ascii_uppercase[: len(choices) or 10]
-    letters = [str(letter).upper() for letter in metadata.get("valid_letters") or default]
+    letters = [str(letter).upper() for letter in valid or default]
     texts = [_plain(str(text)) for text in (choices.values() if isinstance(choices, dict) else choices)]
     return _right_letter(label, metadata.get("correct_letter"), letters, texts), letters, texts
 
@@ -77,7 +80,7 @@ def _right_letter(label: object, correct: object, letters: list[str], texts: lis
             return named.strip().upper()
     if isinstance(label, int) and 0 <= label < len(letters):
         return letters[label]
-    if isinstance(label, str) and _plain(label) in texts:
+    if isinstance(label, str) and _plain(label) in texts[: len(letters)]:
         return letters[texts.index(_plain(label))]
     raise ValueError(
         f"the label {label!r} and metadata correct_letter {correct!r} name none of the letters {', '.join(letters)}"

@@ -31,7 +31,11 @@ def followed(response: str, metadata: Mapping[str, Any]) -> dict[str, bool]:
     ids, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not ids:
         raise ValueError("--rm-type ifeval: the metadata has no instruction_id_list; --metadata-key names its column")
+    if not isinstance(ids, list | tuple) or not all(isinstance(name, str) for name in ids):
+        raise ValueError(f"--rm-type ifeval: instruction_id_list {ids!r} is no list of names")
     arguments = [{} for _ in ids] if arguments is None else arguments
+    if not isinstance(arguments, list | tuple) or not all(isinstance(given or {}, Mapping) for given in arguments):
+        raise ValueError(f"--rm-type ifeval: kwargs {arguments!r} is no list of dicts, one for each instruction")
     if len(arguments) != len(ids):
         raise ValueError(f"--rm-type ifeval: {len(ids)} instructions, but {len(arguments)} kwargs")
     response = after_thinking(response)

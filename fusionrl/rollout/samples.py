@@ -161,24 +161,44 @@ class GroupContext:
 
 
 async def generate_group(context: GroupContext, group: list[Sample], params: SamplingParams) -> list[Sample]:
-    """Make all samples of one prompt; with --group-rm they are scored together."""
+    """Make all samples of one prompt; with --group-rm they are scored together, once all are finished.
+
+    Where the greedy answer that the estimator needs has no reward, nothing compares with it: its group is FAILED.
+    """
     own = context.samples
     makes = asyncio.gather(*(generate_and_score(own, sample, dict(params)) for sample in group))
-    if context.needs_greedy_answer and group[0].baseline_reward is None:
+    needs_baseline = context.needs_greedy_answer and group[0].baseline_reward is None
+    baseline: float | None = None
+    if needs_baseline:
         results, baseline = await asyncio.gather(makes, _greedy_reward(context, group[0], params))
-        for sample in (s for result in results for s in as_list(result)):
-            sample.baseline_reward = baseline
     else:
         results = await makes
     samples = [s for result in results for s in as_list(result)]
-    if own.rewards.is_group_call and any(s.reward is None for s in samples):
+    comes_again = _is_stopping(own) and any(s.status == Sample.Status.ABORTED for s in samples)
+    if own.rewards.is_group_call and not comes_again and any(s.reward is None for s in samples):
         for sample, reward in zip(samples, await score_group(own.rewards, samples), strict=True):
             sample.reward = reward
+    if needs_baseline:
+        _set_baseline(samples, baseline, comes_again=_is_stopping(own))
     return samples
 
 
+def _is_stopping(context: SampleContext) -> bool:
+    """Return whether the rollout has ended: it hands back the groups that are made from now on."""
+    is_stopping = context.turns.is_stopping
+    return is_stopping is not None and is_stopping()
+
+
+def _set_baseline(samples: list[Sample], baseline: float | None, comes_again: bool) -> None:
+    """Give the samples of a prompt their baseline; without one they are FAILED, or the next rollout asks for it."""
+    for sample in samples:
+        sample.baseline_reward = baseline
+        if baseline is None and not comes_again:
+            sample.status = Sample.Status.FAILED
+
+
 async def _greedy_reward(context: GroupContext, sample: Sample, params: SamplingParams) -> float | None:
-    """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it was aborted."""
+    """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it has none."""
     blank = Sample(
         group_index=sample.group_index,
         prompt=copy.deepcopy(sample.prompt),
@@ -191,13 +211,11 @@ async def _greedy_reward(context: GroupContext, sample: Sample, params: Sampling
     )
     made = await generate_and_score(context.samples, blank, dict(params, temperature=0.0, top_p=1.0, top_k=-1))
     answer = as_list(made)[0]
-    if answer.status == Sample.Status.ABORTED:
-        return None
     rewards = context.samples.rewards
-    if answer.status == Sample.Status.FAILED and answer.reward is None:
-        return rewards.failure_value or 0.0  # as a reward function that fails
-    if answer.reward is None:
+    if answer.reward is None and not lacks_reward(answer):
         answer.reward = (await score_group(rewards, [answer]))[0]
+    if lacks_reward(answer):  # one that failed is as one whose reward function fails
+        return None if answer.status == Sample.Status.ABORTED else rewards.failure_value
     try:
         value = reward_value(answer.reward, context.reward_key, "--reward-key")
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,27 @@ def test_the_metadata_of_a_row_counts() -> None:
     assert LabelCheck(None)("nine", {"rm_type": "no_such"}) is not None
     assert LabelCheck("exact", overrides={"rm_type": "random"})("", {}) is None
     assert {"gpqa", "ifeval", "format"} == NEED_METADATA, "a new reward of metadata needs a reader, or none"
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "metadata", "said"),
+    [
+        ("gpqa", {"choices": 5}, "metadata choices 5 is no list"),
+        ("gpqa", {"choices": True}, "metadata choices True is no list"),
+        ("gpqa", {"valid_letters": 5}, "metadata valid_letters 5 is no list"),
+        ("gpqa", {"choices": ["x", "b"], "valid_letters": ["P"]}, "name none of the letters P"),
+        ("ifeval", {"instruction_id_list": 5}, "instruction_id_list 5 is no list of names"),
+        ("ifeval", {"instruction_id_list": [["a"]]}, "instruction_id_list [['a']] is no list of names"),
+        ("ifeval", {"instruction_id_list": ["a"], "kwargs": ["x"]}, "kwargs ['x'] is no list of dicts"),
+        ("ifeval", {"instruction_id_list": ["a"], "kwargs": {"a": 1}}, "kwargs {'a': 1} is no list of dicts"),
+        ("ifeval", {"instruction_id_list": ["a"], "kwargs": 5}, "kwargs 5 is no list of dicts"),
+    ],
+)
+def test_metadata_of_another_kind_is_told_in_a_line(rm_type: str, metadata: dict[str, Any], said: str) -> None:
+    problem = LabelCheck(rm_type)("B", metadata)
+    assert problem is not None and said in problem.told and "\n" not in problem.told
+    with pytest.raises(ValueError, match=re.escape(said)):
+        grade(rm_type, "the answer is B", "B", metadata)
 
 
 def test_slow_labels_have_a_budget() -> None:

@@ -109,6 +109,7 @@ def test_a_hook_that_needs_megatron_lm_is_told_so(tmp_path: Path) -> None:
 
 
 ASYNC = """
+import asyncio
 import functools
 from collections.abc import Awaitable
 
@@ -123,7 +124,29 @@ class Called:
 class CalledPlainly:
     def __call__(self, args, sample, params): return sample
 called, called_plainly = Called(), CalledPlainly()
+class Agent:
+    def __call__(self, args, sample, params): return good(args, sample, params)
+    def generate(self, args, sample, params): return good(args, sample, params)
+class Said:
+    def __call__(self, args, sample, params) -> Awaitable[object]: return self.made
+agent, said, method = Agent(), Said(), Agent().generate
+def decorator(function):
+    def run(*args): return function(*args)
+    return run
+decorated, in_a_lambda = decorator(good), lambda args, sample, params: good(args, sample, params)
+part_of_wrapped, part_of_decorated = functools.partial(wrapped), functools.partial(decorated)
+plain_lambda = lambda args, sample, params: sample
+def synchronous(function):
+    @functools.wraps(function)
+    def run(*args, **kwargs): return asyncio.run(function(*args, **kwargs))
+    return run
 async def keep(args, samples, **kw): return True
+class Keeper:
+    async def __call__(self, args, samples, **kw): return True
+keeper, part_of_keep, part_of_keeper = Keeper(), functools.partial(keep), functools.partial(Keeper())
+@synchronous
+async def keep_now(args, samples, **kw): return True
+part_of_keep_now = functools.partial(keep_now)
 async def rm(args, sample, **kw): return 1.0
 async def hook(args, sample, *, rollout_id, evaluation): return None
 """
@@ -133,7 +156,9 @@ async def hook(args, sample, *, rollout_id, evaluation): return None
     ("name", "is_good"),
     [
         *(("good", True), ("annotated", True), ("wrapped", True), ("part", True), ("called", True)),
-        *(("plain", False), ("called_plainly", False)),
+        *(("agent", True), ("said", True), ("method", True), ("decorated", True), ("in_a_lambda", True)),
+        *(("part_of_wrapped", True), ("part_of_decorated", True)),
+        *(("plain", False), ("called_plainly", False), ("plain_lambda", False)),
     ],
 )
 def test_a_generate_function_must_be_async(tmp_path: Path, name: str, is_good: bool) -> None:
@@ -148,8 +173,11 @@ def test_a_generate_function_must_be_async(tmp_path: Path, name: str, is_good: b
 def test_nobody_awaits_the_other_functions(tmp_path: Path) -> None:
     file = tmp_path / "filters.py"
     file.write_text(ASYNC)
-    message = check_hook("dynamic_sampling_filter_path", f"{file}:keep")
-    assert message is not None and "it is async, but its result is not awaited" in message
+    for name in ("keep", "keeper", "part_of_keep", "part_of_keeper"):
+        message = check_hook("dynamic_sampling_filter_path", f"{file}:{name}")
+        assert message is not None and "it is async, but its result is not awaited" in message
+    for name in ("keep_now", "part_of_keep_now"):
+        assert check_hook("dynamic_sampling_filter_path", f"{file}:{name}") is None, "asyncio.run awaits it"
     assert check_hook("custom_rm_path", f"{file}:rm") is None
     assert check_hook("rollout_sample_hook_path", f"{file}:hook") is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,13 @@ async def says_its_temperature(args: Any, sample: Sample, params: dict[str, Any]
     return fill(sample, str(params["temperature"]))
 
 
+async def fails_greedily(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    sample = fill(sample)
+    if sample.prompt == "p1" and params["temperature"] == 0.0:
+        sample.status = Sample.Status.FAILED
+    return sample
+
+
 async def rewards_itself(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
     sample.reward = 0.125
     return fill(sample)
@@ -86,6 +94,12 @@ async def label_parity(args: Any, sample: Sample, **kwargs: Any) -> float:
     return float(int(sample.label) % 2)
 
 
+async def dies_at_the_greedy_answer_to_p1(args: Any, sample: Sample, **kwargs: Any) -> float:
+    if sample.prompt == "p1" and sample.response == "0.0":
+        os._exit(1)
+    return 1.0
+
+
 async def several(args: Any, sample: Sample, **kwargs: Any) -> dict[str, float]:
     return {"x": 1.0, "y": 2.0}
 
@@ -98,6 +112,15 @@ async def group_rank(args: Any, samples: list[Sample], **kwargs: Any) -> list[fl
     for sample in samples:  # this runs in another process: what it notes must be on what it was handed
         sample.metadata["scored"] = sample.metadata.get("scored", 0) + 1
     return [float(i) for i in range(len(samples))]
+
+
+async def group_lengths(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
+    return [float(sample.response_length) for sample in samples]
+
+
+async def second_of_p1_is_slow(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    is_fast = sample.prompt == "p1" and sample.index == 2
+    return fill(sample) if is_fast else await stepwise(args, sample, params)
 
 
 def only_odd(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:

@@ -206,6 +206,30 @@ def test_a_greedy_answer_is_each_groups_baseline(start: Any, state: Any) -> None
     assert state.started == 12
 
 
+@pytest.mark.parametrize(
+    "functions",
+    [
+        {"custom_generate_function_path": f"{HOOKS}:fails_greedily"},
+        {
+            "custom_generate_function_path": f"{HOOKS}:says_its_temperature",
+            "custom_rm_path": f"{HOOKS}:dies_at_the_greedy_answer_to_p1",
+        },
+    ],
+)
+def test_a_greedy_answer_without_a_reward_fails_its_group(start: Any, functions: dict[str, str]) -> None:
+    args, source = start(advantage_estimator="remax", **functions)
+    groups = {group[0].prompt: group for group in generate_rollout(args, 0, source).samples}
+    assert [s.status for s in groups["p1"]] == [Sample.Status.FAILED] * 2
+    assert [s.baseline_reward for s in groups["p1"]] == [None] * 2, "a 0 would be trained on"
+    for name in ("p0", "p2", "p3"):
+        assert [s.status for s in groups[name]] == [Sample.Status.COMPLETED] * 2
+        assert None not in [s.baseline_reward for s in groups[name]]
+    args, source = start(advantage_estimator="remax", reward_failure_value=0.25, **functions)
+    groups = {group[0].prompt: group for group in generate_rollout(args, 0, source).samples}
+    assert [s.baseline_reward for s in groups["p1"]] == [0.25] * 2
+    assert [s.status for s in groups["p1"]] == [Sample.Status.COMPLETED] * 2
+
+
 def test_a_sample_names_its_own_functions(start: Any) -> None:
     args, source = start()
     source.prompts[0].generate_function_path = f"{HOOKS}:rewards_itself"
@@ -417,6 +441,28 @@ def test_what_is_unfinished_is_kept_and_gone_on_with(start: Any, state: Any, mas
             assert list(sample.loss_mask) == ([0] * before if mask else [1] * before) + [1] * (10 - before)
             assert sample.response == "0123456789"
             assert sample.reward == int(sample.label) % 2
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+def test_a_group_is_scored_when_all_of_it_is_finished(start: Any, state: Any, estimator: str) -> None:
+    """--group-rm with --partial-rollout: no reward is of a text that an abort cut off."""
+    args, source = start(
+        custom_generate_function_path=f"{HOOKS}:second_of_p1_is_slow",
+        custom_rm_path=f"{HOOKS}:group_lengths",
+        over_sampling_batch_size=8,
+        group_rm=True,
+        partial_rollout=True,
+        advantage_estimator=estimator,
+    )
+    state.slow = {"p1"}
+    generate_rollout(args, 0, source)
+    (begun,) = [group for group in source.buffer if group[0].prompt == "p1"]
+    assert [s.status for s in begun] == [Sample.Status.COMPLETED, Sample.Status.ABORTED]
+    assert [s.reward for s in begun] == [None, None] == [s.baseline_reward for s in begun]
+    state.slow = set()
+    second = {group[0].prompt: group for group in generate_rollout(args, 1, source).samples}
+    assert [s.reward for s in second["p1"]] == [2.0, 10.0]
+    assert [s.baseline_reward for s in second["p1"]] == [10.0 if estimator == "remax" else None] * 2
 
 
 def test_a_finished_sibling_of_an_aborted_sample_is_not_made_again(start: Any, state: Any) -> None:
