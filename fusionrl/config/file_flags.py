@@ -22,6 +22,7 @@ from fusionrl.config.presets import with_preset
 from fusionrl.upstream import flags as upstream
 
 _PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
+_OF_ONE_START = ("resume", "dry_run")  # how a former run was started, not what it was
 _HIDDEN = ":***@"  # for the password of an address in a run's config.json
 
 
@@ -189,12 +190,14 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
 def _without_defaults(values: dict[str, object]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
-    What a preset chose is left out as well, so that another --algorithm on the command line brings its own.
+    A resumed attempt's file does not resume: it could go on with a run in another folder, under its own flags. What a preset chose is left out as well, so that another --algorithm on the command line brings its own.
     """
     chosen = {name: values[name] for name in values if name in _PRESET_READS}
     preset = with_preset(chosen)
     kept = {}
     for name, value in values.items():
+        if name in _OF_ONE_START:
+            continue
         plain = FIELDS[name].get_default(call_default_factory=True)
         default = preset.get(name, plain) if name not in chosen else plain
         if name == "use_kl_loss":

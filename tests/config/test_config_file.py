@@ -328,6 +328,18 @@ def test_a_switch_that_a_preset_had_on(files: Files) -> None:
     assert again == config and again.given() == config.given()
 
 
+def test_the_file_of_a_resume_does_not_resume(files: Files) -> None:
+    """With it and --run-dir B, a run in B would go on under other flags: a folder with a run needs --resume."""
+    _, path = former(files, "--resume", "--dry-run", "--run-dir", str(files.folder / "run"))
+    again, errors = read_args(["--config", str(path)])
+    assert errors == [] and not again.run.resume and not again.run.dry_run
+    assert "resume" not in again.given() and again.run.name == "first"
+    assert read_args(["--config", str(path), "--resume"])[0].run.resume
+    short, errors = read_args(["--resume", "--run-dir", str(files.folder / "run")])
+    assert errors == [] and short.run.resume and short.run.name == "first", "the short form"
+    assert files.read("resume: true").run.resume, "a file of one's own may"
+
+
 def test_mistakes_in_a_former_runs_file(files: Files) -> None:
     _, path = former(files, "--rm-url", "http://me:secret@host/x", "--rm-type", "remote_rm")
     raw = json.loads(path.read_text())
