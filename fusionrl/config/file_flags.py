@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from fusionrl.config.extras import empty_passthrough, parse_extra
-from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type
+from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type, own_name_error
 from fusionrl.config.file_reader import WORDS, Json, Setting, read_settings
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
@@ -138,7 +138,7 @@ def _mapping(flag: str, setting: Setting) -> dict[str, Json]:
         return setting.typed
     try:
         value = json.loads(str(setting.text))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {setting.text}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{flag} {setting.text}: it is no mapping")
@@ -172,7 +172,7 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
     flags.custom = {}
     for kind in setting.entries:
         if kind.key == "custom" and isinstance(kind.typed, dict):
-            flags.custom = kind.typed
+            _take_custom(kind.entries, flags.custom, errors)
         elif kind.key in flags.passthrough and isinstance(kind.typed, dict):
             for entry in kind.entries:
                 try:
@@ -186,11 +186,21 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
             errors.append(f"{kind.place}: passthrough.{kind.key}: unknown key; known are {known}, each a mapping")
 
 
+def _take_custom(entries: tuple[Setting, ...], custom: dict[str, Json], errors: list[str]) -> None:
+    """Put the values of a former run's --custom-config-path into `custom`."""
+    for entry in entries:
+        if error := own_name_error(entry.key):
+            errors.append(f"{entry.place}: passthrough.custom.{entry.key}: {error}")
+        else:
+            custom[entry.key] = entry.typed
+
+
 # ------------------------------------------------------------------------------------------------ a former run's file
 def _without_defaults(values: dict[str, object]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
-    A resumed attempt's file does not resume: it could go on with a run in another folder, under its own flags. What a preset chose is left out as well, so that another --algorithm on the command line brings its own.
+    A resumed attempt's file does not resume: it could go on with a run in another folder, under its own flags. What
+    a preset chose is left out as well, so that another --algorithm on the command line brings its own.
     """
     chosen = {name: values[name] for name in values if name in _PRESET_READS}
     preset = with_preset(chosen)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.extras import parse_extras
-from fusionrl.config.fields import FIELDS, describe_error, inner_type, switches
+from fusionrl.config.fields import FIELDS, describe_error, inner_type, own_name_error, switches
 from fusionrl.config.file_flags import FileFlags, read_config_file
 from fusionrl.config.file_reader import UnreadableFile
 from fusionrl.config.groups import GROUPS
@@ -114,7 +114,7 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
         elif isinstance(value, str) and typing.get_origin(inner_type(FIELDS[field])) is dict:
             try:
                 values[field] = json.loads(value)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
                 del values[field]
     passed = {kind: file.passthrough[kind] | getattr(passthrough, kind) for kind in file.passthrough}
@@ -175,10 +175,8 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
         errors.append(f"{where}: it is no mapping of names to values")
         return {}
     for name in found:
-        if not isinstance(name, str) or not name.isidentifier():
-            errors.append(f"{where}: {name!r} is no name that `args` can have")
-        elif name in FIELDS:
-            errors.append(f"{where}: {name} is a flag; give it on the command line, {flag_of(name)}")
+        if error := own_name_error(name):
+            errors.append(f"{where}: {error}")
     return {str(name): value for name, value in found.items() if name not in FIELDS}
 
 

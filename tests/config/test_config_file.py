@@ -223,6 +223,10 @@ def test_each_mistake_has_its_line(files: Files) -> None:
     assert len(found) == len(wanted), found
 
 
+# each line has nine times the last
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "suffix", "start"),
     [
@@ -241,11 +245,23 @@ def test_each_mistake_has_its_line(files: Files) -> None:
         ('{\n "seed": 1,\n "seed": 2}', "json", "run.json:3: seed: it stands on line 2 already"),
         ('{\n "run": {\n  "seed": "x"}}', "json", "run.json:3: --seed x"),
         ("[]", "json", "run.json:1: it is no mapping"),
+        (f'{{"seed": {"1" * 5000}}}', "json", "run.json: it cannot be read (Exceeds the limit"),
+        (f"seed = {'1' * 5000}\n", "toml", "run.toml: it cannot be read (Exceeds the limit"),
+        (f"seed = 0x{'f' * 5000}\n", "toml", "run.toml: it cannot be read (Exceeds the limit"),
+        (f"seed: {'1' * 5000}\n", "yaml", "run.yaml:1: --seed 111"),
+        ("run: &base\n  seed: 1\ntrain:\n  <<: *base\n", "yaml", "run.yaml:4: merge keys (<<) are not read"),
+        ("apply-chat-template-kwargs: {a: [&b {c: 1}, {<<: *b}]}\n", "yaml", "run.yaml:1: merge keys"),
+        (ALIASES, "yaml", "run.yaml:6: it has more than 20,000 keys and values, aliases written out"),
     ],
 )
 def test_a_file_that_is_damaged(text: str, suffix: str, start: str, files: Files) -> None:
     (error,) = files.errors(text, suffix=suffix)
     assert error.startswith(start)
+
+
+def test_an_alias_stands_for_its_value(files: Files) -> None:
+    config = files.read("rollout-stop: &stop [a, b]\neval-input-key: &key text\ninput-key: *key\n")
+    assert (config.rollout.rollout_stop, config.data.input_key) == (["a", "b"], "text")
 
 
 def test_a_file_that_is_not_there(files: Files) -> None:
@@ -338,6 +354,23 @@ def test_the_file_of_a_resume_does_not_resume(files: Files) -> None:
     short, errors = read_args(["--resume", "--run-dir", str(files.folder / "run")])
     assert errors == [] and short.run.resume and short.run.name == "first", "the short form"
     assert files.read("resume: true").run.resume, "a file of one's own may"
+
+
+def test_own_values_in_a_file_hide_no_flag(files: Files) -> None:
+    text = '{"passthrough": {"custom": {\n"lr": 5,\n"a b": 1,\n"mine": 2}}}'
+    config, errors = read_args(["--config", str(files.write(text, "json"))])
+    assert [error.replace(f"{files.folder}/", "") for error in errors] == [
+        "run.json:2: passthrough.custom.lr: lr is a flag; give it on the command line, --lr",
+        "run.json:3: passthrough.custom.a b: 'a b' is no name that `args` can have",
+    ]
+    assert config.passthrough.custom == {"mine": 2} and config.to_args().lr == 1e-6
+
+
+def test_json_with_thousands_of_digits(files: Files) -> None:
+    big = f'{{"a": {"1" * 5000}}}'
+    assert "Exceeds the limit" in read_args(["--apply-chat-template-kwargs", big])[1][0]
+    (error,) = files.errors(f"apply-chat-template-kwargs: '{big}'")
+    assert error.startswith("run.yaml:1: --apply-chat-template-kwargs") and "Exceeds the limit" in error
 
 
 def test_mistakes_in_a_former_runs_file(files: Files) -> None:
