@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,12 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     passthrough = parse_extras(extras, errors)
     values = vars(parsed)
     former = _former_file(values)
-    file = _read_file(values.pop("config", [former] if former else []), errors)
+    paths = values.pop("config", [former] if former else [])
+    overridden = {
+        *values,
+        *(f"{kind}.{name}" for kind in PassThrough.model_fields for name in getattr(passthrough, kind)),
+    }
+    file = _read_file(paths, overridden, errors)
     custom_path = values.get("custom_config_path")
     if file.custom is None:  # else the values are those of a former run
         custom_path = custom_path or file.values.get("custom_config_path")
@@ -147,8 +152,8 @@ def _former_file(values: Mapping[str, object]) -> str | None:
     return None if file is None else str(file)
 
 
-def _read_file(paths: Sequence[str | None], errors: list[str]) -> FileFlags:
-    """Return the flags of the file of --config, if there is one."""
+def _read_file(paths: Sequence[str | None], overridden: Collection[str], errors: list[str]) -> FileFlags:
+    """Return the flags of the file of --config, if there is one. `overridden`: names of the command line."""
     if not paths:
         return FileFlags()
     if None in paths:
@@ -156,7 +161,7 @@ def _read_file(paths: Sequence[str | None], errors: list[str]) -> FileFlags:
     elif len(paths) > 1:
         errors.append(f"--config {' '.join(map(str, paths))}: only one file is read; put all flags into one")
     try:
-        return read_config_file(paths[-1], errors) if paths[-1] is not None else FileFlags()
+        return read_config_file(paths[-1], errors, overridden) if paths[-1] is not None else FileFlags()
     except UnreadableFile as error:
         raise CommandLineError([str(error)]) from error
 
@@ -175,8 +180,8 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
         errors.append(f"{where}: it is no mapping of names to values")
         return {}
     for name in found:
-        if error := own_name_error(name):
-            errors.append(f"{where}: {error}")
+        if reason := own_name_error(name):
+            errors.append(f"{where}: {reason}")
     return {str(name): value for name, value in found.items() if name not in FIELDS}
 
 

@@ -356,6 +356,53 @@ def test_the_file_of_a_resume_does_not_resume(files: Files) -> None:
     assert files.read("resume: true").run.resume, "a file of one's own may"
 
 
+HIDDEN = {
+    "rm_url": "http://me:***@host/x",
+    "rollout_stop": ["a", "x://me:***@b"],
+    "apply_chat_template_kwargs": {"a": [{"http://me:***@host": 1}]},
+    "passthrough": {
+        "sglang": {"file_storage_path": "http://me:***@host", "encoder_urls": ["http://me:***@host"]},
+        "router": {"redis_url": "http://me:***@host"},
+        "custom": {"judge": {"urls": ["http://me:***@host"]}, "other": 1},
+    },
+}
+
+
+def test_a_hidden_password_is_found_wherever_it_is(files: Files) -> None:
+    found = files.errors(json.dumps(HIDDEN, indent=1), suffix="json")
+    for name in (
+        *(
+            "--rm-url http://me:***@host/x",
+            "--rollout-stop",
+            "--apply-chat-template-kwargs",
+            "--sglang-file-storage-path",
+        ),
+        *("--sglang-encoder-urls", "--router-redis-url", "passthrough.custom.judge"),
+    ):
+        assert sum(f": {name}" in error and "the password is not kept" in error for error in found) == 1, (name, found)
+    assert len(found) == 7 and any("give --custom-config-path" in error for error in found)
+    (error,) = files.errors("sglang-file-storage-path: http://me:***@host")
+    assert error.startswith("run.yaml:1: --sglang-file-storage-path http://me:***@host: the password is not kept")
+
+
+def test_a_flag_on_the_command_line_gives_the_hidden_password(files: Files) -> None:
+    own = files.folder / "own.yaml"
+    own.write_text("judge: http://me:secret@host\n")
+    address = "http://me:secret@host"
+    argv = [
+        *("--rm-url", address, "--rollout-stop", "c", "--apply-chat-template-kwargs", "{}"),
+        *("--sglang-file-storage-path", address, "--sglang-encoder-urls", address, "--router-redis-url", address),
+        *("--custom-config-path", str(own)),
+    ]
+    config = files.read(json.dumps(HIDDEN), *argv, suffix="json")
+    assert "***" not in config.model_dump_json()
+    assert config.reward.rm_url == address and config.passthrough.custom == {"judge": address}
+    assert config.passthrough.sglang == {"file_storage_path": address, "encoder_urls": [address]}
+    text = "sglang-file-storage-path: http://me:***@host"
+    passed = files.read(text, "--sglang-file-storage-path", address).passthrough
+    assert passed.sglang == {"file_storage_path": address}
+
+
 def test_own_values_in_a_file_hide_no_flag(files: Files) -> None:
     text = '{"passthrough": {"custom": {\n"lr": 5,\n"a b": 1,\n"mine": 2}}}'
     config, errors = read_args(["--config", str(files.write(text, "json"))])
