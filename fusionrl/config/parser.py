@@ -145,6 +145,19 @@ def former_flags(argv: Sequence[str]) -> str | None:
     return None if "config" in values else _former_file(values)
 
 
+def short_resume_error(argv: Sequence[str], config: Config) -> str | None:
+    """Return why --resume does not take the run's flags though it names no model: a config file is read."""
+    if not config.run.resume or not config.run.run_dir or config.model.hf_checkpoint is not None:
+        return None
+    given = vars(build_parser().parse_known_args(normalise_switches(argv, switches(), []))[0])
+    if not given.get("config") or "hf_checkpoint" in given:
+        return None
+    return (
+        f"--config {given['config'][-1]}: --resume takes the flags of the run itself only without --config; "
+        f"write `fusionrl train --run-dir {config.run.run_dir} --resume`, or give all flags, as --hf-checkpoint"
+    )
+
+
 def _former_file(values: Mapping[str, object]) -> str | None:
     if not values.get("resume") or not values.get("run_dir") or "hf_checkpoint" in values:
         return None
