@@ -1,4 +1,4 @@
 """Room `cluster`: Ray. Starting or joining a cluster, placement, actor groups, and the end of a run.
 
-The only room besides the Buffer's and the trainers' object-store calls that imports ray.
+Elsewhere only the Buffer, the trainers and the pushes (`sync`) import ray, for calls and the object store.
 """

@@ -60,7 +60,7 @@ class Supervisor:
             try:
                 ray.get(done)
             except ray.exceptions.RayTaskError:
-                # Raises, with the engine's log, where a dead engine is the cause. A stop request does not hide the error.
+                # Raises, with the engine's log, if a dead engine is the cause. A stop request does not hide the error.
                 self._check_engines(is_generating)
                 raise
             if pending and time.monotonic() >= self._next_look:

@@ -83,11 +83,10 @@ class RowChecker:
     def findings(self, row: Mapping[str, object]) -> list[Finding]:
         """Return the findings of a row; an empty list for a good one."""
         if self._is_plainly_good(row):
-            return self._ask_reward(row) if self.ask_reward is not None else []
+            return _reward_findings(self, row)
         found: list[Finding] = []
-        columns = self.columns
+        columns, key = self.columns, self.columns.input_key
         tools = self._check_metadata_and_tools(row, found)
-        key = columns.input_key
         if self.is_sft and holds_tokens(row):  # these are trained on; what else the row says is for people
             wrong = token_finding(row, self.vocab_size)
             return found if wrong is None else [*found, wrong]
@@ -105,7 +104,7 @@ class RowChecker:
             cause = f"column {key!r} is text: name the column of its response with {self.label_flag}"
             found.append(Finding(cause))
         if self.ask_reward is not None and all(finding.is_warning for finding in found):
-            told = self._ask_reward(row)
+            told = _reward_findings(self, row)
             # A reward that says what is wrong with a null label makes the general warning needless.
             return told or found if columns.label_key and row[columns.label_key] is None else [*found, *told]
         return found
@@ -153,18 +152,7 @@ class RowChecker:
 
     # ------------------------------------------------------------------------------------------------ columns
     def _missing(self, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> Finding:
-        return Finding(f"column {key!r} is missing", hint=self._columns_hint(key, row, flag, usual))
-
-    def _columns_hint(self, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> str:
-        names = [name if name.isprintable() else repr(name) for name in row]
-        shown = ", ".join(name[:80] for name in names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
-        hint = f"the columns are {shown}" if names else "the row has no columns"
-        taken = (self.columns.input_key, self.columns.label_key, self.columns.metadata_key, self.columns.tool_key)
-        free = [name for name in names if name not in taken]
-        close = difflib.get_close_matches(key, free, n=1, cutoff=0.75)
-        if guess := [*close, *(name for name in usual if name in free)][:1]:
-            hint += f": {flag} {guess[0]}?"
-        return hint
+        return Finding(f"column {key!r} is missing", hint=_columns_hint(self.columns, key, row, flag, usual))
 
     def _check_text(self, prompt: str, found: list[Finding]) -> None:
         key = self.columns.input_key
@@ -229,22 +217,6 @@ class RowChecker:
             found.append(Finding(f"column {key!r} ({self.label_flag}) is null", hint=hint, is_warning=True))
         if problem := value_problem(label):
             found.append(Finding(f"column {key!r} {problem[0]}", problem[1]))
-
-    def _ask_reward(self, row: Mapping[str, object]) -> list[Finding]:
-        """Return the finding of the reward that will grade with the label; an empty list for none."""
-        columns = self.columns
-        assert self.ask_reward is not None
-        label = None if columns.label_key is None else row.get(columns.label_key)
-        problem = self.ask_reward(label, read_metadata(row.get(columns.metadata_key), columns.metadata_key))
-        if problem is None:
-            return []
-        if problem.is_about_label and columns.label_key is None:
-            hint = self._columns_hint("label", row, self.label_flag, LABEL_NAMES)
-            return [Finding(f"no label for {problem.reward}", hint=hint, is_warning=problem.is_warning)]
-        column = f"column {columns.label_key!r} ({self.label_flag})"
-        if not problem.is_about_label:
-            column = f"column {columns.metadata_key!r} (--metadata-key)"
-        return [Finding(f"{column} does not fit {problem.reward}", problem.told, is_warning=problem.is_warning)]
 
     def _check_metadata_and_tools(self, row: Mapping[str, object], found: list[Finding]) -> object:
         columns, tools = self.columns, None
@@ -365,6 +337,37 @@ class RowChecker:
 def template_finding(key: str, reason: str) -> Finding:
     """The chat template does not take the messages of a row."""
     return Finding(f"column {key!r}: the chat template does not take the messages", reason)
+
+
+def _reward_findings(checker: RowChecker, row: Mapping[str, object]) -> list[Finding]:
+    """Return the finding of the built-in reward that will grade with the label; an empty list for none."""
+    columns, label_flag = checker.columns, checker.label_flag
+    if checker.ask_reward is None:
+        return []
+    label = None if columns.label_key is None else row.get(columns.label_key)
+    problem = checker.ask_reward(label, read_metadata(row.get(columns.metadata_key), columns.metadata_key))
+    if problem is None:
+        return []
+    if problem.is_about_label and columns.label_key is None:
+        hint = _columns_hint(columns, "label", row, label_flag, LABEL_NAMES)
+        return [Finding(f"no label for {problem.reward}", hint=hint, is_warning=problem.is_warning)]
+    of_label, of_metadata = (columns.label_key, label_flag), (columns.metadata_key, "--metadata-key")
+    key, flag = of_label if problem.is_about_label else of_metadata
+    text = f"column {key!r} ({flag}) does not fit {problem.reward}"
+    return [Finding(text, problem.told, is_warning=problem.is_warning)]
+
+
+def _columns_hint(columns: PromptColumns, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> str:
+    """Return the names of the columns, and the one that was probably meant."""
+    names = [name if name.isprintable() else repr(name) for name in row]
+    shown = ", ".join(name[:80] for name in names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+    hint = f"the columns are {shown}" if names else "the row has no columns"
+    taken = (columns.input_key, columns.label_key, columns.metadata_key, columns.tool_key)
+    free = [name for name in names if name not in taken]
+    close = difflib.get_close_matches(key, free, n=1, cutoff=0.75)
+    if guess := [*close, *(name for name in usual if name in free)][:1]:
+        hint += f": {flag} {guess[0]}?"
+    return hint
 
 
 def _are_calls(calls: object) -> bool:

@@ -1,5 +1,4 @@
-"""Room `trainer`: Megatron-core's side; model building, the train step, log-probs, checkpoints, the CPU
-layer.
+"""Room `trainer`: Megatron-core's side; model building, the train step, log-probs, checkpoints.
 
 Imports neither sglang nor ray (but for pulling a shard by reference), and knows algorithms only as functions.
 """

@@ -47,7 +47,6 @@ class LossOptions:
     kl_coef          None: no KL term
     opsm_delta       None: no off-policy sequence masking
     needs_log_probs  the trainers' log-probs of before the first step, even where there is only one
-    is_custom        --loss-type custom_loss
     """
 
     mode: str  # rl, sft, value: a critic's, or outcome: a process reward model's
@@ -61,7 +60,6 @@ class LossOptions:
     opsm_delta: float | None = None
     use_rollout_log_probs: bool = False
     needs_log_probs: bool = False
-    is_custom: bool = False
     custom_policy_loss_path: str | None = None
     value_clip: float | None = None
     prm_beta: float = 0.0
@@ -88,7 +86,6 @@ class LossOptions:
             needs_log_probs=a.loss_type == "custom_loss"
             or train.custom_advantage_function_path is not None
             or train.rollout_data_postprocess_path is not None,
-            is_custom=a.loss_type == "custom_loss" and config.run.mode == "rl",
             custom_policy_loss_path=a.custom_policy_loss_path,
         )
 

@@ -140,6 +140,13 @@ def test_a_stop_request_ends_a_rollout(tmp_path: Path, stop: StopSignal) -> None
         supervisor.wait(buffer.work.remote(30.0))
 
 
+def test_a_stop_request_does_not_hide_an_error(tmp_path: Path, stop: StopSignal) -> None:
+    supervisor, buffer = supervisor_of(tmp_path, stop), actor_of(Worker)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(OSError, match="Connection closed"):
+        supervisor.wait(buffer.fail.remote())
+
+
 def test_of_an_engine_that_dies_the_death_is_reported_and_not_its_consequences(
     tmp_path: Path, stop: StopSignal
 ) -> None:

@@ -29,7 +29,7 @@ KINDS = {
     r"gcs_server": "Ray: GCS",
     r"/raylet/raylet": "Ray: raylet",
     r"^ray::RuntimeEnvAgent": "Ray: runtime environment agent",
-    r"^ray::(Engine|Buffer|Trainer)Worker": "Ray: actors",
+    r"^ray::(Engine|Buffer|Policy|Critic|ProcessReward)Worker": "Ray: actors",
     r"fusionrl\.cli train": "Ray: driver",
     r"engines\.launch_server": "engine",
     r"^sglang::router": "router",

@@ -75,6 +75,17 @@ def check_samples_without_tokens(actor, samples: Samples) -> None:
     mixed = pack_row([*nothing, samples.tokens[0]], [0, 0, 1], options())
     assert np.array_equal(mixed.tokens[0].numpy(), samples.tokens[0][:-1])
 
+    from fusionrl.trainer.pack import build_micro_batch
+
+    for i in range(2):
+        samples.tokens[i], samples.total[i], samples.response[i] = np.zeros(0, np.int32), 0, 0
+        samples.mask[i] = samples.log_probs[i] = np.zeros(0, np.float32)
+    (shard,) = samples.shards()
+    for chosen in ([0, 1], [0, 2, 1]):
+        for how in (options(), options(whole_sequences=True), options(all_responses=True)):
+            batch = build_micro_batch(shard, chosen, shard.steps[0], how)
+            assert batch.samples == chosen and batch.starts == [0] * len(chosen)
+
 
 def test_the_ranks_of_a_row_have_all_of_it(rank) -> None:
     rank(check_row, Samples(5, seed=3, share=2))

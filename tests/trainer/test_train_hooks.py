@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -217,3 +221,12 @@ def test_a_provider_that_returns_something_else(workers, hf):
     folder, _ = hf("llama", True)
     with pytest.raises(Failed, match="no_model: it returned Linear; expected Megatron's GPTModel"):
         workers.start(config_of(folder, custom_model_provider_path=f"{HOOKS}:no_model"), TrainerLayout(1))
+
+
+def test_the_hook_before_the_model_comes_before_its_imports() -> None:
+    """--custom-megatron-init-path may replace functions of Megatron; `trainer.model` binds them when it is imported."""
+    code = (
+        "import sys; import fusionrl.trainer.train_hooks, fusionrl.trainer.model_rank;"
+        "sys.exit('fusionrl.trainer.model' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -149,7 +149,7 @@ class Samples:
         )
 
     def count(self, ids: Sequence[int]) -> tuple[int, int]:
-        """(tokens that are trained on, samples): what `data.build` counts of a step."""
+        """(tokens that are trained on, samples): what `buffer.build` counts of a step."""
         return int(sum(self.mask[i].sum() for i in ids)), len(ids)
 
     def shards(self, dp: int = 1, steps: int = 1, micro: int = 3) -> list[TrainShard]:
