@@ -46,7 +46,7 @@ class HookBorder:
     def __init__(self, config: Config, plan: Plan, run_dir: Path, abort: threading.Event) -> None:
         self._config, self._plan, self._run_dir, self._abort = config, plan, run_dir, abort
         self._endpoints = EngineEndpoints()
-        self._built: argparse.Namespace | None = None
+        self._built: tuple[EngineEndpoints, argparse.Namespace] | None = None
 
     def set_endpoints(self, endpoints: EngineEndpoints) -> None:
         """Tell hooks of these engines from the next call on."""
@@ -63,9 +63,11 @@ class HookBorder:
 
     def args(self) -> argparse.Namespace:
         """Return a copy of the flags for one call of a hook, with slime's names for what the run adds."""
-        if self._built is None:
-            self._built = self._build()
-        return copy.deepcopy(self._built)
+        # A rollout's thread asks while the event loop may call `begin` or `set_endpoints`: `_built` is read once.
+        built, ends = self._built, self._endpoints
+        if built is None or built[0] is not ends:
+            built = self._built = (ends, self._build(ends))
+        return copy.deepcopy(built[1])
 
     def teacher(self) -> Teacher:
         """Return the teacher, whose clients belong to the event loop that uses it."""
@@ -77,8 +79,8 @@ class HookBorder:
         ends = self._endpoints
         return [url for url in (ends.router_url, *ends.engine_urls) if url]
 
-    def _build(self) -> argparse.Namespace:
-        ends, shape = self._endpoints, self._plan.shape
+    def _build(self, ends: EngineEndpoints) -> argparse.Namespace:
+        shape = self._plan.shape
         host, _, port = ends.router_url.removeprefix("http://").rpartition(":")
         asks_for_experts = self._config.algorithm.use_rollout_routing_replay and self._plan.device == "cuda"
         return self._config.to_args(

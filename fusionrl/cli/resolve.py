@@ -16,7 +16,7 @@ from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
 from fusionrl.config.differences import difference_lines
-from fusionrl.config.parser import CommandLineError, former_flags, read_args
+from fusionrl.config.parser import CommandLineError, former_flags, read_args, short_resume_error
 from fusionrl.config.plan_flags import imbalance_of
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.auxiliary import auxiliary_config
@@ -42,6 +42,8 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
     config, errors = read_args(argv)
     if config.run.resume and (of_folder := resume_folder_errors(config)):
         raise CommandLineError(errors + of_folder)  # most flags may be those of the folder's run
+    if short := short_resume_error(argv, config):
+        raise CommandLineError([*errors, short])  # all flags of a run are missing
     if config.run.resume and (file := former_flags(argv)):
         print(f"--resume: flags that are not given are those of {file}", file=sys.stderr)
     config, unavailable = resolve_names(config)

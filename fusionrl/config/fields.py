@@ -30,6 +30,13 @@ def switches() -> list[str]:
     return [field for field, info in FIELDS.items() if inner_type(info) is bool]
 
 
+def own_name_error(name: object) -> str | None:
+    """Return why the `args` of hooks cannot have a user's own value under this name; None where they can."""
+    if not isinstance(name, str) or not name.isidentifier():
+        return f"{name!r} is no name that `args` can have"
+    return f"{name} is a flag; give it on the command line, {flag_of(name)}" if name in FIELDS else None
+
+
 def describe_error(field: str, item: ErrorDetails) -> str:
     """Return the message for a value that pydantic refused: flag, value, reason, and a hint for a choice."""
     value, kind = item.get("input"), inner_type(FIELDS[field])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
 from fusionrl.config.extras import empty_passthrough, parse_extra
-from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type
+from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type, own_name_error
 from fusionrl.config.file_reader import WORDS, Json, Setting, read_settings
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
@@ -22,6 +23,7 @@ from fusionrl.config.presets import with_preset
 from fusionrl.upstream import flags as upstream
 
 _PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
+_OF_ONE_START = ("resume", "dry_run")  # how a former run was started, not what it was
 _HIDDEN = ":***@"  # for the password of an address in a run's config.json
 
 
@@ -32,22 +34,26 @@ class FileFlags:
     values       of our own flags, by field
     passthrough  of the parts' flags, by kind
     custom       values of a former run's --custom-config-path; None: the file is no such run's
+    overridden   names of the flags that the command line gives, those of the parts as `sglang.api_key`
     """
 
     values: dict[str, object] = field(default_factory=dict)
     passthrough: dict[str, dict[str, object]] = field(default_factory=empty_passthrough)
     custom: dict[str, Json] | None = None
+    overridden: Collection[str] = ()
 
 
-def read_config_file(path: str, errors: list[str]) -> FileFlags:
+def read_config_file(path: str, errors: list[str], overridden: Collection[str] = ()) -> FileFlags:
     """Return all that fits of the file; a message for each thing that does not goes to `errors`.
+
+    overridden  names of the flags that the command line gives: a password that the file hides is not missed there.
 
     Raises:
         UnreadableFile: no such file, or no valid YAML, TOML or JSON.
     """
     settings, found = read_settings(path)
     errors += found
-    flags = FileFlags()
+    flags = FileFlags(overridden=overridden)
     places: dict[str, str] = {}
     for setting in _without_sections(settings, flags, errors):
         name = setting.key.replace("-", "_")
@@ -86,7 +92,7 @@ def _take(name: str, setting: Setting, flags: FileFlags) -> None:
     """
     key = setting.key
     if name in FIELDS:
-        value = _value(name, setting)
+        value = _value(name, setting) if _is_wanted(flag_of(name), setting.typed, name in flags.overridden) else None
         if value is not None:
             flags.values[name] = value
     elif flag_of(name) in PLAN_FLAGS:
@@ -99,6 +105,28 @@ def _take(name: str, setting: Setting, flags: FileFlags) -> None:
         raise ValueError(f"{key}: unknown key; write it without the dashes in front: {key.lstrip('-')}")
     else:
         _take_extra(name, setting, flags)
+
+
+def _is_wanted(flag: str, value: object, is_overridden: bool) -> bool:
+    """Return False for a value with a hidden password where the command line gives the flag; True for a whole value.
+
+    Raises:
+        ValueError: the password is hidden, and the command line does not give the flag.
+    """
+    if not _hides_password(value):
+        return True
+    if is_overridden:
+        return False
+    shown = f"{flag} {value}" if isinstance(value, str) else flag
+    raise ValueError(f"{shown}: the password is not kept in a run's folder; write it, or give the flag")
+
+
+def _hides_password(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_hides_password(part) for pair in value.items() for part in pair)
+    if isinstance(value, list):
+        return any(map(_hides_password, value))
+    return isinstance(value, str) and _HIDDEN in value
 
 
 def _value(name: str, setting: Setting) -> object:
@@ -123,8 +151,6 @@ def _value(name: str, setting: Setting) -> object:
             raise ValueError(f"{flag}: it needs a value")
     elif not isinstance(text, str):
         raise ValueError(f"{flag}: one value is wanted, not {json.dumps(setting.typed)}")
-    if isinstance(text, str) and _HIDDEN in text:
-        raise ValueError(f"{flag} {text}: the password is not kept in a run's folder; write it, or give the flag")
     try:
         GROUPS[GROUP_OF[name]](**{name: value})
     except ValidationError as error:
@@ -137,7 +163,7 @@ def _mapping(flag: str, setting: Setting) -> dict[str, Json]:
         return setting.typed
     try:
         value = json.loads(str(setting.text))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {setting.text}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{flag} {setting.text}: it is no mapping")
@@ -162,8 +188,12 @@ def _take_extra(name: str, setting: Setting, flags: FileFlags) -> None:
         text = json.dumps(typed)
     items = text if isinstance(text, list) else [text]
     values = [item if isinstance(item, str) else json.dumps(item) for item in items]
-    if error := parse_extra(flag, values, flags.passthrough):
+    found = empty_passthrough()
+    if error := parse_extra(flag, values, found):
         raise ValueError(error)
+    for kind, passed in found.items():
+        is_wanted = {key: _is_wanted(flag, value, f"{kind}.{key}" in flags.overridden) for key, value in passed.items()}
+        flags.passthrough[kind] |= {key: value for key, value in passed.items() if is_wanted[key]}
 
 
 def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> None:
@@ -171,30 +201,56 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
     flags.custom = {}
     for kind in setting.entries:
         if kind.key == "custom" and isinstance(kind.typed, dict):
-            flags.custom = kind.typed
+            if "custom_config_path" not in flags.overridden:
+                _take_custom(kind.entries, flags.custom, errors)
         elif kind.key in flags.passthrough and isinstance(kind.typed, dict):
             for entry in kind.entries:
+                name = f"{kind.key}.{entry.key}"
                 try:
                     upstream.check_field(kind.key, entry.key)
+                    if _is_wanted(_part_flag(kind.key, entry.key), entry.typed, name in flags.overridden):
+                        flags.passthrough[kind.key][entry.key] = entry.typed
                 except upstream.UpstreamError as error:
-                    errors.append(f"{entry.place}: passthrough.{kind.key}.{entry.key}: {error}")
-                else:
-                    flags.passthrough[kind.key][entry.key] = entry.typed
+                    errors.append(f"{entry.place}: passthrough.{name}: {error}")
+                except ValueError as error:
+                    errors.append(f"{entry.place}: {error}")
         else:
             known = ", ".join(flags.passthrough)
             errors.append(f"{kind.place}: passthrough.{kind.key}: unknown key; known are {known}, each a mapping")
+
+
+def _part_flag(kind: str, name: str) -> str:
+    prefix = f"{kind}_" if kind in ("sglang", "router") else ""
+    return flag_of(prefix + name)
+
+
+def _take_custom(entries: tuple[Setting, ...], custom: dict[str, Json], errors: list[str]) -> None:
+    """Put the values of a former run's --custom-config-path into `custom`."""
+    for entry in entries:
+        if reason := own_name_error(entry.key):
+            errors.append(f"{entry.place}: passthrough.custom.{entry.key}: {reason}")
+        elif _hides_password(entry.typed):
+            where = f"{entry.place}: passthrough.custom.{entry.key}"
+            errors.append(
+                f"{where}: the password is not kept in a run's folder; write it, or give --custom-config-path"
+            )
+        else:
+            custom[entry.key] = entry.typed
 
 
 # ------------------------------------------------------------------------------------------------ a former run's file
 def _without_defaults(values: dict[str, object]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
-    What a preset chose is left out as well, so that another --algorithm on the command line brings its own.
+    A resumed attempt's file does not resume: it could go on with a run in another folder, under its own flags. What
+    a preset chose is left out as well, so that another --algorithm on the command line brings its own.
     """
     chosen = {name: values[name] for name in values if name in _PRESET_READS}
     preset = with_preset(chosen)
     kept = {}
     for name, value in values.items():
+        if name in _OF_ONE_START:
+            continue
         plain = FIELDS[name].get_default(call_default_factory=True)
         default = preset.get(name, plain) if name not in chosen else plain
         if name == "use_kl_loss":

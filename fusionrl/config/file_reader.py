@@ -21,6 +21,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 # YAML 1.1's words; `y` and `n` are text to PyYAML, and so here.
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_MAX_NODES = 20_000  # keys and values of a file: an alias of aliases of aliases soon stands for millions
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ def read_settings(path: str) -> tuple[list[Setting], list[str]]:
         return _yaml_settings(path, source, errors), errors
     except RecursionError as error:
         raise UnreadableFile(f"{path}: it is nested too deeply") from error
+    except UnreadableFile:
+        raise
+    except ValueError as error:  # Python neither reads nor shows a whole number of thousands of digits
+        raise UnreadableFile(f"{path}: it cannot be read ({error})") from error
 
 
 # ------------------------------------------------------------------------------------------------ YAML
@@ -85,7 +90,31 @@ def _yaml_settings(path: str, source: str, errors: list[str]) -> list[Setting]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise UnreadableFile(f"{path}:{root.start_mark.line + 1}: it is no mapping of flags to values")
+    _count_nodes(path, root, {})
     return _of_mapping(path, root, errors)
+
+
+def _count_nodes(path: str, node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return how many nodes there are in this one, with all that its aliases stand for; `counts` has those of others.
+
+    Raises:
+        UnreadableFile: they are too many, or there is a merge key, which would be taken for a flag.
+    """
+    import yaml
+
+    if id(node) in counts:
+        return counts[id(node)]
+    count, line = 1, node.start_mark.line + 1
+    if node.tag == "tag:yaml.org,2002:merge":
+        raise UnreadableFile(f"{path}:{line}: merge keys ({node.value}) are not read; write the keys themselves")
+    if isinstance(node, yaml.MappingNode):
+        count += sum(_count_nodes(path, part, counts) for pair in node.value for part in pair)
+    elif isinstance(node, yaml.SequenceNode):
+        count += sum(_count_nodes(path, item, counts) for item in node.value)
+    if count > _MAX_NODES:
+        raise UnreadableFile(f"{path}:{line}: it has more than {_MAX_NODES:,} keys and values, aliases written out")
+    counts[id(node)] = count
+    return count
 
 
 def _of_mapping(path: str, node: yaml.MappingNode, errors: list[str]) -> list[Setting]:

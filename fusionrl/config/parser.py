@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.extras import parse_extras
-from fusionrl.config.fields import FIELDS, describe_error, inner_type, switches
+from fusionrl.config.fields import FIELDS, describe_error, inner_type, own_name_error, switches
 from fusionrl.config.file_flags import FileFlags, read_config_file
 from fusionrl.config.file_reader import UnreadableFile
 from fusionrl.config.groups import GROUPS
@@ -102,7 +102,12 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     passthrough = parse_extras(extras, errors)
     values = vars(parsed)
     former = _former_file(values)
-    file = _read_file(values.pop("config", [former] if former else []), errors)
+    paths = values.pop("config", [former] if former else [])
+    overridden = {
+        *values,
+        *(f"{kind}.{name}" for kind in PassThrough.model_fields for name in getattr(passthrough, kind)),
+    }
+    file = _read_file(paths, overridden, errors)
     custom_path = values.get("custom_config_path")
     if file.custom is None:  # else the values are those of a former run
         custom_path = custom_path or file.values.get("custom_config_path")
@@ -114,7 +119,7 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
         elif isinstance(value, str) and typing.get_origin(inner_type(FIELDS[field])) is dict:
             try:
                 values[field] = json.loads(value)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 errors.append(f"{flag_of(field)} {value}: not valid JSON ({error})")
                 del values[field]
     passed = {kind: file.passthrough[kind] | getattr(passthrough, kind) for kind in file.passthrough}
@@ -140,6 +145,19 @@ def former_flags(argv: Sequence[str]) -> str | None:
     return None if "config" in values else _former_file(values)
 
 
+def short_resume_error(argv: Sequence[str], config: Config) -> str | None:
+    """Return why --resume does not take the run's flags though it names no model: a config file is read."""
+    if not config.run.resume or not config.run.run_dir or config.model.hf_checkpoint is not None:
+        return None
+    given = vars(build_parser().parse_known_args(normalise_switches(argv, switches(), []))[0])
+    if not given.get("config") or "hf_checkpoint" in given:
+        return None
+    return (
+        f"--config {given['config'][-1]}: --resume takes the flags of the run itself only without --config; "
+        f"write `fusionrl train --run-dir {config.run.run_dir} --resume`, or give all flags, as --hf-checkpoint"
+    )
+
+
 def _former_file(values: Mapping[str, object]) -> str | None:
     if not values.get("resume") or not values.get("run_dir") or "hf_checkpoint" in values:
         return None
@@ -147,8 +165,8 @@ def _former_file(values: Mapping[str, object]) -> str | None:
     return None if file is None else str(file)
 
 
-def _read_file(paths: Sequence[str | None], errors: list[str]) -> FileFlags:
-    """Return the flags of the file of --config, if there is one."""
+def _read_file(paths: Sequence[str | None], overridden: Collection[str], errors: list[str]) -> FileFlags:
+    """Return the flags of the file of --config, if there is one. `overridden`: names of the command line."""
     if not paths:
         return FileFlags()
     if None in paths:
@@ -156,7 +174,7 @@ def _read_file(paths: Sequence[str | None], errors: list[str]) -> FileFlags:
     elif len(paths) > 1:
         errors.append(f"--config {' '.join(map(str, paths))}: only one file is read; put all flags into one")
     try:
-        return read_config_file(paths[-1], errors) if paths[-1] is not None else FileFlags()
+        return read_config_file(paths[-1], errors, overridden) if paths[-1] is not None else FileFlags()
     except UnreadableFile as error:
         raise CommandLineError([str(error)]) from error
 
@@ -175,10 +193,8 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
         errors.append(f"{where}: it is no mapping of names to values")
         return {}
     for name in found:
-        if not isinstance(name, str) or not name.isidentifier():
-            errors.append(f"{where}: {name!r} is no name that `args` can have")
-        elif name in FIELDS:
-            errors.append(f"{where}: {name} is a flag; give it on the command line, {flag_of(name)}")
+        if reason := own_name_error(name):
+            errors.append(f"{where}: {reason}")
     return {str(name): value for name, value in found.items() if name not in FIELDS}
 
 

@@ -59,6 +59,19 @@ def test_it_is_built_once_a_rollout_and_each_hook_has_a_copy(border: HookBorder,
     assert border.policy_urls() == ["http://10.0.0.9:31000", URLS[1]]
 
 
+def test_a_thread_gets_args_while_a_rollout_begins(border: HookBorder, monkeypatch: Any) -> None:
+    """The event loop calls `begin` at any moment: here right after each build."""
+    monkeypatch.setattr(HookBorder, "_built", property(lambda _: None, lambda _, __: None), raising=False)
+    assert border.args().engine_urls == URLS
+
+
+def test_endpoints_that_come_during_a_build_are_the_next_calls(border: HookBorder, monkeypatch: Any) -> None:
+    new, to_args = EngineEndpoints("http://10.0.0.9:31000", (URLS[1],)), Config.to_args
+    monkeypatch.setattr(Config, "to_args", lambda self, **extra: border.set_endpoints(new) or to_args(self, **extra))
+    assert border.args().engine_urls == URLS
+    assert border.args().engine_urls == [URLS[1]]
+
+
 def test_a_hook_is_named_with_its_flag(border: HookBorder) -> None:
     assert border.hook("custom_reward_post_process_path") is None
     hook = border.hook("rollout_sample_filter_path")

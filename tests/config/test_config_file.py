@@ -223,6 +223,10 @@ def test_each_mistake_has_its_line(files: Files) -> None:
     assert len(found) == len(wanted), found
 
 
+# each line has nine times the last
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "suffix", "start"),
     [
@@ -241,11 +245,23 @@ def test_each_mistake_has_its_line(files: Files) -> None:
         ('{\n "seed": 1,\n "seed": 2}', "json", "run.json:3: seed: it stands on line 2 already"),
         ('{\n "run": {\n  "seed": "x"}}', "json", "run.json:3: --seed x"),
         ("[]", "json", "run.json:1: it is no mapping"),
+        (f'{{"seed": {"1" * 5000}}}', "json", "run.json: it cannot be read (Exceeds the limit"),
+        (f"seed = {'1' * 5000}\n", "toml", "run.toml: it cannot be read (Exceeds the limit"),
+        (f"seed = 0x{'f' * 5000}\n", "toml", "run.toml: it cannot be read (Exceeds the limit"),
+        (f"seed: {'1' * 5000}\n", "yaml", "run.yaml:1: --seed 111"),
+        ("run: &base\n  seed: 1\ntrain:\n  <<: *base\n", "yaml", "run.yaml:4: merge keys (<<) are not read"),
+        ("apply-chat-template-kwargs: {a: [&b {c: 1}, {<<: *b}]}\n", "yaml", "run.yaml:1: merge keys"),
+        (ALIASES, "yaml", "run.yaml:6: it has more than 20,000 keys and values, aliases written out"),
     ],
 )
 def test_a_file_that_is_damaged(text: str, suffix: str, start: str, files: Files) -> None:
     (error,) = files.errors(text, suffix=suffix)
     assert error.startswith(start)
+
+
+def test_an_alias_stands_for_its_value(files: Files) -> None:
+    config = files.read("rollout-stop: &stop [a, b]\neval-input-key: &key text\ninput-key: *key\n")
+    assert (config.rollout.rollout_stop, config.data.input_key) == (["a", "b"], "text")
 
 
 def test_a_file_that_is_not_there(files: Files) -> None:
@@ -326,6 +342,82 @@ def test_a_switch_that_a_preset_had_on(files: Files) -> None:
     config, path = former(files, "--algorithm", "grpo", "--no-use-kl-loss")
     again, _ = read_args(["--config", str(path)])
     assert again == config and again.given() == config.given()
+
+
+def test_the_file_of_a_resume_does_not_resume(files: Files) -> None:
+    """With it and --run-dir B, a run in B would go on under other flags: a folder with a run needs --resume."""
+    _, path = former(files, "--resume", "--dry-run", "--run-dir", str(files.folder / "run"))
+    again, errors = read_args(["--config", str(path)])
+    assert errors == [] and not again.run.resume and not again.run.dry_run
+    assert "resume" not in again.given() and again.run.name == "first"
+    assert read_args(["--config", str(path), "--resume"])[0].run.resume
+    short, errors = read_args(["--resume", "--run-dir", str(files.folder / "run")])
+    assert errors == [] and short.run.resume and short.run.name == "first", "the short form"
+    assert files.read("resume: true").run.resume, "a file of one's own may"
+
+
+HIDDEN = {
+    "rm_url": "http://me:***@host/x",
+    "rollout_stop": ["a", "x://me:***@b"],
+    "apply_chat_template_kwargs": {"a": [{"http://me:***@host": 1}]},
+    "passthrough": {
+        "sglang": {"file_storage_path": "http://me:***@host", "encoder_urls": ["http://me:***@host"]},
+        "router": {"redis_url": "http://me:***@host"},
+        "custom": {"judge": {"urls": ["http://me:***@host"]}, "other": 1},
+    },
+}
+
+
+def test_a_hidden_password_is_found_wherever_it_is(files: Files) -> None:
+    found = files.errors(json.dumps(HIDDEN, indent=1), suffix="json")
+    for name in (
+        *(
+            "--rm-url http://me:***@host/x",
+            "--rollout-stop",
+            "--apply-chat-template-kwargs",
+            "--sglang-file-storage-path",
+        ),
+        *("--sglang-encoder-urls", "--router-redis-url", "passthrough.custom.judge"),
+    ):
+        assert sum(f": {name}" in error and "the password is not kept" in error for error in found) == 1, (name, found)
+    assert len(found) == 7 and any("give --custom-config-path" in error for error in found)
+    (error,) = files.errors("sglang-file-storage-path: http://me:***@host")
+    assert error.startswith("run.yaml:1: --sglang-file-storage-path http://me:***@host: the password is not kept")
+
+
+def test_a_flag_on_the_command_line_gives_the_hidden_password(files: Files) -> None:
+    own = files.folder / "own.yaml"
+    own.write_text("judge: http://me:secret@host\n")
+    address = "http://me:secret@host"
+    argv = [
+        *("--rm-url", address, "--rollout-stop", "c", "--apply-chat-template-kwargs", "{}"),
+        *("--sglang-file-storage-path", address, "--sglang-encoder-urls", address, "--router-redis-url", address),
+        *("--custom-config-path", str(own)),
+    ]
+    config = files.read(json.dumps(HIDDEN), *argv, suffix="json")
+    assert "***" not in config.model_dump_json()
+    assert config.reward.rm_url == address and config.passthrough.custom == {"judge": address}
+    assert config.passthrough.sglang == {"file_storage_path": address, "encoder_urls": [address]}
+    text = "sglang-file-storage-path: http://me:***@host"
+    passed = files.read(text, "--sglang-file-storage-path", address).passthrough
+    assert passed.sglang == {"file_storage_path": address}
+
+
+def test_own_values_in_a_file_hide_no_flag(files: Files) -> None:
+    text = '{"passthrough": {"custom": {\n"lr": 5,\n"a b": 1,\n"mine": 2}}}'
+    config, errors = read_args(["--config", str(files.write(text, "json"))])
+    assert [error.replace(f"{files.folder}/", "") for error in errors] == [
+        "run.json:2: passthrough.custom.lr: lr is a flag; give it on the command line, --lr",
+        "run.json:3: passthrough.custom.a b: 'a b' is no name that `args` can have",
+    ]
+    assert config.passthrough.custom == {"mine": 2} and config.to_args().lr == 1e-6
+
+
+def test_json_with_thousands_of_digits(files: Files) -> None:
+    big = f'{{"a": {"1" * 5000}}}'
+    assert "Exceeds the limit" in read_args(["--apply-chat-template-kwargs", big])[1][0]
+    (error,) = files.errors(f"apply-chat-template-kwargs: '{big}'")
+    assert error.startswith("run.yaml:1: --apply-chat-template-kwargs") and "Exceeds the limit" in error
 
 
 def test_mistakes_in_a_former_runs_file(files: Files) -> None:

@@ -178,6 +178,20 @@ def test_a_folder_without_flags_says_so_once(tmp_path: Path, capsys: pytest.Capt
     assert errors(capsys, ["--resume"]) == "error: --resume: name the run's folder with --run-dir\n"
 
 
+def test_a_config_file_that_resumes_without_flags_says_so_once(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a short command line takes the run's flags; a file of flags is taken as it stands."""
+    folder, file = tmp_path / "runs" / "first", tmp_path / "resume.yaml"
+    file.write_text(f"resume: true\nrun-dir: {folder}\n")
+    for argv in ([], ["--resume"], ["--lr", "1e-5"]):
+        found = errors(capsys, ["--config", str(file), *argv])
+        assert found.count("error: ") == 1 and "is required" not in found
+        assert f"`fusionrl train --run-dir {folder} --resume`" in found
+    file.write_text("lr: 1e-5\n")
+    assert "without --config" in errors(capsys, ["--config", str(file), "--run-dir", str(folder), "--resume"])
+
+
 def test_flags_of_somebody_else_are_not_taken(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
