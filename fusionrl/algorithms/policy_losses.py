@@ -31,6 +31,7 @@ def guarded(loss: PolicyLoss) -> PolicyLoss:
         options: PolicyLossOptions,
         **extra: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return losses [N] and metrics [N] of `loss`; every tensor is [N], one value a token."""
         finite = old_log_probs.isfinite() | ~log_probs.isfinite()
         used = finite & (mask > 0)
         # What is left out is replaced before it is used: NaN times a zero gradient would be NaN.

@@ -79,8 +79,18 @@ def build_shards(
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
             micro-batch may be.
     """
-    named: dict[str, Any] = {"extra": extra, "by_groups": by_groups, "weight_version": weight_version}
-    return list(take_shards(list(samples), rewards, raw_rewards, plan, balance, rollout_id=rollout_id, **named))
+    shards = take_shards(
+        list(samples),
+        rewards,
+        raw_rewards,
+        plan,
+        balance,
+        rollout_id=rollout_id,
+        extra=extra,
+        by_groups=by_groups,
+        weight_version=weight_version,
+    )
+    return list(shards)
 
 
 def take_shards(

@@ -28,7 +28,7 @@ class LookAhead:
 
     @classmethod
     def of(cls, config: Config, loss: LossOptions, scorer: Scorer, num_steps_before: int) -> LookAhead | None:
-        """That of the configuration; None where its loss needs none."""
+        """Return the look-ahead of the configuration; None if its loss needs none."""
         if loss.mode != "rl" or not (LOSSES[loss.policy_loss].selects or loss.policy_loss == "dpo"):
             return None
         algorithm, seed = config.algorithm, config.run.seed + num_steps_before

@@ -221,6 +221,7 @@ class _LocalLayer(_Layer):
         return 0.0 if "mlp" in self.modules else 5 * self.shape.ffn_hidden_size / self.layout.tp * self.width
 
     def experts(self) -> float:
+        """Return the bytes a token that router, routed and shared experts keep for the backward pass."""
         moe, width = self.shape.moe, self.width
         assert moe is not None
         if "moe" in self.modules:
