@@ -20,6 +20,7 @@ from pathlib import Path
 from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.trainer_plan import trainer_plan
 from fusionrl.trainer.model_rank import ModelRank
 
 
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "precision": options.precision,
         "device": "cpu",
     }
-    trainer = ModelRank(Config.from_flat(values, PassThrough()), TrainerLayout(1), 0, "unused")
+    config = Config.from_flat(values, PassThrough())
+    trainer = ModelRank(config, trainer_plan(config, TrainerLayout(1), "cpu", os.cpu_count() or 1), 0, "unused")
     store = create_group_store("127.0.0.1", 600.0)
     try:
         modules, transformer = trainer.setup_model("127.0.0.1", store.port)

@@ -35,6 +35,7 @@ from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, chunk_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
+from fusionrl.plan.trainer_plan import trainer_plan
 from tools import published_peaks
 from tools.parity import COMMON, MODELS, ROWS, Row
 
@@ -101,7 +102,7 @@ def build(
     become(layout, rank)
     values = {"mode": "sft", "precision": precision, "train_num_threads": 1, "lr": 1e-3}
     config = Config.from_flat(values, passthrough)
-    modules, transformer = model.build_model(config, shape, layout, torch.device("cpu"))
+    modules, transformer = model.build_model(config, shape, trainer_plan(config, layout), torch.device("cpu"))
     model.randomize(modules)
     return config, modules, transformer
 
@@ -118,7 +119,7 @@ def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> di
     passthrough = PassThrough(transformer=row.transformer, ddp=row.ddp)
     config, modules, transformer = build(shape, row.layout, rank, precision, passthrough)
     parameters = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-    trained = model.build_training(config, modules, transformer, torch.device("cpu"))
+    trained = model.build_training(config, modules, transformer, trainer_plan(config, row.layout))
     buffers = [b for chunk in trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizer = 0
     for inner in trained.optimizer.chained_optimizers:
@@ -474,7 +475,7 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
 
     layout, device, count = TrainerLayout(1), torch.device("cpu"), 2
     config, modules, transformer = build(shape, layout, 0, "fp32", PassThrough(transformer=passed))
-    trained = model.build_training(config, modules, transformer, device)
+    trained = model.build_training(config, modules, transformer, trainer_plan(config, layout))
     shard = _shard([num_tokens + 1] * count, shape.vocab_size)
     step = TrainStep([[i] for i in range(count)], shard.steps[0].num_tokens, count)
     options = MicroBatchOptions(Slicing(), device, 1.0, None, True)

@@ -84,6 +84,7 @@ class HookBorder:
         host, _, port = ends.router_url.removeprefix("http://").rpartition(":")
         asks_for_experts = self._config.algorithm.use_rollout_routing_replay and self._plan.device == "cuda"
         return self._config.to_args(
+            **self._plan.answers,
             sglang_router_ip=host or None,
             sglang_router_port=int(port) if port else None,
             router_url=ends.router_url,

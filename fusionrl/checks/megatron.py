@@ -12,35 +12,31 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-import torch
-
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.upstream import cpu_megatron
 
 
-def megatron_errors(config: Config, shape: ModelShape, layout: TrainerLayout, device: str) -> list[str]:
+def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> list[str]:
     """Return a line for each setting that Megatron refuses, with the flag that causes it if it is a single one.
 
     Args:
-        config: with the plan's answers in place of `auto`.
+        config: of the group of trainers.
         shape: of the model.
-        layout: of its trainers.
-        device: "cpu" or "cuda".
+        plan: of the group.
     """
     cpu_megatron.install()
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    place = torch.device(device)
     builders: dict[str, Callable[[Config], object]] = {
         "transformer": lambda own: (MLATransformerConfig if shape.mla else TransformerConfig)(
-            **settings.transformer_fields(own, shape, layout, place)
+            **settings.transformer_fields(own, shape, plan)
         ),
-        "optimizer": lambda own: OptimizerConfig(**settings.optimizer_fields(own, place)),
+        "optimizer": lambda own: OptimizerConfig(**settings.optimizer_fields(own, plan)),
         "ddp": lambda own: DistributedDataParallelConfig(**settings.ddp_fields(own)),
     }
     errors = []

@@ -90,15 +90,15 @@ def resume_lines(config: Config, plan: Plan) -> list[str]:
 def trainer_errors(config: Config, plan: Plan) -> list[str]:
     """List what trainers would refuse at start: schedules, and with flags passed to Megatron its checks."""
     assert plan.layout is not None
-    groups = [("", config, plan.layout)]
+    groups = [("", config, plan.trainer_plan())]
     if plan.auxiliary is not None:
         role = plan.auxiliary.role
-        groups.append((f"{role}-", auxiliary_config(config, role), plan.auxiliary.layout))
+        groups.append((f"{role}-", auxiliary_config(config, role), plan.trainer_plan(role)))
     errors: list[str] = []
     passed = config.passthrough
-    for prefix, part, layout in groups:
+    for prefix, part, own in groups:
         try:
-            lr_decay_steps(part.train, plan.num_optimizer_steps, prefix)
+            lr_decay_steps(part.train, own.num_steps, prefix)
         except ValueError as error:
             errors.append(str(error))
         if passed.transformer or passed.optimizer or passed.ddp:
@@ -106,5 +106,5 @@ def trainer_errors(config: Config, plan: Plan) -> list[str]:
             with quiet():
                 from fusionrl.checks.megatron import megatron_errors
 
-                errors += megatron_errors(part, plan.shape, layout, plan.device)
+                errors += megatron_errors(part, plan.shape, own)
     return list(dict.fromkeys(errors))

@@ -33,7 +33,7 @@ from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
 from fusionrl.observe.run_dir import umask_of
 from fusionrl.plan.auxiliary import Role, auxiliary_config
-from fusionrl.plan.plan import Plan, pinned
+from fusionrl.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Launcher:
         """The policy's trainers, those of a critic or prm, and references of their set-up; none without a layout."""
         if self._plan.layout is None:
             return [], [], []
-        config, auxiliary = pinned(self._config, self._plan), self._plan.auxiliary
+        config, auxiliary = self._config, self._plan.auxiliary
         groups = [self._make_group(config, self._plan.trainer_bundles)]
         if auxiliary is not None:
             own = auxiliary_config(config, auxiliary.role)

@@ -100,9 +100,7 @@ class _TrainerProcess(ModelRank):
             torch.cuda.set_device(device_id)
         else:
             torch.set_num_threads(plan.train_num_threads)
-        layout = plan.auxiliary.layout if self.role is not None and plan.auxiliary else plan.layout
-        assert layout is not None
-        super().__init__(config, layout, rank, run_dir, device_id)
+        super().__init__(config, plan.trainer_plan(self.role), rank, run_dir, device_id)
         self.plan, self.host = plan, host
 
     def node_address(self) -> tuple[str, int]:

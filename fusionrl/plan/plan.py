@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.parts import asks_for_routing, uses_engines, uses_trainers
@@ -20,6 +21,7 @@ from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple,
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.push import push_tensors, torch_name
+from fusionrl.plan.trainer_plan import TrainerPlan
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,20 @@ class Plan:
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
     engines_give_memory: bool = False  # while the trainers work
     trainers_give_memory: bool = False  # while the engines generate
+    answers: dict[str, object] = field(default_factory=dict)  # for hooks: flags that were left open, by their names
 
     @property
     def num_optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.num_rollout * self.batch.num_steps if self.batch else 0
+
+    def trainer_plan(self, role: Role | None = None) -> TrainerPlan:
+        """Return what the trainers of a role follow; None is the policy's. The run must have such trainers."""
+        group = self if role is None else self.auxiliary
+        layout = None if group is None else group.layout
+        assert layout is not None, f"the run has no trainers of the role {role}"
+        steps = self.num_optimizer_steps or None
+        return TrainerPlan(layout, self.device, self.precision, self.train_num_threads, steps, self.answers)
 
     @property
     def push_bytes(self) -> int:
@@ -208,7 +219,20 @@ def _plan(
         plan,
         engines_give_memory=takes_turns and cluster.offload_rollout,
         trainers_give_memory=when == "always" or (when == "auto" and takes_turns),
+        answers=_answers(config, plan),
     )
+
+
+def _answers(config: Config, plan: Plan) -> dict[str, object]:
+    """Answer the flags that were `auto`, or not given."""
+    return {
+        "num_rollout": plan.num_rollout,
+        "device": plan.device,
+        "train_num_threads": plan.train_num_threads,
+        "precision": plan.precision,
+        "num_steps_per_rollout": plan.batch.num_steps if plan.batch else None,
+        "lr_decay_iters": config.train.lr_decay_iters or plan.num_optimizer_steps or None,
+    }
 
 
 def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = None) -> list[str]:
@@ -438,22 +462,3 @@ def _num_rollout(config: Config, num_prompts: int) -> int:
             )
         return count
     return 0
-
-
-def pinned(config: Config, plan: Plan) -> Config:
-    """The configuration with the plan's answers in place of `auto` and of what was left open."""
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"num_rollout": plan.num_rollout}),
-            "cluster": config.cluster.model_copy(
-                update={"device": plan.device, "train_num_threads": plan.train_num_threads}
-            ),
-            "model": config.model.model_copy(update={"precision": plan.precision}),
-            "train": config.train.model_copy(
-                update={
-                    "num_steps_per_rollout": plan.batch.num_steps if plan.batch else None,
-                    "lr_decay_iters": config.train.lr_decay_iters or plan.num_optimizer_steps or None,
-                }
-            ),
-        }
-    )

@@ -11,7 +11,7 @@ from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.batch import BatchOptions, Slicing
 from fusionrl.trainer.model import Trained
-from fusionrl.trainer.settings import aggregation_of, loss_length, resolve_impl
+from fusionrl.trainer.settings import aggregation_of, loss_length
 
 
 def batch_options(
@@ -38,7 +38,7 @@ def batch_options(
         # A text that was not sampled has no temperature.
         temperature=config.rollout.rollout_temperature if is_sampled else 1.0,
         chunk_size=config.train.log_probs_chunk_size,
-        local_attention=resolve_impl(config, device) == "local",
+        local_attention=trained.transformer.transformer_impl == "local",
         share_prompts=shape.mla is None,
         aggregation="sequence_mean" if is_prm else aggregation_of(config),
         constant=loss_length(config),

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.trainer_plan import trainer_plan
 
 TIMEOUT_S = 120.0
 T = TypeVar("T")
@@ -52,8 +54,8 @@ def serve(connection: Connection) -> None:
             if command == "start":
                 if actor is not None:
                     actor.shutdown()
-                config, layout, rank, address, port, role = args
-                actor = TRAINERS[role](config, layout, rank, "unused")
+                config, plan, rank, address, port, role = args
+                actor = TRAINERS[role](config, plan, rank, "unused")
                 result = actor.setup(address, port)
             elif command == "call":
                 result = getattr(actor, args[0])(*args[1:])
@@ -102,11 +104,15 @@ class LocalRanks:
         """A fresh group of actors in the first `layout.world_size` processes."""
         layout = layout or TrainerLayout(1)
         self.world_size = layout.world_size
+        import torch
+
+        device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        plan = trainer_plan(config, layout, device, len(os.sched_getaffinity(0)))
         host = "127.0.0.1"
         # The store of a group is the parent's, which outlives the actors.
         self._store = create_group_store(host, TIMEOUT_S)
         return self._all(
-            [("start", (config, layout, rank, host, self._store.port, role)) for rank in range(layout.world_size)]
+            [("start", (config, plan, rank, host, self._store.port, role)) for rank in range(layout.world_size)]
         )
 
     def call(self, method: str, *args: object) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, model_errors
 from fusionrl.plan.schedule import lr_decay_steps
+from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
 from fusionrl.trainer.log_probs import chunked_log_probs
@@ -139,34 +141,35 @@ class Trained:
 
 
 def build_model(
-    config: Config, shape: ModelShape, layout: TrainerLayout, device: torch.device
+    config: Config, shape: ModelShape, plan: TrainerPlan, device: torch.device
 ) -> tuple[list[torch.nn.Module], TransformerConfig]:
     """This rank's part of the model, with memory for its weights but nothing in it.
 
     Raises:
         ValueError: sizes that the model's shape does not allow, or passed-through fields Megatron refuses.
     """
+    layout = plan.layout
     errors = model_errors(layout, shape, config.passthrough.transformer)
     if errors:
         raise ValueError(errors[0])
-    fields = settings.transformer_fields(config, shape, layout, device)
+    fields = settings.transformer_fields(config, shape, plan)
     try:
         transformer = (MLATransformerConfig if shape.mla else TransformerConfig)(**fields)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-core refuses the model's configuration: {error}") from error
-    impl = settings.resolve_impl(config, device)
     stages: list[int | None] = list(range(layout.vpp)) if layout.vpp > 1 else [None]
     chunks = []
     for stage in stages:
-        usual = partial(_usual_chunk, transformer, shape, layout, impl, stage)
+        usual = partial(_usual_chunk, transformer, shape, layout, stage)
         path = config.model.custom_model_provider_path
-        model = usual() if path is None else _provided_chunk(config, path, transformer, stage, usual)
+        args = config.to_args(**plan.answers)
+        model = usual() if path is None else _provided_chunk(args, path, transformer, stage, usual)
         chunks.append(_finished(model, transformer, shape, device))
     return chunks, transformer
 
 
 def _provided_chunk(
-    config: Config, path: str, transformer: TransformerConfig, vp_stage: int | None, usual: Callable[[], GPTModel]
+    args: Namespace, path: str, transformer: TransformerConfig, vp_stage: int | None, usual: Callable[[], GPTModel]
 ) -> GPTModel:
     """The model of --custom-model-provider-path, `provider(pre_process, post_process, vp_stage)`.
 
@@ -183,7 +186,7 @@ def _provided_chunk(
         "vp_stage": vp_stage,
     }
     taken = inspect.signature(load_function(path)).parameters
-    extras = {"config": transformer, "args": config.to_args(), "usual": usual}
+    extras = {"config": transformer, "args": args, "usual": usual}
     model = call_hook(field, path, **keywords, **{name: value for name, value in extras.items() if name in taken})
     if not isinstance(model, GPTModel):
         raise HookError(f"{flag_of(field)} {path}: it returned {type(model).__name__}; expected Megatron's GPTModel")
@@ -193,9 +196,9 @@ def _provided_chunk(
 
 
 def _usual_chunk(
-    transformer: TransformerConfig, shape: ModelShape, layout: TrainerLayout, impl: str, vp_stage: int | None
+    transformer: TransformerConfig, shape: ModelShape, layout: TrainerLayout, vp_stage: int | None
 ) -> GPTModel:
-    if impl == "transformer_engine":
+    if transformer.transformer_impl == "transformer_engine":
         spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         spec = local_block_spec(transformer, vp_stage)
@@ -265,7 +268,7 @@ def _scale_rope(model: GPTModel, scaling: Mapping[str, object] | None) -> None:
 
 
 def build_training(
-    config: Config, modules: list[torch.nn.Module], transformer: TransformerConfig, device: torch.device
+    config: Config, modules: list[torch.nn.Module], transformer: TransformerConfig, plan: TrainerPlan
 ) -> Trained:
     """Wrap loaded `modules` for data parallelism and give them an optimizer and a schedule.
 
@@ -277,7 +280,7 @@ def build_training(
     """
     try:
         ddp_config = DistributedDataParallelConfig(**settings.ddp_fields(config))
-        optimizer_config = OptimizerConfig(**settings.optimizer_fields(config, device))
+        optimizer_config = OptimizerConfig(**settings.optimizer_fields(config, plan))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron-core refuses the configuration of the optimizer: {error}") from error
     chunks = [
@@ -298,7 +301,7 @@ def build_training(
         if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
             sync = [chunk.start_param_sync for chunk in chunks]
             transformer.param_sync_func = sync if len(chunks) > 1 else sync[0]
-    train, decay_steps = config.train, lr_decay_steps(config.train)
+    train, decay_steps = config.train, lr_decay_steps(config.train, plan.num_steps)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=min(train.lr_warmup_init, train.lr),

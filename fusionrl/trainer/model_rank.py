@@ -13,7 +13,7 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.trainer_plan import TrainerPlan
 
 if TYPE_CHECKING:
     import torch
@@ -51,14 +51,14 @@ class Restored(TypedDict):
 
 
 class ModelRank:
-    """Rank `rank` of `layout`; the base of every trainer.
+    """A rank of a group of trainers; the base of every trainer.
 
     Its methods are collectives, if they do not say otherwise: the driver calls them on all ranks at once.
 
     Args:
         config: the run's configuration.
-        layout: parallel sizes; its dp is the number of shards of a rollout.
-        rank: global rank, 0 … layout.world_size - 1.
+        plan: what the ranks of its group follow.
+        rank: in its group, 0 … world size - 1.
         run_dir: the run's folder.
         device_id: GPU of this rank on its node, as the placement says; without one, ranks go round the node's GPUs.
     """
@@ -66,9 +66,10 @@ class ModelRank:
     role: ClassVar[Role | None] = None
 
     def __init__(
-        self, config: Config, layout: TrainerLayout, rank: int, run_dir: str, device_id: int | None = None
+        self, config: Config, plan: TrainerPlan, rank: int, run_dir: str, device_id: int | None = None
     ) -> None:
-        self.config, self.layout, self.rank, self.run_dir = config, layout, rank, run_dir
+        self.config, self.trainer_plan, self.rank, self.run_dir = config, plan, rank, run_dir
+        self.layout = plan.layout
         self.device: torch.device
         self.shape: ModelShape
         self.trained: Trained
@@ -85,7 +86,7 @@ class ModelRank:
         """A user's functions."""
         from fusionrl.trainer.train_hooks import TrainHooks
 
-        return TrainHooks(self.config, self.rank, self.run_dir)
+        return TrainHooks(self.config, self.rank, self.run_dir, self.trainer_plan.answers)
 
     def read_shape(self) -> ModelShape:
         """The shape of the model that is trained."""
@@ -108,14 +109,13 @@ class ModelRank:
             self._writer = WriterProcess()
         modules, transformer = self.setup_model(master_addr, master_port)
         from fusionrl.trainer.model import build_training
-        from fusionrl.trainer.settings import resolve_impl, resolve_precision
 
-        self.trained = build_training(config, modules, transformer, self.device)
+        self.trained = build_training(config, modules, transformer, self.trainer_plan)
         return {
             "num_parameters": self.shape.num_parameters,
             "device": str(self.device),
-            "impl": resolve_impl(config, self.device),
-            "precision": resolve_precision(config, self.device),
+            "impl": transformer.transformer_impl,
+            "precision": self.trainer_plan.precision,
         }
 
     def setup_model(self, master_addr: str, master_port: int) -> tuple[list[torch.nn.Module], TransformerConfig]:
@@ -131,13 +131,12 @@ class ModelRank:
 
         from fusionrl.trainer import process_groups, settings
 
-        config, layout = self.config, self.layout
+        config, plan = self.config, self.trainer_plan
         self.shape = self.read_shape()
-        self.device = settings.resolve_device(config, self.rank if self._device_id is None else self._device_id)
-        local_ranks = min(layout.world_size, config.cluster.actor_num_gpus_per_node)
-        torch.set_num_threads(settings.resolve_num_threads(config, local_ranks))
+        self.device = settings.rank_device(plan, self.rank if self._device_id is None else self._device_id)
+        torch.set_num_threads(plan.num_threads)
         process_groups.join_ranks(
-            layout,
+            plan.layout,
             self.rank,
             self.device,
             (master_addr, master_port),
@@ -148,7 +147,7 @@ class ModelRank:
         from fusionrl.models.hf_io import load_hf
         from fusionrl.trainer import checkpoint, model
 
-        modules, transformer = model.build_model(config, self.shape, layout, self.device)
+        modules, transformer = model.build_model(config, self.shape, plan, self.device)
         if config.model.debug_random_weights:
             model.randomize(modules)
         elif config.model.megatron_checkpoint is not None:

@@ -1,61 +1,46 @@
-"""Values that the trainer derives from the configuration: device, precision, Megatron's values, aggregation."""
+"""Values that the trainer derives from the configuration and its plan: device, layers, Megatron's, aggregation."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.defaults import layer_impl, trainer_precision, trainer_threads
-from fusionrl.plan.layout import TrainerLayout
+from fusionrl.plan.defaults import Impl, layer_impl
+from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.upstream import cpu_megatron
 
 
-def resolve_device(config: Config, rank: int) -> torch.device:
-    """The device of trainer rank `rank`.
+def rank_device(plan: TrainerPlan, index: int) -> torch.device:
+    """Return the device of a rank: GPU `index` of its node, or the one that the count of GPUs leaves of it.
 
     Raises:
-        ValueError: --device cuda without one, or --device cpu on a machine where Megatron would use CUDA
-            anyway.
+        ValueError: the plan says "cuda" where there is none, or "cpu" where Megatron would use CUDA anyway.
     """
-    wanted, has_cuda = config.cluster.device, torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
+    has_cuda = torch.cuda.is_available()
+    if plan.device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
-    if wanted == "cpu" and has_cuda:
+    if plan.device == "cpu" and has_cuda:
         raise ValueError("--device cpu: a CUDA device is visible; hide it (CUDA_VISIBLE_DEVICES=) or use --device auto")
-    if not has_cuda:
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cuda", index % torch.cuda.device_count()) if has_cuda else torch.device("cpu")
 
 
-def resolve_precision(config: Config, device: torch.device) -> str:
-    """ "fp32" or "bf16"."""
-    return trainer_precision(config.model.precision, device.type)
-
-
-def resolve_impl(config: Config, device: torch.device) -> str:
-    """ "local" or "transformer_engine".
+def installed_impl(config: Config, device: str) -> Impl:
+    """Return whose layers a rank has: for `auto`, Transformer Engine's on a GPU where its node has the package.
 
     Raises:
         ValueError: Transformer Engine asked for where it is not installed or has no device.
     """
     wanted = config.model.transformer_impl
-    available = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    available = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if wanted == "transformer_engine" and not available:
         raise ValueError(
             "--transformer-impl transformer_engine: it needs a CUDA device and the package "
             "transformer_engine; use --transformer-impl local or auto"
         )
-    return layer_impl(wanted, device.type, available)
-
-
-def resolve_num_threads(config: Config, num_local_ranks: int) -> int:
-    """CPU threads of this rank: --train-num-threads, or the cores shared out over the node's ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return trainer_threads(config.cluster.train_num_threads, cores, num_local_ranks)
+    return layer_impl(wanted, device, available)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -63,9 +48,7 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def transformer_fields(
-    config: Config, shape: ModelShape, layout: TrainerLayout, device: torch.device
-) -> dict[str, object]:
+def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> dict[str, object]:
     """Fields of Megatron's TransformerConfig.
 
     Raises:
@@ -73,8 +56,8 @@ def transformer_fields(
     """
     import torch.nn.functional as F
 
-    dtype = torch.bfloat16 if resolve_precision(config, device) == "bf16" else torch.float32
-    on_cpu, impl = device.type == "cpu", resolve_impl(config, device)
+    layout, impl = plan.layout, installed_impl(config, plan.device)
+    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     fields: dict[str, object] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -122,7 +105,7 @@ def transformer_fields(
     }
     fields |= _expert_fields(shape, impl) | _latent_fields(shape)
     passed = config.passthrough.transformer
-    if on_cpu:
+    if plan.device == "cpu":
         fields.update({name: value for name, (value, _) in cpu_megatron.OVERRIDES.items()})
         for name, (value, reason) in cpu_megatron.OVERRIDES.items():
             if name in passed and passed[name] != value:
@@ -188,10 +171,10 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def optimizer_fields(config: Config, device: torch.device) -> dict[str, object]:
+def optimizer_fields(config: Config, plan: TrainerPlan) -> dict[str, object]:
     """Fields of Megatron's OptimizerConfig."""
     train = config.train
-    bf16 = resolve_precision(config, device) == "bf16"
+    bf16 = plan.precision == "bf16"
     fields = {
         "optimizer": "adam",
         "lr": train.lr,

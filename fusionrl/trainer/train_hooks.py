@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,13 @@ class TrainHooks:
     config: Config
     rank: int
     run_dir: str
+    answers: Mapping[str, object]  # the plan's, for flags that were left open
 
     def args(self) -> Namespace:
         """A fresh copy of the flags for one call of a hook."""
-        return self.config.to_args(rank=self.rank, run_dir=self.run_dir, save=f"{self.run_dir}/checkpoints")
+        return self.config.to_args(
+            **self.answers, rank=self.rank, run_dir=self.run_dir, save=f"{self.run_dir}/checkpoints"
+        )
 
     def initialized(self) -> None:
         """--custom-megatron-init-path: the ranks have met, the model is not built yet."""

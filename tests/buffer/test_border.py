@@ -40,6 +40,7 @@ def test_hooks_find_the_flags_and_what_the_run_adds(border: HookBorder, tmp_path
     assert (args.rm_urls, args.teacher_urls, args.rollout_global_dataset) == ([], ["http://t:1"], True)
     assert (args.save, args.load, args.run_dir) == (str(tmp_path / "checkpoints"), None, str(tmp_path))
     assert (args.vocab_size > 0, args.num_experts, args.routed_experts_size) == (True, None, None)
+    assert (args.device, args.precision) == ("cpu", "fp32"), "what was open has the plan's answer"
     assert isinstance(args.abort_event, threading.Event)
 
 

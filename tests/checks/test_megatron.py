@@ -17,12 +17,13 @@ from fusionrl.config.config import PassThrough
 from fusionrl.config.parser import CommandLineError
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.layout import TrainerLayout, model_errors
+from fusionrl.plan.trainer_plan import trainer_plan
 from tests.trainer.trainer_worker import config_of
 
 
 def _errors(folder: Path, layout: TrainerLayout | None = None, **passed: dict[str, Any]) -> list[str]:
     config = config_of(folder, precision="fp32", device="cpu").model_copy(update={"passthrough": PassThrough(**passed)})
-    return megatron_errors(config, read_model_shape(str(folder)), layout or TrainerLayout(1), "cpu")
+    return megatron_errors(config, read_model_shape(str(folder)), trainer_plan(config, layout or TrainerLayout(1)))
 
 
 @pytest.mark.parametrize(

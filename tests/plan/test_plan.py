@@ -226,3 +226,15 @@ def test_all_sizes_that_do_not_fit_are_found_at_once() -> None:
         assert any(part in error for error in found)
     with pytest.raises(ValueError, match="tp 2"):
         make_plan(config, SHAPE, device="cpu", num_prompts=4)
+
+
+def test_trainers_and_hooks_get_the_plans_answers() -> None:
+    made = plan(num_rollout=None, num_epoch=2, num_prompts=100, n_samples_per_prompt=4, global_batch_size=16)
+    own = made.trainer_plan()
+    assert (own.layout, own.precision, own.num_threads, own.num_steps) == (made.layout, "fp32", 8, 25 * 2)
+    assert own.answers["num_rollout"] == 25
+    assert own.answers["num_steps_per_rollout"] == 2
+    assert own.answers["lr_decay_iters"] == 50
+    assert (own.answers["device"], own.answers["precision"]) == ("cpu", "fp32")
+    critic = plan(advantage_estimator="ppo", critic_num_gpus=2).trainer_plan("critic")
+    assert critic.layout.world_size == 2
