@@ -121,8 +121,8 @@ def take_warnings() -> list[str]:
 
 def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
     """[response_length] int32: the versions that the sample has, -1 elsewhere; None where its fields do not fit."""
-    count, versions = int(sample.response_length), sample.weight_versions
-    if count > len(sample.tokens) or (sample.loss_mask is not None and len(sample.loss_mask) != count):
+    count, versions, mask = int(sample.response_length), sample.weight_versions, vars(sample)["loss_mask"]
+    if count > sample.num_tokens or (mask is not None and len(mask) != count):
         return None
     known = np.full(count, UNKNOWN_VERSION, np.int32)
     if versions is None:
@@ -169,14 +169,15 @@ def _spread(sample: Sample, known: np.ndarray) -> None:
     found = np.flatnonzero(known != UNKNOWN_VERSION)
     if not len(found):
         return
-    mask = np.ones(len(known)) if sample.loss_mask is None else np.asarray(sample.loss_mask)
+    given = sample.array("loss_mask")
+    mask = np.ones(len(known)) if given is None else given
     untrained = (known == UNKNOWN_VERSION) & (mask == 0)
     last = np.maximum.accumulate(np.where(known != UNKNOWN_VERSION, np.arange(len(known)), -1))
     known[untrained] = known[np.where(last < 0, found[0], last)][untrained]
 
 
 def _response(sample: Sample) -> np.ndarray:
-    tokens = np.asarray(sample.tokens, np.int32)
+    tokens = np.asarray(sample.array("tokens"), np.int32)
     return tokens[len(tokens) - sample.response_length :]
 
 
