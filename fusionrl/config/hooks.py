@@ -17,6 +17,10 @@ from typing import Any
 
 from fusionrl.config.hook_files import import_file, register_folder
 from fusionrl.config.user_code import HookError, last_user_line, user_code
+from fusionrl.slime_names import finder
+
+# Every process that loads a user's function does so by this module: in each of them the name `slime` is known.
+finder.install()
 
 __all__ = [
     "OPTIONAL",

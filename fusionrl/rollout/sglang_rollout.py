@@ -72,7 +72,7 @@ def generate_rollout(
     args.rollout_id = rollout_id
     if evaluation:
         return asyncio.run(evaluate_sets(args, sampling_params(args)))
-    return asyncio.run(_generate(args, data_source))
+    return asyncio.run(generate_groups(args, data_source))
 
 
 # ------------------------------------------------------------------------------------------------ one sample
@@ -205,7 +205,8 @@ class LoopSettings:
         )
 
 
-async def _generate(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
+async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
+    """Generate `args.rollout_batch_size` groups on the running event loop."""
     params, settings = sampling_params(args), LoopSettings.of_args(args)
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.algorithms.pass_at_k import pass_at_k
+from fusionrl.algorithms.evaluation import pass_at_k
 from fusionrl.slime_api.misc import SingletonMeta
 
 _REPEATED_TAIL = 10_000  # characters at the end of a text in which repetition is looked for

@@ -11,11 +11,22 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from fusionrl.config import hooks
+from fusionrl.config.hook_files import find_beside
 from fusionrl.rollout.loops import process_loop, run
 
 K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Return the function that a path names; a package beside a hook's file is found, too, as `examples.agents.solve`.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such name.
+    """
+    return hooks.load_function(path if ":" in path else find_beside(path))
 
 
 class SingletonMeta(type):

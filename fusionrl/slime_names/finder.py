@@ -43,12 +43,8 @@ class SlimeFinder:
         """Return the spec of a module of slime's, also of one that is absent here: its names say why."""
         if name.partition(".")[0] not in ROOTS or not is_ours(name):
             return None
-        if name not in MODULES and name not in _PACKAGES and _absent(name) is None:
-            return None
-        spec = ModuleSpec(name, _Loader(), is_package=name in _PACKAGES)
-        if name in _PACKAGES:
-            spec.submodule_search_locations = []
-        return spec
+        is_package = name in _PACKAGES or (name not in MODULES and _absent(name) is not None)
+        return ModuleSpec(name, _Loader(), is_package=is_package) if is_package or name in MODULES else None
 
 
 class _Loader:
@@ -80,9 +76,9 @@ class SlimeModule(ModuleType):
             self.__dict__[name] = value
             return value
         full_name = f"{own}.{name}"
-        if entry is None and (full_name in MODULES or full_name in _PACKAGES or _absent(full_name)):
+        if entry is None and (full_name in MODULES or full_name in _PACKAGES):
             return importlib.import_module(full_name)
-        absent = entry if isinstance(entry, Absent) else _absent(own)
+        absent = entry if isinstance(entry, Absent) or own in MODULES else _absent(full_name)
         if absent is not None:
             raise ImportError(f"{full_name} does not exist in fusionrl: {absent.told} ({TABLE_PAGE})", name=own)
         raise ImportError(

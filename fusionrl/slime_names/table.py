@@ -43,7 +43,7 @@ _SGLANG_ROLLOUT: Names = {
     "Sample": Here("fusionrl.data.sample:Sample"),
     "RolloutFnTrainOutput": Here("fusionrl.rollout.types:RolloutFnTrainOutput"),
     "RolloutFnEvalOutput": Here("fusionrl.rollout.types:RolloutFnEvalOutput"),
-    "load_function": Here("fusionrl.config.hooks:load_function"),
+    "load_function": Here(f"{_API}.misc:load_function"),
     "load_tokenizer": Here(f"{_API}.processing:load_tokenizer"),
     "run": Here("fusionrl.rollout.loops:run"),
     "post": Here("fusionrl.rollout.post:post"),
@@ -103,7 +103,7 @@ _HTTP: Names = {
     "run_router": Absent("the run starts its router itself", "its address is args.sglang_router_ip and _port"),
 }
 _MISC: Names = {
-    "load_function": Here("fusionrl.config.hooks:load_function", "takes path/to/file.py:function, too"),
+    "load_function": Here(f"{_API}.misc:load_function", "takes path/to/file.py:function, too"),
     **all_from(
         f"{_API}.misc",
         *("SingletonMeta", "Box", "decode_int32_meta_array", "exec_command", "get_current_node_ip", "group_by"),
@@ -215,9 +215,7 @@ MODULES: dict[str, Names] = {
     },
     "slime.rollout.filter_hub.base_types": {
         "DynamicFilterOutput": Here("fusionrl.rollout.types:DynamicFilterOutput"),
-        **all_from(
-            f"{_API}.filters", "call_dynamic_filter", "should_drop_dynamic_filter_output", "MetricGatherer"
-        ),
+        **all_from(f"{_API}.filters", "call_dynamic_filter", "should_drop_dynamic_filter_output", "MetricGatherer"),
     },
     "slime.rollout.filter_hub.dynamic_sampling_filters": {
         name: Here(f"fusionrl.rollout.filters:{name}", "a sample without a reward of its own does not count")
