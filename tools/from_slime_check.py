@@ -107,10 +107,16 @@ def load(path: str, hooks: list[tuple[str, str]]) -> None:
 
     Packages of other projects that are not installed are stood in for, and named.
     """
+    import torch
+
     from fusionrl.config.hook_files import import_file
     from fusionrl.config.hooks import SIGNATURES, check_hook
     from fusionrl.config.user_code import last_user_line
 
+    if not torch.cuda.is_available():
+        from fusionrl.upstream import cpu_sglang
+
+        cpu_sglang.install()  # sglang imports triton, which a CPU run does without
     errors = []
     stand_ins = StandIns()
     sys.meta_path.append(stand_ins)

@@ -157,7 +157,10 @@ def load_function(path: str) -> Callable[..., Any]:
         line = last_user_line(error, path)
         at = f" at {line}" if line else ""
         raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}{at}{hint}") from error
-    found = getattr(module, name, None)
+    try:
+        found = getattr(module, name, None)
+    except ImportError as error:  # a name of slime's that is not here
+        raise ValueError(f"{path!r}: {error}") from error
     if found is None:
         there = _functions_in(module_name) if ":" in path else []
         hint = f"; it has {', '.join(there)}" if there else ""

@@ -136,6 +136,8 @@ class Sample:
 
     def pack(self) -> None:
         """Make arrays of the lists that a hook read or wrote; of a list that holds no numbers, an error comes later."""
+        if self.weight_versions is not None and not len(self.weight_versions):
+            self.weight_versions = None
         for name in LIST_FIELDS:
             value = self.__dict__[name]
             if value is not None and not isinstance(value, np.ndarray):

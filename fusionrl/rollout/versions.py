@@ -125,7 +125,12 @@ def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
     if count > sample.num_tokens or (mask is not None and len(mask) != count):
         return None
     known = np.full(count, UNKNOWN_VERSION, np.int32)
-    if versions is None:
+    if versions is None or not len(versions):
+        return known
+    if isinstance(versions, list) and all(isinstance(version, str) for version in versions):
+        turns = {as_version(version) for version in versions}  # slime's: one text for each turn
+        if len(turns) == 1:
+            known[:] = turns.pop()
         return known
     is_array = isinstance(versions, np.ndarray) and versions.dtype.kind == "i"
     given = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 Values = TypeVar("Values", Tensor, list[float])
 
 
 def _check_one_rank(name: str) -> None:
+    from megatron.core import parallel_state  # only in a trainer, which has prepared it
+
     size = parallel_state.get_context_parallel_world_size() if parallel_state.is_initialized() else 1
     if size > 1:
         raise ValueError(

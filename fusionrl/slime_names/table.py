@@ -135,7 +135,7 @@ _CP: Names = {
     *("get_logits_and_tokens_offset_with_cp", "prepare_routed_experts_for_routing_replay"),
 )
 _LOSS: Names = {
-    "get_log_probs_and_entropy": Here("fusionrl.trainer.custom_loss:get_log_probs_and_entropy"),
+    "get_log_probs_and_entropy": Here("fusionrl.plugin_api:get_log_probs_and_entropy"),
     **none_of(
         "losses take other inputs here",
         "give yours by --custom-loss-function-path or --custom-policy-loss-path (docs/hooks.md)",
