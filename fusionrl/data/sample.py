@@ -53,7 +53,7 @@ _RARE = frozenset(
 )
 
 
-@dataclass(eq=False)  # arrays have no single truth value to compare by; a sample is equal to itself
+@dataclass(eq=False, repr=False)  # arrays have no single truth value to compare by; a sample is equal to itself
 class Sample:
     """One sample of a rollout.
 
@@ -108,6 +108,10 @@ class Sample:
     non_generation_time: float = 0.0
     spec_info: _SpecInfo = None  # type: ignore[assignment]  # read as an object with counts of 0
     prefix_cache_info: _PrefixCacheInfo = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        # By what is kept: to print a sample makes no lists of it.
+        return f"Sample({', '.join(f'{f.name}={self.__dict__.get(f.name)!r}' for f in fields(self))})"
 
     @property
     def num_tokens(self) -> int:
@@ -184,8 +188,9 @@ class Sample:
                 finish_reason = _finish_reason(meta_info)
         if versions is None:
             versions = UNKNOWN_VERSION
-            if not trainable and self.weight_versions is not None and len(self.weight_versions):
-                versions = int(self.weight_versions[-1])
+            before = self.weight_versions
+            if not trainable and before is not None and not of_turns(before) and len(before):
+                versions = int(before[-1])
         self.validate()
         mask = np.full(count, 1 if trainable else 0, np.int32)
         kept = np.zeros(count, np.float32) if log_probs is None or not trainable else np.asarray(log_probs, np.float32)
@@ -210,6 +215,8 @@ class Sample:
         The versions are of the response's last tokens, as many as the answer had; call it after each turn, when its
         tokens are in the sample. A finish reason that is none of stop, length and abort leaves the status as it is.
         """
+        if of_turns(self.weight_versions):
+            self.weight_versions = None
         known = 0 if self.weight_versions is None else len(self.weight_versions)
         num_new = self.response_length - known
         if num_new > 0:
@@ -244,7 +251,7 @@ class Sample:
 
     def _response_field(self, name: str, default: int) -> np.ndarray:
         value = self.__dict__[name]
-        if value is None or (name == "weight_versions" and not len(value)):  # slime's samples begin with []
+        if value is None or (name == "weight_versions" and of_turns(value)):
             return np.full(self.response_length, default, _ARRAY_DTYPES[name])
         return np.asarray(value, _ARRAY_DTYPES[name])
 
@@ -260,8 +267,8 @@ class Sample:
             )
         for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
             value = self.__dict__[name]
-            if name == "weight_versions" and value is not None and not len(value):
-                continue  # slime's samples begin with []: no version is known
+            if name == "weight_versions" and of_turns(value):
+                continue
             if value is not None and len(value) != self.response_length:
                 raise ValueError(
                     f"sample {self.index}: {name} has {len(value)} values for {self.response_length} response tokens"
@@ -328,6 +335,11 @@ for _name in LIST_FIELDS:
 for _name, _make in {"apply_chat_template_kwargs": dict, **COUNTS}.items():
     setattr(Sample, _name, LazyField(_name, _make))
 Sample.prompt = PromptField()  # type: ignore[assignment]
+
+
+def of_turns(versions: object) -> bool:
+    """Return whether weight versions are slime's, one text for each turn: they begin as []."""
+    return isinstance(versions, list) and all(isinstance(version, str) for version in versions)
 
 
 def is_unset(name: str, value: object) -> bool:

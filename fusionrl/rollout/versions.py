@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, response_mask, token_versions
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, of_turns, response_mask, token_versions
 
 _lock = threading.Lock()
 _warned: set[str] = set()
@@ -127,8 +127,8 @@ def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
     known = np.full(count, UNKNOWN_VERSION, np.int32)
     if versions is None or not len(versions):
         return known
-    if isinstance(versions, list) and all(isinstance(version, str) for version in versions):
-        turns = {as_version(version) for version in versions}  # slime's: one text for each turn
+    if of_turns(versions) and len(versions) != count:
+        turns = {as_version(version) for version in versions}
         if len(turns) == 1:
             known[:] = turns.pop()
         return known
@@ -142,7 +142,10 @@ def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
         same = int(differs[0]) if len(differs) else shorter
         known[:same] = given[:same]
         return known
-    return given.copy() if len(given) == count else None
+    if len(given) != count and (mask is None or len(given) > count):
+        return None
+    known[: len(given)] = given  # tokens that the function appended by hand, with their masks, are not known
+    return known
 
 
 def _find(sample: Sample, known: np.ndarray, answers: Answers) -> None:

@@ -75,7 +75,7 @@ def with_abort(args: Any, rollout_id: int, data_source: Any, evaluation: bool = 
 
 
 async def lists(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """A generate function of slime's idioms: lists that are joined, extended in place and asked whether they are empty."""
+    """A generate function with idioms of lists: joined, extended in place, asked whether they are empty."""
     assert not sample.tokens and sample.loss_mask is None
     sample.weight_versions.append("4")  # type: ignore[union-attr]
     sample.prompt = f"{sample.prompt}!"

@@ -20,7 +20,7 @@ from fusionrl.config.hooks import load_function
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sglang_rollout import generate_rollout
 from fusionrl.slime_api.aiohttp_threaded import run_app_in_thread
-from tests.rollout.engine import Engine, Turn
+from tests.rollout.engine import EOS
 
 FILE = str(Path(__file__).with_name("slime_rollouts.py"))
 
@@ -28,13 +28,27 @@ FILE = str(Path(__file__).with_name("slime_rollouts.py"))
 @pytest.fixture
 def engine_url(tokenizer: Any) -> Iterator[str]:
     """The address of an engine that says `ok` to whatever it is asked, and knows of aborts."""
-    engine = Engine(tokenizer, by_prompt=lambda prompt: Turn("ok" if "!" not in prompt else "okay"))
+
+    def said(ids: list[int]) -> dict[str, Any]:
+        text = "okay" if "!" in tokenizer.decode(ids) else "ok"
+        tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+        meta = {
+            "id": "0",
+            "finish_reason": {"type": "stop", "matched": EOS},
+            "weight_version": "4",
+            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+        }
+        return {"text": text, "output_ids": tokens, "meta_info": meta}
+
+    async def answer(request: web.Request) -> web.Response:
+        asked = (await request.json())["input_ids"]  # of one request, or of several that the client sends together
+        return web.json_response([said(ids) for ids in asked] if isinstance(asked[0], list) else said(asked))
 
     async def abort(request: web.Request) -> web.Response:
         return web.json_response({})
 
     app = web.Application()
-    app.router.add_post("/generate", engine.answer)
+    app.router.add_post("/generate", answer)
     app.router.add_post("/abort_request", abort)
     handle = run_app_in_thread(app, host="127.0.0.1")
     yield f"http://127.0.0.1:{handle.port}"
@@ -79,7 +93,7 @@ def test_from_any_thread_and_loop(start: Any, name: str) -> None:
         assert samples and all(isinstance(sample, Sample) for sample in samples)
         assert all(sample.response.startswith("ok") and sample.response_length == 3 for sample in samples)
         assert all(sample.reward in (0.5, len(sample.tokens)) for sample in samples)
-        assert all(isinstance(vars(sample)["loss_mask"], np.ndarray) for sample in samples)
+        assert [type(vars(sample)["loss_mask"]) for sample in samples] == [np.ndarray] * len(samples)
 
 
 def test_a_copy_of_slime_s_loop(start: Any) -> None:
