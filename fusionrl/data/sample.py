@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,9 @@ class Status(str, Enum):
 
 
 # Annotations inside Sample, where these names are class attributes for hooks.
-_Status, _SpecInfo, _PrefixCacheInfo = Status, SpecInfo, PrefixCacheInfo
+_Status: TypeAlias = Status
+_SpecInfo: TypeAlias = SpecInfo
+_PrefixCacheInfo: TypeAlias = PrefixCacheInfo
 REWARD_LOST = "reward_lost"  # in the metadata: why its reward function gave no reward, "timeout" or "crash"
 UNKNOWN_VERSION = -1  # in weight_versions: nobody said which weights sampled the token
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}

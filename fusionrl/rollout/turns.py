@@ -112,9 +112,8 @@ async def stream_sample(
             if piece.finish_reason:
                 _add_routed_experts(settings, sample, piece)
             if piece.finish_reason and piece.part > 1:
-                sample.response = before + _decoded(
-                    settings, sample.array("tokens")[len(payload["input_ids"]) :], params
-                )
+                answered = np.asarray(sample.array("tokens"))[len(payload["input_ids"]) :]
+                sample.response = before + _decoded(settings, answered, params)
             yield piece
 
 

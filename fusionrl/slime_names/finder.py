@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -47,7 +48,7 @@ class SlimeFinder:
         return ModuleSpec(name, _Loader(), is_package=is_package) if is_package or name in MODULES else None
 
 
-class _Loader:
+class _Loader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return SlimeModule(spec.name)
 

@@ -127,13 +127,16 @@ _TRACE_NAMES: Names = {
     ),
 }
 _CP: Names = {
-    name: Here(f"{_API}.context_parallel:{name}", "with --context-parallel-size 1; more is refused")
-    for name in ("all_gather_with_cp", "slice_with_cp", "slice_log_prob_with_cp", "get_sum_of_sample_mean")
-} | none_of(
-    "sequences are cut in another order here",
-    "--custom-tis-function-path is given whole responses",
-    *("get_logits_and_tokens_offset_with_cp", "prepare_routed_experts_for_routing_replay"),
-)
+    **{
+        name: Here(f"{_API}.context_parallel:{name}", "with --context-parallel-size 1; more is refused")
+        for name in ("all_gather_with_cp", "slice_with_cp", "slice_log_prob_with_cp", "get_sum_of_sample_mean")
+    },
+    **none_of(
+        "sequences are cut in another order here",
+        "--custom-tis-function-path is given whole responses",
+        *("get_logits_and_tokens_offset_with_cp", "prepare_routed_experts_for_routing_replay"),
+    ),
+}
 _LOSS: Names = {
     "get_log_probs_and_entropy": Here("fusionrl.plugin_api:get_log_probs_and_entropy"),
     **none_of(
