@@ -176,5 +176,7 @@ async def knocking(args: Any, sample: Any, base_url: str, api_key: str) -> None:
         async with http.get(base_url + "/models", headers=key) as response:
             told.append((response.status, await response.json()))
         counted = {**good, "max_tokens": 9}
-        async with http.post(base_url + "/messages/count_tokens", json=counted, headers={"x-api-key": api_key}) as response:
+        async with http.post(
+            base_url + "/messages/count_tokens", json=counted, headers={"x-api-key": api_key}
+        ) as response:
             told.append((response.status, await response.json()))
