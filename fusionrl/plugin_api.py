@@ -27,6 +27,7 @@ from fusionrl.rewards.dispatch import async_rm, batched_async_rm
 from fusionrl.rewards.math_dapo_utils import compute_score
 from fusionrl.rewards.math_utils import grade_answer_verl
 from fusionrl.rollout.agent import append_text, append_tokens, begin, plain_text, run_agent
+from fusionrl.rollout.sessions import open_session
 from fusionrl.rollout.sglang_rollout import (
     generate,
     generate_and_rm,
@@ -71,6 +72,7 @@ __all__ = [
     "load_function",
     "load_tokenizer",
     "math_dapo_utils",
+    "open_session",
     "plain_text",
     "post",
     "room",

@@ -244,7 +244,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
             *("rollout_dtype", "custom_generate_function_path", "rollout_sample_hook_path", "rollout_top_p"),
             *("rollout_top_k", "rollout_min_response_len", "rollout_max_context_len", "rollout_stop"),
             *("rollout_stop_token_ids", "rollout_ignore_eos", "rollout_skip_special_tokens"),
-            *("sglang_server_concurrency", "stream_responses", "engine_start_timeout_s"),
+            *("sglang_server_concurrency", "router_api_key", "stream_responses", "engine_start_timeout_s"),
             *("use_fault_tolerance", "rm_type", "rm_format_regex", "rm_url", "rm_model", "custom_rm_path", "group_rm"),
             *("reward_timeout_s", "reward_failure_value", "reward_num_processes", "pause_generation_mode"),
             "allow_weak_sandbox",

@@ -16,9 +16,9 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.sessions import SESSION, generate, open_session
+from fusionrl.rollout.sessions import generate, open_session
 from fusionrl.rollout.sglang_rollout import sampling_params
-from fusionrl.rollout.types import NO_ROOM_AFTER
+from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 from tests.rollout.engine import Engine, Exchange, Turn, check_sample
 from tests.rollout.test_agent import call, folder, response  # noqa: F401
 

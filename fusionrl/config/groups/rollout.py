@@ -83,6 +83,11 @@ class RolloutGroup(Group):
     rollout_ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token (benchmarks).")
     rollout_skip_special_tokens: bool = Field(True, description="Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = Field(512, description="Requests in flight for each engine, at most.", ge=1)
+    router_api_key: Literal["auto", "none"] = Field(
+        "auto",
+        description="Key that the router asks its clients for. auto: one made for the run; none: it asks nobody, on one"
+        " machine alone (docs/security.md).",
+    )
     stream_responses: bool = Field(
         False,
         description="Engines send a response token by token: what one that died had sent is kept, and another goes on"

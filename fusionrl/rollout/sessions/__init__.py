@@ -8,6 +8,6 @@ template with mask 0. docs/sessions.md has an example.
 """
 
 from fusionrl.rollout.sessions.generate import generate
-from fusionrl.rollout.sessions.session import SESSION, Session, open_session
+from fusionrl.rollout.sessions.session import Session, open_session
 
-__all__ = ["SESSION", "Session", "generate", "open_session"]
+__all__ = ["Session", "generate", "open_session"]

@@ -20,11 +20,11 @@ from fusionrl.rollout.sessions.messages import Asked, Call, Refused, Said
 from fusionrl.rollout.sessions.segments import Segment, Segments
 from fusionrl.rollout.sessions.server import process_server
 from fusionrl.rollout.sglang_rollout import generate_turn, room
-from fusionrl.rollout.turns import SamplingParams, note_no_room
+from fusionrl.rollout.turns import SamplingParams, note_no_room, prompt_ids
+from fusionrl.rollout.types import SESSION
 
 logger = logging.getLogger(__name__)
 
-SESSION = "session"  # in a sample's metadata: {"segment", "num_segments", "num_turns"}, and "error" where there was one
 # What a segment says of its sample; all else is the row's and what the agent wrote on it.
 _OF_SEGMENT = (
     *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
@@ -226,7 +226,10 @@ class Session:
         if not found:
             told = {"error": error or "the agent sent no request that was answered", "num_segments": 0}
             sample.metadata = {**(sample.metadata or {}), SESSION: told}
+            vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
             sample.status = Sample.Status.FAILED
+            if sample.prompt_tokens is not None or isinstance(sample.prompt, str):
+                sample.tokens = prompt_ids(self._args.hf_checkpoint, sample)
             return [sample]
         made = [sample, *(copy.deepcopy(sample) for _ in found[1:])]
         for number, (one, segment) in enumerate(zip(made, found, strict=True)):
