@@ -44,6 +44,14 @@ async def by_anthropic(args: Any, sample: Any, base_url: str, api_key: str) -> f
     return credit(last, sample.label)
 
 
+async def asks_once(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """Ask what the row asks; the run's function gives the reward."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="tiny", messages=[*sample.messages])
+
+
 def credit(text: str, label: str) -> float:
     return 1.0 if text.strip() == label else 0.5 * sum(c.isdigit() for c in text) / max(1, len(text))
 

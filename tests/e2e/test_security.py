@@ -40,7 +40,7 @@ KINDS = {
 def _kind(listener: Listener, answer: str) -> str:
     kind = next((kind for pattern, kind in KINDS.items() if re.search(pattern, listener.command)), listener.command)
     if kind == "Ray: actors" and not answer.startswith("gRPC"):
-        return "trainers, gloo"
+        return "session proxy" if answer.startswith("HTTP") else "trainers, gloo"
     return "router, Prometheus" if kind == "router" and "/metrics" in answer else kind
 
 
@@ -96,10 +96,12 @@ def test_a_store_is_recognised() -> None:
 
 
 def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> None:
-    """Two trainers, two engines. Every listener is on loopback and answers nobody without a key; the run outlives the
+    """Two trainers, two engines, agents behind the session proxy. Every listener is on loopback and answers nobody without a key; the run outlives the
     questions. Secrets of the shell stay in the shell, and the run's own are in no file and no command line."""
     folder, told = tmp_path / "run", tmp_path / "told.json"
     flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:tells_its_secrets", "--hook-env", "OPENAI_API_KEY"]
+    flags += ["--custom-generate-function-path", "fusionrl.rollout.sessions.generate"]
+    flags += ["--agent-path", "tests/e2e/session_agents.py:asks_once"]
     flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "100000"]
     flags += ["--save-interval", "2", "--keep-checkpoints", "1", "--run-dir", str(folder)]
     launched = launch(flags, tmp_path, FUSIONRL_TEST_FILE=str(told), **SHELL)
