@@ -96,8 +96,9 @@ def test_a_store_is_recognised() -> None:
 
 
 def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> None:
-    """Two trainers, two engines, agents behind the session proxy. Every listener is on loopback and answers nobody without a key; the run outlives the
-    questions. Secrets of the shell stay in the shell, and the run's own are in no file and no command line."""
+    """Two trainers, two engines, agents behind the session proxy. Every listener is on loopback and answers nobody
+    without a key; the run outlives the questions. Secrets of the shell stay in the shell, and the run's own are in no
+    file and no command line."""
     folder, told = tmp_path / "run", tmp_path / "told.json"
     flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:tells_its_secrets", "--hook-env", "OPENAI_API_KEY"]
     flags += ["--custom-generate-function-path", "fusionrl.rollout.sessions.generate"]

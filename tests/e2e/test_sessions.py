@@ -56,7 +56,7 @@ def test_an_agent_is_trained(agent: str, task: Path, rl_flags: list[str], tmp_pa
     metrics = [row for row in metrics_of(folder) if "train/loss" in row]
     assert len(metrics) == 2
     pushed = sorted((tmp_path / "pushed").iterdir())
-    rows = read_rollouts(folder, "train")
+    rows = list(read_rollouts(folder, "train"))
     by_step: list[list[dict[str, Any]]] = [[row for row in rows if row["rollout_id"] == step] for step in range(2)]
     for step, (made, told) in enumerate(zip(by_step, metrics, strict=True)):
         shutil.copy(task / "model" / "config.json", pushed[step])

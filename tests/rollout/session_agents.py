@@ -96,6 +96,11 @@ def blocking(args: Any, sample: Any, base_url: str, api_key: str) -> None:
     sample.my_note = {"finish": answer.choices[0].finish_reason}
 
 
+async def blocking_its_loop(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """The mistake of an async function with a client that blocks."""
+    blocking(args, sample, base_url, api_key)
+
+
 async def compacting(args: Any, sample: Any, base_url: str, api_key: str) -> None:
     """Two turns, then a history of its own, then one more turn of the first conversation."""
     from openai import AsyncOpenAI

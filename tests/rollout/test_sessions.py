@@ -16,7 +16,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
-from fusionrl.rollout.sessions import generate, open_session
+from fusionrl.rollout.sessions import generate, open_session, server
 from fusionrl.rollout.sglang_rollout import sampling_params
 from fusionrl.rollout.types import NO_ROOM_AFTER, SESSION
 from tests.rollout.engine import Engine, Exchange, Turn, check_sample
@@ -95,6 +95,39 @@ def test_a_plain_function_may_block(play: Any) -> None:
     assert texts(sample, engine) == [""]
     assert (sample.metadata["heard"], sample.my_note) == ("It is.", {"finish": "stop"})
     assert sample.reward is None, "the run's reward function scores it"
+
+
+def test_an_async_agent_that_blocks_is_told_so(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_PING_S", "PING_S", "BLOCKED_S"):
+        monkeypatch.setattr(server, name, 0.2)
+    with pytest.raises(HookError, match=r"blocking_its_loop: BadRequestError: .*AsyncOpenAI.*a plain `def`"):
+        play("blocking_its_loop", ["It is."])
+
+
+def test_a_slow_answer_is_streamed_with_signs_of_life(meet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_PING_S", "PING_S"):
+        monkeypatch.setattr(server, name, 0.05)
+
+    async def use(session: Any, http: Any, engine: Engine) -> tuple[str, str]:
+        engine.before = lambda: asyncio.sleep(0.4)
+        async with ask(http, session, "Wet?", stream=True) as answer:
+            first = await answer.text()
+        body = {"messages": [{"role": "user", "content": "Dry?"}], "max_tokens": 50, "stream": True}
+        async with http.post(f"{session.base_url}/messages", json=body) as answer:
+            return first, await answer.text()
+
+    first, second = meet(use, ["Yes", "No"])
+    assert first.count(": the model is answering\n\n") >= 2 and first.endswith("data: [DONE]\n\n")
+    assert second.count("event: ping\n") >= 2 and "event: message_stop\n" in second
+
+
+def test_an_evaluation_counts_a_session_once(folder: str) -> None:  # noqa: F811
+    values = {"hf_checkpoint": folder, "rollout_max_response_len": 50, "agent_path": f"{AGENTS}:compacting"}
+    args = Config.from_flat(values | {"rm_type": "exact", "rollout_max_context_len": 900}).to_args()
+    engine = Engine(load_tokenizer(folder), [Turn(text) for text in "abcd"])
+    sample = Sample(prompt="?")
+    made = engine.serve(args, lambda: generate(args, sample, sampling_params(args), evaluation=True))
+    assert isinstance(made, Sample) and made.metadata[SESSION]["num_turns"] == 3
 
 
 def test_a_rewritten_history_begins_a_segment(play: Any) -> None:

@@ -23,12 +23,15 @@ from fusionrl.rollout.turns import SamplingParams
 Reward = float | dict[str, object]
 
 
-async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample | list[Sample]:
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> Sample | list[Sample]:
     """One run of the agent of --agent-path in a session of its own; see docs/sessions.md.
 
     One sample, or one for each segment where the agent rewrote its history. All have the agent's reward. Where it
     returns None, the run's reward function scores the last segment, and its reward is that of all; with --group-rm, or
-    a reward function that takes `samples`, that function sees all of them.
+    a reward function that takes `samples`, that function sees all of them. An evaluation gets the last segment alone,
+    so that each session counts once.
 
     Raises:
         ValueError: there is no --agent-path, or no chat template.
@@ -47,6 +50,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     if session.failure is not None:
         raise session.failure
     samples = session.samples(reward, error)
+    if evaluation:
+        return samples[-1]
     if len(samples) > 1 and reward is None:
         await _share_reward(args, samples)
     return samples[0] if len(samples) == 1 else samples

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LONGEST_BODY = 64 << 20  # bytes of a request; a context of a million tokens has some
 FIRST_PING_S, PING_S = 5.0, 10.0  # until a streamed answer begins with a sign of life, and between two of them
+BLOCKED_S = 60.0  # without a sign of the agent's event loop, a request is refused
 _MOST_TOLD = 5  # requests without a key of which the log speaks
 
 
@@ -149,14 +150,15 @@ class SessionServer:
     async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         asked = api.read(await _body(request))
-        turn = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.answer(asked), session.loop))
-        if not asked.is_stream:
-            return web.json_response(api.answer(asked, await turn))
+        turn = _Turn(session, asked)
         try:
             # An error of the request keeps its status, as what it asks is checked before the model begins.
-            await asyncio.wait([turn], timeout=FIRST_PING_S)
-            said = await turn if turn.done() else None
-            return await _streamed(api, request, asked, said, turn)
+            said = await turn.wait(FIRST_PING_S)
+            if asked.is_stream:
+                return await _streamed(api, request, asked, said, turn)
+            while said is None:
+                said = await turn.wait(PING_S)
+            return web.json_response(api.answer(asked, said))
         finally:
             turn.cancel()  # where the client has gone
 
@@ -190,17 +192,49 @@ def _made() -> SessionServer:
     return SessionServer()
 
 
-async def _streamed(
-    api: Api, request: web.Request, asked: Asked, said: Said | None, turn: asyncio.Future[Said]
-) -> web.StreamResponse:
+class _Turn:
+    """A turn that is under way on the event loop of its session."""
+
+    def __init__(self, session: Answering, asked: Asked) -> None:
+        self._session, self._asked, self._has_begun = session, asked, False
+        self._since = asyncio.get_running_loop().time()
+        self._future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(), session.loop))
+
+    async def _run(self) -> Said:
+        self._has_begun = True
+        return await self._session.answer(self._asked)
+
+    async def wait(self, seconds: float) -> Said | None:
+        """Wait so long for the answer; None: it is not there yet.
+
+        Raises:
+            Refused: the request is refused, or the loop is blocked: by the agent, as a rule, whose client waits there.
+        """
+        await asyncio.wait([self._future], timeout=seconds)
+        if self._future.done():
+            return await self._future
+        if not self._has_begun and asyncio.get_running_loop().time() > self._since + BLOCKED_S:
+            raise Refused(
+                "the event loop on which the agent runs does nothing: an `async def` agent must await its client"
+                " (AsyncOpenAI, AsyncAnthropic); with a client that blocks, write a plain `def`, which gets a thread",
+                400,
+                "event_loop_blocked",
+            )
+        return None
+
+    def cancel(self) -> None:
+        """End it, where it has not ended."""
+        self._future.cancel()
+
+
+async def _streamed(api: Api, request: web.Request, asked: Asked, said: Said | None, turn: _Turn) -> web.StreamResponse:
     """Send an answer as a stream, with signs of life until it is there (`said` is None)."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
         while said is None:
             await response.write(api.keep_alive)
-            await asyncio.wait([turn], timeout=PING_S)
-            said = await turn if turn.done() else None
+            said = await turn.wait(PING_S)
         for event in api.events(asked, said):
             await response.write(event)
     except Refused as refused:
