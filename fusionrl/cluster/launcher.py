@@ -38,6 +38,19 @@ from fusionrl.plan.plan import Plan
 logger = logging.getLogger(__name__)
 
 
+def check_open_router(asks_for_key: bool, is_alone: bool) -> None:
+    """Refuse a router without a key (--router-api-key none) where it is not on loopback.
+
+    Raises:
+        ValueError: the run has several nodes.
+    """
+    if not asks_for_key and not is_alone:
+        raise ValueError(
+            "--router-api-key none: on several nodes the router listens on the network, where whoever reaches it"
+            " would use the engines; leave the flag out"
+        )
+
+
 class Launcher:
     """Starts Ray, reserves devices, makes actors and the router, and ends all of them."""
 
@@ -80,11 +93,7 @@ class Launcher:
             )
         on_ray()
         self._is_alone = is_alone()
-        if not self._asks_for_key and not self._is_alone:
-            raise ValueError(
-                "--router-api-key none: on several nodes the router listens on the network, where whoever reaches it"
-                " would use the engines; leave the flag out"
-            )
+        check_open_router(self._asks_for_key, self._is_alone)
         if plan.num_bundles:
             self._group, self.bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
 

@@ -26,7 +26,7 @@ def session_flags(rl_flags: list[str], agent: str) -> list[str]:
     place = rl_flags.index("--custom-rm-path")
     flags = rl_flags[:place] + rl_flags[place + 2 :]
     flags += ["--custom-generate-function-path", "fusionrl.rollout.sessions.generate", "--agent-path", agent]
-    return [*flags, "--rm-type", "exact", "--rollout-max-context-len", "120"]
+    return [*flags, "--rollout-max-context-len", "120"]
 
 
 def check(row: dict[str, Any], model: Any) -> int:

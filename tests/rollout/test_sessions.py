@@ -165,6 +165,11 @@ def test_a_full_context_is_told_in_words_that_agents_know(play: Any) -> None:
     assert sample.metadata[SESSION]["num_turns"] == 4
 
 
+def test_an_agent_that_a_limit_stops_has_no_reward(play: Any) -> None:
+    (sample,), _ = play("until_full", ["It is."] * 9, rollout_max_context_len=400, rm_type=None)
+    assert (sample.status, sample.reward) == (Sample.Status.TRUNCATED, 0.0)
+
+
 def test_requests_that_are_refused(play: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         (sample,), engine = play("knocking", [])
@@ -203,11 +208,16 @@ def test_an_agent_without_a_request_is_not_trained_on(play: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"), [("broken", "broken: KeyError: 'mine'"), ("no_reward", "it returned 'good'; a reward")]
+    ("agent", "said"),
+    [
+        ("broken", "broken: KeyError: 'mine'"),
+        ("no_reward", "it returned 'good'; a reward"),
+        ("blocking", "it returned None, and nothing else gives a reward: .*--rm-type"),
+    ],
 )
 def test_mistakes_of_an_agent_name_it(play: Any, agent: str, said: str) -> None:
     with pytest.raises(HookError, match=said) as raised:
-        play(agent, ["It is."])
+        play(agent, ["It is."], rm_type=None)
     assert f"--agent-path {AGENTS}:{agent}" in str(raised.value)
 
 

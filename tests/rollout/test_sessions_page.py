@@ -28,9 +28,7 @@ def test_the_agent_of_the_page(tmp_path: Path, folder: Any) -> None:  # noqa: F8
     file.write_text(source)
     assert check_hook("agent_path", f"{file}:agent") is None
     flags = {"agent_path": f"{file}:agent", "hf_checkpoint": folder, "rollout_max_response_len": 512}
-    args = Config.from_flat(
-        {**flags, "rollout_max_context_len": 4096, "tool_call_parser": "qwen25", "rm_type": "math"}
-    ).to_args()
+    args = Config.from_flat({**flags, "rollout_max_context_len": 4096, "tool_call_parser": "qwen25"}).to_args()
     sample = Sample(prompt="What is 12 * 7?", label="84", metadata={"question": "What is 12 * 7?"})
     engine = Engine(load_tokenizer(folder), [Turn(call("multiply", a=12, b=7)), Turn("It is 84.")])
     made = engine.serve(args, lambda: generate(args, sample, sampling_params(args)))

@@ -14,6 +14,7 @@ from fusionrl.rollout.sessions.messages import (
     call_message,
     checked,
     content_of,
+    function_of,
     objects,
     texts,
     whole_number,
@@ -81,8 +82,7 @@ def _tool(given: Mapping[str, object]) -> Message:
     name, parameters = given.get("name"), given.get("input_schema")
     if given.get("type") not in (None, "custom") or not isinstance(name, str) or not isinstance(parameters, dict):
         raise Refused(f"a tool of type {given.get('type')!r}; only tools with a name and an input_schema can be called")
-    told = {"description": given["description"]} if given.get("description") is not None else {}
-    return {"type": "function", "function": {"name": name, **told, "parameters": parameters}}
+    return function_of(name, given.get("description"), parameters)
 
 
 # ------------------------------------------------------------------------------------------------ answers

@@ -49,6 +49,8 @@ async def generate(
             error = f"the agent took longer than --agent-timeout-s {args.agent_timeout_s:g}"
     if session.failure is not None:
         raise session.failure
+    if reward is None and not _is_scored(args, sample):
+        reward = 0.0  # it was stopped before it gave one
     samples = session.samples(reward, error)
     if evaluation:
         return samples[-1]
@@ -69,6 +71,9 @@ async def _run_agent(args: Namespace, sample: Sample, session: Session) -> Rewar
         if session.lacks_room or session.is_aborted or session.failure is not None:
             return None  # the samples say so, or the failure does
         raise
+    if reward is None and not _is_scored(args, sample):
+        said = "it returned None, and nothing else gives a reward: return one, or add --rm-type or --custom-rm-path"
+        raise HookError(f"{where}: {said}", [sample])
     if reward is None or isinstance(reward, dict):
         return reward
     if isinstance(reward, Real):
@@ -107,6 +112,12 @@ async def _in_thread(function: Callable[[], object]) -> object:
     context = contextvars.copy_context()
     threading.Thread(target=run, name="agent", daemon=True).start()
     return await future
+
+
+def _is_scored(args: Namespace, sample: Sample) -> bool:
+    """Return whether the run gives a reward to a sample that has none."""
+    own = sample.custom_rm_path or (sample.metadata or {}).get("rm_type")
+    return bool(args.rm_type or args.custom_rm_path or args.use_opd or own)
 
 
 def _is_async(function: Callable[..., object]) -> bool:

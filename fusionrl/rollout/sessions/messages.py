@@ -132,6 +132,19 @@ def content_of(content: object, role: object) -> str:
     return ("" if role == "assistant" else "\n").join(parts)
 
 
+def function_of(name: str, description: object, parameters: object) -> Message:
+    """Return a tool as templates and parsers of calls read it; without parameters, one that takes none.
+
+    Raises:
+        Refused: a description that is no text, or parameters that are no JSON schema of an object.
+    """
+    schema = {"type": "object", "properties": {}} if parameters is None else parameters
+    if not isinstance(description, str | None) or not isinstance(schema, dict):
+        raise Refused(f"the tool {name!r} wants a description in words and parameters as a JSON schema")
+    told = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **told, "parameters": schema}}
+
+
 def objects(value: object, what: str) -> list[Mapping[str, object]]:
     """Return a list of JSON objects.
 

@@ -16,6 +16,7 @@ from fusionrl.rollout.sessions.messages import (
     call_message,
     checked,
     content_of,
+    function_of,
     objects,
     texts,
     whole_number,
@@ -84,8 +85,7 @@ def _tool(given: Mapping[str, object]) -> Message:
     function = given.get("function")
     if given.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(f"a tool of type {given.get('type')!r}; only functions with a name and parameters can be called")
-    wanted = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
-    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **wanted}}
+    return function_of(function["name"], function.get("description"), function.get("parameters"))
 
 
 # ------------------------------------------------------------------------------------------------ answers

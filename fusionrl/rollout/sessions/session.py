@@ -101,7 +101,7 @@ class Session:
                 added: list[int] = []
             else:
                 added = segments.added(segment, asked.messages)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # a TypeError: text that is no Unicode
             raise Refused(str(error)) from error
         params = self._params_of(asked)
         self._check_room(segment, len(added), params)
