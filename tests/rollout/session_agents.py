@@ -129,6 +129,17 @@ async def until_full(args: Any, sample: Any, base_url: str, api_key: str) -> Non
             messages.append({"role": "user", "content": "Go on. " * 10})
 
 
+async def broken_when_full(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """Meets the full context, and then a bug of its own."""
+    from openai import BadRequestError
+
+    try:
+        await until_full(args, sample, base_url, api_key)
+    except BadRequestError:
+        pass
+    raise KeyError("mine")
+
+
 async def slow(args: Any, sample: Any, base_url: str, api_key: str) -> float:
     """One turn, and then nothing for longer than its time."""
     await with_openai(args, sample, base_url, api_key)

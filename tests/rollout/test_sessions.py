@@ -165,6 +165,11 @@ def test_a_full_context_is_told_in_words_that_agents_know(play: Any) -> None:
     assert sample.metadata[SESSION]["num_turns"] == 4
 
 
+def test_a_bug_after_a_full_context_is_a_bug(play: Any) -> None:
+    with pytest.raises(HookError, match="broken_when_full: KeyError: 'mine'"):
+        play("broken_when_full", ["It is."] * 9, rollout_max_context_len=400)
+
+
 def test_an_agent_that_a_limit_stops_has_no_reward(play: Any) -> None:
     (sample,), _ = play("until_full", ["It is."] * 9, rollout_max_context_len=400, rm_type=None)
     assert (sample.status, sample.reward) == (Sample.Status.TRUNCATED, 0.0)

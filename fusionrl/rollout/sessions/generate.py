@@ -17,7 +17,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.rewards.calls import takes_a_list
 from fusionrl.rewards.dispatch import score_sample
 from fusionrl.rewards.settings import RewardSettings
-from fusionrl.rollout.sessions.session import Session, open_session
+from fusionrl.rollout.sessions.session import NO_ROOM, Session, open_session
 from fusionrl.rollout.turns import SamplingParams
 
 Reward = float | dict[str, object]
@@ -67,8 +67,9 @@ async def _run_agent(args: Namespace, sample: Sample, session: Session) -> Rewar
         with user_code(where, args.agent_path, sample):
             called = function(*given) if _is_async(function) else await _in_thread(functools.partial(function, *given))
             reward = await called if inspect.isawaitable(called) else called
-    except HookError:
-        if session.lacks_room or session.is_aborted or session.failure is not None:
+    except HookError as error:
+        gave_up = session.lacks_room and _says(error, NO_ROOM)
+        if gave_up or session.is_aborted or session.failure is not None:
             return None  # the samples say so, or the failure does
         raise
     if reward is None and not _is_scored(args, sample):
@@ -112,6 +113,17 @@ async def _in_thread(function: Callable[[], object]) -> object:
     context = contextvars.copy_context()
     threading.Thread(target=run, name="agent", daemon=True).start()
     return await future
+
+
+def _says(error: BaseException | None, words: str) -> bool:
+    """Return whether an error, or one that led to it, has these words."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if words in str(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _is_scored(args: Namespace, sample: Sample) -> bool:

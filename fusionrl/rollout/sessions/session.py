@@ -18,13 +18,13 @@ from fusionrl.engines.http import EndpointError
 from fusionrl.rollout.agent import end_of_turn, parse_tool_calls
 from fusionrl.rollout.sessions.messages import Asked, Call, Refused, Said
 from fusionrl.rollout.sessions.segments import Segment, Segments
-from fusionrl.rollout.sessions.server import process_server
 from fusionrl.rollout.sglang_rollout import generate_turn, room
 from fusionrl.rollout.turns import SamplingParams, note_no_room, prompt_ids
 from fusionrl.rollout.types import SESSION
 
 logger = logging.getLogger(__name__)
 
+NO_ROOM = "leave no room for an answer"  # said of a full context
 # What a segment says of its sample; all else is the row's and what the agent wrote on it.
 _OF_SEGMENT = (
     *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
@@ -158,7 +158,7 @@ class Session:
         if segment.messages:
             note_no_room(segment.sample)
         raise Refused(
-            f"prompt is too long: {count} tokens leave no room for an answer within this model's maximum context length"
+            f"prompt is too long: {count} tokens {NO_ROOM} within this model's maximum context length"
             f" of {limit} tokens (--rollout-max-context-len)",
             400,
             "context_length_exceeded",
@@ -253,6 +253,8 @@ async def open_session(args: Namespace, sample: Sample, sampling_params: Samplin
     return session.samples(reward)
     """
     session = Session(args, sample, sampling_params)
+    from fusionrl.rollout.sessions.server import process_server  # aiohttp's server: 0.1 s that few processes need
+
     server = await asyncio.to_thread(process_server)
     server.add(session)
     try:
