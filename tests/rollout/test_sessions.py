@@ -361,6 +361,18 @@ def test_limits_and_stops_of_a_request(meet: Any) -> None:
     assert other["content"] == [{"type": "text", "text": "No "}]
 
 
+def test_either_header_has_the_key(meet: Any) -> None:
+    async def use(session: Any, http: Any, engine: Engine) -> list[int]:
+        statuses = []
+        for first, second in ((session.api_key, "no"), ("no", session.api_key), ("no", "no"), ("\udcff", "\udcff")):
+            headers = {"x-api-key": first, "Authorization": f"Bearer {second}"}
+            async with http.get(f"{session.base_url}/models", headers=headers) as answer:
+                statuses.append(answer.status)
+        return statuses
+
+    assert meet(use, []) == [200, 200, 401, 401]
+
+
 def test_nothing_is_answered_after_the_end(meet: Any) -> None:
     kept: dict[str, Any] = {}
 

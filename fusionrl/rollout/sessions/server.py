@@ -134,8 +134,7 @@ class SessionServer:
     def _session_of(self, request: web.Request) -> Answering:
         parts = request.path.split("/")
         session = self._sessions.get(parts[2]) if len(parts) > 2 and parts[1] == "sessions" else None
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if session is not None and hmac.compare_digest(given.encode(), session.api_key.encode()):
+        if session is not None and any(_is_key(given, session.api_key) for given in _keys(request)):
             return session
         told = (
             "no open session of this run has this address and key: an agent's client needs the base_url and the api_key"
@@ -143,7 +142,7 @@ class SessionServer:
         )
         self._num_strangers += 1
         if self._num_strangers <= _MOST_TOLD:
-            logger.warning("%s %s answered 401: %s", request.method, request.path, told)
+            logger.warning("%s %r answered 401: %s", request.method, request.path, told)
         raise Refused(told, 401, "invalid_api_key")
 
     # -------------------------------------------------------------------------------- what is asked
@@ -176,6 +175,15 @@ class SessionServer:
             return web.json_response(one)
         page = {"object": "list", "data": [one], "has_more": False, "first_id": name, "last_id": name}
         return web.json_response(page)
+
+
+def _keys(request: web.Request) -> tuple[str, str]:
+    """Return the keys of a request: Anthropic's header, and the one of OpenAI and of Anthropic's tokens."""
+    return request.headers.get("x-api-key", ""), request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _is_key(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), key.encode())  # a header may be no Unicode
 
 
 _starting = threading.Lock()
