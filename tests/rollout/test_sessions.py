@@ -373,6 +373,18 @@ def test_either_header_has_the_key(meet: Any) -> None:
     assert meet(use, []) == [200, 200, 401, 401]
 
 
+def test_an_engine_s_error_is_not_lost_in_an_agent(meet: Any) -> None:
+    async def use(session: Any, http: Any, engine: Engine) -> None:
+        engine.turns[0].finish = engine.turns[1].finish = {"type": "nonsense"}
+        async with ask(http, session, "Wet?") as answer:
+            assert answer.status == 500
+            assert (await answer.json())["error"]["type"] == "server_error"
+        session.samples(1.0)
+
+    with pytest.raises(RuntimeError, match="meta_info"):
+        meet(use, ["Yes", "Yes"])
+
+
 def test_nothing_is_answered_after_the_end(meet: Any) -> None:
     kept: dict[str, Any] = {}
 

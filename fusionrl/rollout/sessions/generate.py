@@ -47,8 +47,6 @@ async def generate(
                 reward = await _run_agent(args, sample, session)
         except TimeoutError:  # a TimeoutError of the agent's own is a HookError by now
             error = f"the agent took longer than --agent-timeout-s {args.agent_timeout_s:g}"
-    if session.failure is not None:
-        raise session.failure
     if reward is None and not _is_scored(args, sample):
         reward = 0.0  # it was stopped before it gave one
     samples = session.samples(reward, error)

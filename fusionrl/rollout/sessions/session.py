@@ -217,7 +217,12 @@ class Session:
         those of a segment's last turn; with an `error` (a time limit, say), or where the last request found no room,
         the last segment is TRUNCATED. ABORTED where the rollout has ended. A session without an answer makes one FAILED
         sample.
+
+        Raises:
+            RuntimeError, TimeoutError, OSError, ValueError: why the engines answered nothing from some request on.
         """
+        if self.failure is not None:
+            raise self.failure
         sample, found = self._sample, self._segments.all
         if self.is_aborted:
             vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
