@@ -38,6 +38,10 @@ class PassThrough(Group):
     transformer: dict[str, Any] = Field(default_factory=dict, description="Megatron TransformerConfig fields.")
     optimizer: dict[str, Any] = Field(default_factory=dict, description="Megatron OptimizerConfig fields.")
     ddp: dict[str, Any] = Field(default_factory=dict, description="Megatron DistributedDataParallelConfig fields.")
+    slime: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Flags of slime's launch scripts that are accepted: compared, or without effect.",
+    )
 
 
 class HookArgs(argparse.Namespace):
@@ -106,6 +110,7 @@ class Config(Group):
         flat: dict[str, Any] = {}
         for group in GROUPS:
             flat.update(getattr(self, group).model_dump())
+        flat.update((name, value) for name, value in self.passthrough.slime.items() if name not in flat)
         for name, value in self.passthrough.sglang.items():
             flat[f"sglang_{name}"] = copy.deepcopy(value)
         flat.update(copy.deepcopy(self.passthrough.custom))

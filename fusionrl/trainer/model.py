@@ -33,7 +33,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, model_errors
-from fusionrl.plan.schedule import lr_decay_steps
+from fusionrl.plan.schedule import lr_decay_steps, warm_up_steps
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
@@ -307,7 +307,7 @@ def build_training(
         init_lr=min(train.lr_warmup_init, train.lr),
         max_lr=train.lr,
         min_lr=min(train.min_lr, train.lr),
-        lr_warmup_steps=train.lr_warmup_iters,
+        lr_warmup_steps=warm_up_steps(train, plan.num_steps),
         lr_decay_steps=decay_steps,
         lr_decay_style=train.lr_decay_style,
         start_wd=train.weight_decay,

@@ -220,7 +220,9 @@ class _Run:
             self.script.launches.append(launch)
         elif name.startswith("--") and self.script.launches:
             last = self.script.launches[-1]
-            self.note(f"a `\\` is missing before {plain(name)}: it and what follows are taken as arguments of the launch")
+            self.note(
+                f"a `\\` is missing before {plain(name)}: it and what follows are taken as arguments of the launch"
+            )
             self.script.launches[-1] = replace(last, argv=(*last.argv, *words))
         return None
 

@@ -178,7 +178,9 @@ class Shell:
     def command(self, source: str) -> str:
         """Return what `$(source)` prints where that follows from the text alone; else it is left as it is."""
         stripped = re.sub(r"\s*(&>|2>|>)\s*/dev/null|\s*\|\|\s*true", "", source.strip())
-        if match := re.fullmatch(r"cd\s+(?:--\s+)?(\S+|\"[^\"]*\"|\"?\$\(.*\)[^\s\"]*\"?)\s*&&\s*pwd(?:\s+-P)?", stripped):
+        if match := re.fullmatch(
+            r"cd\s+(?:--\s+)?(\S+|\"[^\"]*\"|\"?\$\(.*\)[^\s\"]*\"?)\s*&&\s*pwd(?:\s+-P)?", stripped
+        ):
             return self._path(match[1], source, lambda path: os.path.normpath(path))
         if match := re.fullmatch(r"dirname\s+(?:--\s+)?(\S+|\".*\")", stripped):
             return self._path(match[1], source, lambda path: os.path.dirname(path) or ".")

@@ -131,7 +131,8 @@ RENAMED: dict[str, Entry] = {
     "check_weight_update_equal": _renamed(0, "--verify-weights always"),
     "sglang_router_request_timeout_secs": _renamed(1, "--router-request-timeout-secs"),
     "spec": _renamed(
-        -1, "--custom-spec-path MODULE.FUNCTION; those of slime_plugins.models are left out: the model's family builds them"
+        -1,
+        "--custom-spec-path MODULE.FUNCTION; those of slime_plugins.models are left out: the model's family builds them",
     ),
 }
 
@@ -172,16 +173,23 @@ NO_EFFECT: dict[str, Entry] = {
     "qwen_gdn_backend": _idle(1, "no family here has linear attention"),
     "freeze_indexer": _idle(0, "no family here has an indexer"),
     "keep_old_actor": _idle(0, "a rollout is trained on by the weights that made it: they are the old actor"),
-    "mtp_num_layers": _idle(1, "the layer of multi-token prediction is not loaded: it trains nothing without"
-                               " --enable-mtp-training, and engines have the checkpoint's"),
+    "mtp_num_layers": _idle(
+        1,
+        "the layer of multi-token prediction is not loaded: it trains nothing without"
+        " --enable-mtp-training, and engines have the checkpoint's",
+    ),
     "mtp_loss_scaling_factor": _idle(1, "it belongs to --enable-mtp-training"),
     "use_rollout_entropy": _idle(0, "train/entropy is always reported"),
     "get_mismatch_metrics": _idle(0, "they are always reported"),
     "critic_save": _idle(1, "the critic is in the run's checkpoints"),
     "use_wandb": _idle(0, _WANDB),
-    **dict.fromkeys((f"wandb_{name}" for name in (
-        *("mode", "dir", "key", "host", "team", "group", "project", "run_id", "exp_name", "entity"),
-    )), _idle(1, _WANDB)),
+    **dict.fromkeys(
+        (
+            f"wandb_{name}"
+            for name in (*("mode", "dir", "key", "host", "team", "group", "project", "run_id", "exp_name", "entity"),)
+        ),
+        _idle(1, _WANDB),
+    ),
     "disable_wandb_random_suffix": _idle(0, _WANDB),
     "wandb_always_use_train_step": _idle(0, _WANDB),
     "tb_project_name": _idle(1, _TENSORBOARD),
@@ -234,8 +242,9 @@ REFUSED: dict[str, Entry] = {
     "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
     "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
     "allgather_cp": _refused(
-        0, "this layout of context parallelism is that of sparse attention (DeepSeek-V3.2, GLM-5), which no family here"
-        " has; leave it out"
+        0,
+        "this layout of context parallelism is that of sparse attention (DeepSeek-V3.2, GLM-5), which no family here"
+        " has; leave it out",
     ),
     "update_weights_interval": _refused(1, _ASYNC, "1"),
     "rollout_data_transport": _refused(1, "rollouts travel by Ray's object store; leave it out", "object-store"),
@@ -254,14 +263,16 @@ REFUSED: dict[str, Entry] = {
     "megatron_config_path": _refused(1, "a critic has flags of its own: --critic-lr, --critic-load and their like"),
     "ref_update_interval": _refused(1, "the reference model stays as it is; leave it out"),
     "disable_compute_advantages_and_returns": _refused(
-        0, "advantages follow from --advantage-estimator; for your own: --custom-advantage-function-path. Conversations"
-        " are trained on by --mode sft, where nothing computes them"
+        0,
+        "advantages follow from --advantage-estimator; for your own: --custom-advantage-function-path. Conversations"
+        " are trained on by --mode sft, where nothing computes them",
     ),
     "reset_optimizer_states": _refused(0, "the optimizer keeps its states over all rollouts; leave it out"),
     "use_stateless_adam": _refused(0, "Adam keeps its states; --optimizer-cpu-offload takes them off the GPU"),
     "enable_mtp_training": _refused(
-        0, "layers of multi-token prediction are not trained; leave it out (engines still speculate with the"
-        " checkpoint's: --sglang-speculative-algorithm)"
+        0,
+        "layers of multi-token prediction are not trained; leave it out (engines still speculate with the"
+        " checkpoint's: --sglang-speculative-algorithm)",
     ),
     "load_forge_rollout_data": _refused(1, "saved rollouts are trained on without engines: --load-debug-rollout-data"),
     "load_debug_rollout_data_subsample": _refused(1, "all of a saved rollout is trained on; leave it out", "1", "1.0"),

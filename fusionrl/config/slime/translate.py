@@ -87,24 +87,35 @@ def translate(argv: Sequence[str], form: Callable[[str], Form | None] = form_of)
         entry = TABLE.get(one.name)
         if entry is None:
             result.argv += _own(one, names, result)
-        elif len(one.values) < (1 if entry.arity < 0 else entry.arity):
-            other = cure_for(flag_of(one.name))
-            result.errors.append(f"{flag_of(one.name)}: it needs a value" + (f"; {other}" if other else ""))
-        elif entry.kind is Kind.RENAMED:
-            _rename(one, names, result)
-        else:
-            _take(one, entry, result)
+        elif entry.kind is Kind.RENAMED and len(one.values) >= abs(entry.arity):
+            _rename(one, result)
+        elif error := take_flag(one.name, entry, one.values, result.accepted):
+            result.errors.append(error)
     _folders(names, result, form)
     return result
 
 
-def _take(one: _Given, entry: Entry, result: Translated) -> None:
-    """A flag that is compared, accepted or refused."""
-    if entry.kind is Kind.REFUSED and not (entry.neutral and one.values and one.values[0] in entry.neutral):
-        result.errors.append(f"{one.shown}: {entry.text}")
-    elif one.name not in SECRETS:
-        values: object = one.values if entry.arity < 0 or entry.arity > 1 else (one.values[0] if one.values else True)
-        result.accepted[one.name] = values
+def take_flag(name: str, entry: Entry, values: list[str], accepted: dict[str, object]) -> str | None:
+    """Put a flag of the table that is compared or without effect into `accepted`; return the message for any other."""
+    flag = flag_of(name)
+    if len(values) < (1 if entry.arity < 0 else entry.arity):
+        other = cure_for(flag)
+        return f"{flag}: it needs a value" + (f"; {other}" if other else "")
+    shown = " ".join([flag, *([] if name in SECRETS else values)])
+    if entry.kind is Kind.RENAMED:
+        return f"{shown}: slime's name; use {entry.text}"
+    if entry.kind is Kind.REFUSED and not (entry.neutral and values and values[0] in entry.neutral):
+        return f"{shown}: {entry.text}"
+    if entry.arity == 0 and values:
+        if values[0].lower() == "true":
+            values = []
+        elif values[0].lower() == "false":
+            return None
+        else:
+            return f"{shown}: it takes no value"
+    if name not in SECRETS:
+        accepted[name] = values if entry.arity < 0 else (values[0] if values else True)
+    return None
 
 
 def _grouped(argv: Sequence[str], errors: list[str]) -> list[_Given]:
@@ -154,7 +165,7 @@ def _own(one: _Given, names: dict[str, _Given], result: Translated) -> list[str]
     return one.tokens
 
 
-def _rename(one: _Given, names: dict[str, _Given], result: Translated) -> None:
+def _rename(one: _Given, result: Translated) -> None:
     if one.name in ("save", "load", "ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"):
         return  # together, by `_folders`
     if one.name == "spec":
@@ -219,7 +230,9 @@ def _folders(names: dict[str, _Given], result: Translated, form: Callable[[str],
         _replace(result, "--opd-teacher-load", _of_step(teacher, teacher_step))
 
 
-def _load(load: str, save: str | None, step: str | None, result: Translated, form: Callable[[str], Form | None]) -> bool:
+def _load(
+    load: str, save: str | None, step: str | None, result: Translated, form: Callable[[str], Form | None]
+) -> bool:
     """Say what --load is here; returns whether the policy's weights come from it."""
     kind = form(load)
     if kind == "torch_dist":
@@ -230,7 +243,9 @@ def _load(load: str, save: str | None, step: str | None, result: Translated, for
             _without_run_dir(save, result)
         return True
     if step is not None:
-        result.errors.append(f"--ckpt-step {step}: --load {load} is no torch_dist checkpoint; --resume takes the last one")
+        result.errors.append(
+            f"--ckpt-step {step}: --load {load} is no torch_dist checkpoint; --resume takes the last one"
+        )
     if save is not None and _same(load, save) and kind is None:
         result.argv += ["--resume"]
         result.notes.append(f"--load {load}: it is --resume: the run goes on there, and starts where there is none yet")
@@ -251,7 +266,9 @@ def _without_run_dir(save: str, result: Translated) -> None:
     own = save.rstrip("/") + "_fusionrl"
     _replace(result, "--run-dir", own)
     result.argv += ["--resume"]
-    result.notes.append(f"--save {save}: it holds checkpoints of another program; the run goes to --run-dir {own} --resume")
+    result.notes.append(
+        f"--save {save}: it holds checkpoints of another program; the run goes to --run-dir {own} --resume"
+    )
 
 
 def _reference(
