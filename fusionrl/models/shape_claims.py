@@ -46,7 +46,7 @@ _RIGHT: dict[str, _Right] = {
     "layernorm_epsilon": lambda s: s.rms_norm_eps,
     "swiglu": lambda s: True,
     "disable_bias_linear": lambda s: True,
-    "add_qkv_bias": lambda s: s.attention_bias,
+    "add_qkv_bias": lambda s: None if s.mla is not None else s.attention_bias,
     "qk_layernorm": lambda s: True if s.mla is not None else s.qk_layernorm,
     "untie_embeddings_and_output_weights": lambda s: not s.tie_word_embeddings,
     "post_self_attn_layernorm": lambda s: s.output_norms,

@@ -171,6 +171,10 @@ NO_EFFECT: dict[str, Entry] = {
     "qkv_format": _idle(1, "sequences are always packed (thd)"),
     "model_name": _idle(1, _CONFIG),
     "qwen_gdn_backend": _idle(1, "no family here has linear attention"),
+    "allgather_cp": _idle(
+        0, "a layout of context parallelism for sparse attention, which no family here has; the others have one layout"
+    ),
+    "prefill_num_servers": _idle(1, "each engine prefills and decodes: the same tokens at another speed"),
     "freeze_indexer": _idle(0, "no family here has an indexer"),
     "keep_old_actor": _idle(0, "a rollout is trained on by the weights that made it: they are the old actor"),
     "mtp_num_layers": _idle(
@@ -241,11 +245,6 @@ REFUSED: dict[str, Entry] = {
     "release_train": _refused(0, "trainers stay, and give their memory back by --offload-train always; use that"),
     "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
     "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
-    "allgather_cp": _refused(
-        0,
-        "this layout of context parallelism is that of sparse attention (DeepSeek-V3.2, GLM-5), which no family here"
-        " has; leave it out",
-    ),
     "update_weights_interval": _refused(1, _ASYNC, "1"),
     "rollout_data_transport": _refused(1, "rollouts travel by Ray's object store; leave it out", "object-store"),
     "rollout_external_engine_addrs": _refused(-1, "not available yet (external engines are still to come)"),
@@ -280,7 +279,6 @@ REFUSED: dict[str, Entry] = {
     "megatron_deepgemm_forward_modules": _refused(-1, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_layers": _refused(-1, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_modules": _refused(-1, _DEEPGEMM),
-    "prefill_num_servers": _refused(1, "an engine both prefills and decodes here; leave it out", "0"),
     "sglang_config": _refused(1, "all engines of the policy are alike: --sglang-* and --rollout-num-gpus"),
     "sglang_router_ip": _refused(1, _ONE_ROUTER),
     "sglang_router_port": _refused(1, _ONE_ROUTER),

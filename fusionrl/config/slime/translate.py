@@ -124,7 +124,7 @@ def _grouped(argv: Sequence[str], errors: list[str]) -> list[_Given]:
     position = 0
     while position < len(argv):
         token = argv[position]
-        flag, equals, value = token.partition("=")
+        _, equals, value = token.partition("=")
         name = _name(token)
         entry = TABLE.get(name) if token.startswith("--") else None
         position += 1
