@@ -222,7 +222,13 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
         (TRAINERS,),
         (
             *("actor_num_nodes", "actor_num_gpus_per_node", "offload_train", "distributed_timeout_minutes"),
-            *("train_num_threads", "debug_random_weights", "megatron_checkpoint", "custom_model_provider_path"),
+            *(
+                "train_num_threads",
+                "debug_random_weights",
+                "megatron_checkpoint",
+                "custom_model_provider_path",
+                "custom_spec_path",
+            ),
             *("transformer_impl", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
             *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
             *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),

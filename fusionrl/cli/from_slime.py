@@ -24,9 +24,9 @@ USAGE = """usage: fusionrl from-slime SCRIPT.sh [--set NAME=VALUE]… [--shim FO
 Print the command that does what the launch script does, with a comment for each flag that differs.
 
   --set NAME=VALUE  a variable of the environment that the script reads
-  --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments: run the script there"""
+  --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
 
-SHIM = '''"""Take the arguments of slime's {name}.py: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
+SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
 
 import sys
 

@@ -55,6 +55,7 @@ def auxiliary_config(config: Config, role: Role) -> Config:
         "hf_checkpoint": own or model.hf_checkpoint,
         "megatron_checkpoint": None if own else model.megatron_checkpoint,
         "custom_model_provider_path": None,  # builds the policy alone
+        "custom_spec_path": None,
     }
     given = {name: role_flag(config, role, name) for name in ("lr", "lr_warmup_iters")}
     schedule = {name: getattr(train, name) if value is None else value for name, value in given.items()}

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from fusionrl.config.slime.shell import CLOSE, Shell, ShellError, Value, calculate, left, left_parts, plain
@@ -85,7 +86,7 @@ class _Run:
                 wanted = step.connector == "&&"
                 if result is None:
                     # Whether it runs is not known: what it sets may hold or not.
-                    self.maybe([lambda step=step: self.step(step), lambda: None], "a condition")
+                    self.maybe([partial(self.step, step), _nothing], "a condition")
                 elif result == wanted:
                     result = self.step(step)
             else:
@@ -115,11 +116,11 @@ class _Run:
             holds = self.steps(condition) if condition else True
             if holds is False:
                 continue
-            possible.append(lambda body=body: self.steps(body))
+            possible.append(partial(self.steps, body))
             if holds:
                 break
         else:
-            possible.append(lambda: None)
+            possible.append(_nothing)
         if len(possible) == 1:
             possible[0]()
         else:
@@ -246,7 +247,10 @@ class _Run:
             variables[name] = [*([before] if isinstance(before, str) else before), *items]
             return
         text = self.shell.text(assignment.word)
-        if assignment.index is not None:
+        index, there = (assignment.index or "")[1:-1], variables.get(name)
+        if index.isdecimal() and isinstance(there, list) and int(index) < len(there):
+            there[int(index)] = text
+        elif assignment.index is not None:
             variables[name] = [left("${" + name + "[@]}")]  # an associative array, as a rule
         elif assignment.adds:
             old = variables.get(name, "")
@@ -338,6 +342,10 @@ def launch_of(words: Sequence[str]) -> Launch | None:
             env = before[list(before).index("--runtime-env-json") + 1]
         return Launch(match[1], tuple(words[position + 1 :]), env)
     return None
+
+
+def _nothing() -> None:
+    """Stand for a branch that is not taken."""
 
 
 def _alone(value: str) -> str | None:

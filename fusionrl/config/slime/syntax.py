@@ -284,7 +284,7 @@ class _Reader:
             self.redirections()
             assignment = self.assignment()
             if assignment is not None:
-                (command.words if command.words else command.assignments).append(assignment)  # type: ignore[arg-type]
+                (command.words if command.words else command.assignments).append(assignment)
                 continue
             word = self.word()
             if not word:
@@ -330,11 +330,11 @@ class _Reader:
         """Skip spaces and redirections."""
         while True:
             self.blanks()
-            if match := _HEREDOC.match(self.text, self.position):
-                if not self.text.startswith("<<<", self.position):
-                    self.heredocs.append((bool(match[1]), match[3]))
-                    self.position = match.end()
-                    continue
+            heredoc = _HEREDOC.match(self.text, self.position)
+            if heredoc and not self.text.startswith("<<<", self.position):
+                self.heredocs.append((bool(heredoc[1]), heredoc[3]))
+                self.position = heredoc.end()
+                continue
             match = _REDIRECTION.match(self.text, self.position)
             if match is None or not match[0]:
                 return

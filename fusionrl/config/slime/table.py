@@ -132,7 +132,7 @@ RENAMED: dict[str, Entry] = {
     "sglang_router_request_timeout_secs": _renamed(1, "--router-request-timeout-secs"),
     "spec": _renamed(
         -1,
-        "--custom-spec-path MODULE.FUNCTION; those of slime_plugins.models are left out: the model's family builds them",
+        "--custom-spec-path MODULE.FUNCTION; slime_plugins.models is left out: the family builds it",
     ),
 }
 
@@ -292,8 +292,8 @@ DIFFERS: dict[str, str] = {
     "ref_load": "without --load, slime starts the policy with it, too; here a torch_dist folder does so (it becomes"
     " --megatron-checkpoint), and a Hugging Face folder is the reference alone: the policy starts with --hf-checkpoint",
     "offload_train": "takes auto, always or never; --offload-train and --no-offload-train alone are always and never",
-    "micro_batch_size": "beside --use-dynamic-batch-size slime does not read it, and it is left out; alone it is the most"
-    " samples of a micro-batch",
+    "micro_batch_size": "beside --use-dynamic-batch-size slime does not read it, and it is left out; alone it is the"
+    " most samples of a micro-batch",
     "use_dynamic_batch_size": "always so",
     "balance_data": "always so",
     "update_weight_transport": "nccl is auto: ipc when colocated, else broadcast",
@@ -303,6 +303,6 @@ DIFFERS: dict[str, str] = {
     "load_debug_rollout_data": "wants --debug-train-only beside it, which slime sets by itself",
     "use_fault_tolerance": "a dead engine is started anew before the next push",
     "custom_config_path": "values go over the flags of the command line, as there",
-    "sglang_dp_size": "with --sglang-enable-dp-attention it is left out: an engine is divided by tensor parallelism alone",
-    "sglang_enable_dp_attention": "with --sglang-dp-size it is left out: an engine is divided by tensor parallelism alone",
+    "sglang_dp_size": "with --sglang-enable-dp-attention left out: tensor parallelism alone divides an engine",
+    "sglang_enable_dp_attention": "with --sglang-dp-size left out: tensor parallelism alone divides an engine",
 }
