@@ -54,3 +54,13 @@ def test_docstrings_name_files_that_exist() -> None:
 
 def _exists(file: str, *roots: Path) -> bool:
     return any((root / file).exists() for root in roots)
+
+
+def test_every_estimator_and_policy_loss_is_described() -> None:
+    from fusionrl.algorithms.estimators import ESTIMATORS
+    from fusionrl.algorithms.losses import LOSSES
+
+    page = (REPO / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    named = [*ESTIMATORS, *(name for name, loss in LOSSES.items() if loss.is_flag)]
+    missing = [name for name in named if not re.search(rf"\b{name}\b", page)]
+    assert not missing, f"describe {missing} in docs/algorithms.md"

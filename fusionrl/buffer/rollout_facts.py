@@ -71,7 +71,7 @@ def teaches_nothing(config: Config, samples: Sequence[Sample], rewards: Sequence
     rewards  [n] what is trained on
     trained  [n] whether any token of the sample is
 
-    Estimators that compare the answers to one prompt (grpo and its like, rloo, opo, pass_at_k) and remax have their
+    Estimators that compare the answers to one prompt, and remax, have their
     advantages in `rewards`. Whitening, where it is on, also takes away what all tokens share. reinforce_plus_plus
     whitens the discounted rewards of the whole rollout: equal groups teach if they differ from each other, and a
     discount or a price for KL makes tokens differ. ppo's critic, prime's reward model and a teacher (--use-opd) give

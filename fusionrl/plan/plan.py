@@ -156,20 +156,8 @@ def _plan(
     cluster, model = config.cluster, config.model
     precision = trainer_precision(model.precision, device)
     layout = _layout(config, shape)
-    if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
-        raise ValueError("--optimizer-cpu-offload: there is no GPU memory to save on a CPU; leave the flag out")
-    if device == "cpu" and asks_for_routing(config):
-        raise ValueError(
-            "--use-rollout-routing-replay: SGLang records which experts it chose on a GPU alone; set"
-            " rollout_routed_experts in --custom-generate-function-path, or take --use-routing-replay"
-        )
     rollout_dtype = precision_or(model.rollout_dtype, precision)
-    if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
-        raise ValueError(
-            f"--hf-checkpoint {model.hf_checkpoint}: its weights are in fp8, with which SGLang computes on a GPU alone,"
-            f" and in bf16; this would be on {device} with --rollout-dtype {rollout_dtype}: change these, or give the"
-            " bf16 checkpoint"
-        )
+    _check_device(config, device, rollout_dtype, quantization)
     if layout:
         errors = model_errors(layout, shape, config.passthrough.transformer)
         if errors:
@@ -221,6 +209,25 @@ def _plan(
         trainers_give_memory=when == "always" or (when == "auto" and takes_turns),
         answers=_answers(config, plan),
     )
+
+
+def _check_device(
+    config: Config, device: Literal["cpu", "cuda"], rollout_dtype: str, quantization: BlockFp8 | None
+) -> None:
+    """Refuse what the device cannot do."""
+    if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
+        raise ValueError("--optimizer-cpu-offload: there is no GPU memory to save on a CPU; leave the flag out")
+    if device == "cpu" and asks_for_routing(config):
+        raise ValueError(
+            "--use-rollout-routing-replay: SGLang records which experts it chose on a GPU alone; set"
+            " rollout_routed_experts in --custom-generate-function-path, or take --use-routing-replay"
+        )
+    if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
+        raise ValueError(
+            f"--hf-checkpoint {config.model.hf_checkpoint}: its weights are in fp8, with which SGLang computes on a GPU"
+            f" alone, and in bf16; this would be on {device} with --rollout-dtype {rollout_dtype}: change these, or"
+            " give the bf16 checkpoint"
+        )
 
 
 def _answers(config: Config, plan: Plan) -> dict[str, object]:

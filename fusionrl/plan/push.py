@@ -161,6 +161,17 @@ class PushPlan:
         """Requests to engines that carry weights."""
         return sum(len(bucket.engines) for bucket in self.buckets)
 
+    @cached_property
+    def _last(self) -> dict[int, int]:
+        return {engine: bucket.number for bucket in self.buckets for engine in bucket.engines}
+
+    def completes(self, bucket: Bucket) -> tuple[int, ...]:
+        """The engines that have all weights with this bucket: it brings them the version.
+
+        Where the engines of each node have a source there, each node has a last bucket of its own.
+        """
+        return tuple(engine for engine in bucket.engines if self._last[engine] == bucket.number)
+
     def of_source(self, rank: int) -> tuple[Bucket, ...]:
         """Return the pieces that `rank` sends, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.source == rank)

@@ -19,6 +19,11 @@ class Reference(Protocol[T]):
         """The same as a future."""
 
 
+def stamp_of(version: int | None) -> dict[str, object]:
+    """What a request that brings weights says besides: the version and "empty the cache", or None: more will come."""
+    return {"version": None if version is None else str(version), "flush_cache": version is not None}
+
+
 def future_of(call: Future[T] | Reference[T]) -> Future[T]:
     """The future of a started call: a Ray reference's, or the call itself."""
     return call if isinstance(call, Future) else call.future()

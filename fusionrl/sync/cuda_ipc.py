@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusionrl.plan.push import BUFFERS, EngineTarget, Feed, buckets
-from fusionrl.sync.calls import wait_all
+from fusionrl.sync.calls import stamp_of, wait_all
 from fusionrl.sync.reports import SendReport, new_send_report
 
 _Bucket = list[tuple[str, Tensor]]
@@ -76,7 +76,7 @@ class CudaIpc:
         number = 0
         while (item := queue.get()) is not None:
             bucket, is_last = item
-            stamp = {"version": str(version) if is_last else None, "flush_cache": is_last}
+            stamp = stamp_of(version if is_last else None)
             start = time.time()
             # A rank that has failed goes on with what is collective, in which the other ranks may wait for it.
             try:

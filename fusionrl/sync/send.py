@@ -15,7 +15,7 @@ protocol's business (`fusionrl.sync.push`), which runs in the driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -32,6 +32,7 @@ from fusionrl.engines.segments import map_segment
 from fusionrl.models.fp8 import quantized
 from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, plan_push
 from fusionrl.sync.broadcast import Broadcast
+from fusionrl.sync.calls import stamp_of
 from fusionrl.sync.cuda_ipc import CudaIpc
 from fusionrl.sync.export import Exporter
 from fusionrl.sync.gather import PartGatherer, Parts, convert_in_place, views_of
@@ -249,8 +250,8 @@ class WeightSender:
 
     # ------------------------------------------------------------------------------------ sending
     def send(self, targets: Sequence[EngineTarget], feeds: Sequence[Feed], version: int, transport: str) -> SendReport:
-        """Send every tensor once to every engine; after `prepare` with the same targets. With the last bucket an engine
-        gets the version, and empties its KV cache.
+        """Send every tensor once to every engine; after `prepare` with the same targets. With its last bucket an
+        engine gets the version, and empties its KV cache.
 
         Returns what this rank sent: bytes (each once, however many engines received it), buckets, calls; and seconds:
         send_s (in calls of engines), first_s and last_s (when the first byte left and the last call ended, on the
@@ -281,14 +282,20 @@ class WeightSender:
         return sending.report if sending is not None else new_send_report()
 
     def _send_one(
-        self, order: _Order, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, stamp: Mapping[str, object]
+        self, order: _Order, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, version: int
     ) -> int:
-        left_s = order.turns.left_s()
+        left_s, complete = order.turns.left_s(), order.plan.completes(bucket)
         if order.transport == "broadcast":
+            assert complete in ((), bucket.engines), "one source serves all engines"
             named = [(name, view) for _, name, view in parts]
+            stamp = stamp_of(version if complete else None)
             return self._broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
-        reached = [target for target in order.targets if target.index in bucket.engines]
-        return send_shared(parts, buffer, reached, self.node_id, self._num_experts, stamp, left_s)
+        reached = [
+            (target, stamp_of(version if target.index in complete else None))
+            for target in order.targets
+            if target.index in bucket.engines
+        ]
+        return send_shared(parts, buffer, reached, self.node_id, self._num_experts, left_s)
 
     def _give_up(self, error: BaseException) -> None:
         """After a failure: the others stop, and the next push begins anew."""
@@ -309,7 +316,7 @@ class _Sending:
     def __init__(
         self,
         order: _Order,
-        send: Callable[[_Order, Bucket, SharedBuffer | Tensor, Parts, Mapping[str, object]], int],
+        send: Callable[[_Order, Bucket, SharedBuffer | Tensor, Parts, int], int],
         version: int,
     ) -> None:
         self.order, self._send, self._version = order, send, version
@@ -320,7 +327,6 @@ class _Sending:
 
     def _run(self) -> None:
         order = self.order
-        count = len(order.plan.buckets)
         while True:
             item = order.ready.get()
             if item is None:
@@ -328,12 +334,11 @@ class _Sending:
             bucket, buffer, parts = item
             if self._failure is None:
                 try:
-                    is_last = bucket.number == count - 1
                     # Broadcasts take turns. Where engines only copy, they see to that, but the version comes last.
+                    is_last = bool(order.plan.completes(bucket))
                     before = range(bucket.number) if is_last else range(max(0, bucket.number - 1), bucket.number)
                     order.turns.wait(before if order.transport == "broadcast" or is_last else ())
-                    stamp = {"version": str(self._version) if is_last else None, "flush_cache": is_last}
-                    self._timed(bucket, buffer, parts, stamp)
+                    self._timed(bucket, buffer, parts)
                 except BaseException as error:  # raised in the main thread, by `finish`
                     self._failure = error
                     order.turns.fail(error)
@@ -341,10 +346,10 @@ class _Sending:
             if bucket is order.plan.of_source(bucket.source)[-1]:
                 return
 
-    def _timed(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts, stamp: Mapping[str, object]) -> None:
+    def _timed(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts) -> None:
         start, total = time.time(), len(self.order.plan.buckets)
         try:
-            calls = self._send(self.order, bucket, buffer, parts, stamp)
+            calls = self._send(self.order, bucket, buffer, parts, self._version)
         except RuntimeError as error:
             raise RuntimeError(f"weight push, bucket {bucket.number + 1} of {total}: {error}") from error
         self.order.turns.done(bucket.number)

@@ -17,13 +17,14 @@ from fusionrl.sync.gather import Parts
 def send_shared(
     parts: Parts,
     buffer: SharedBuffer,
-    targets: Sequence[EngineTarget],
+    targets: Sequence[tuple[EngineTarget, Mapping[str, object]]],
     node_id: str,
     num_experts: int,
-    stamp: Mapping[str, object],
     timeout_s: float,
 ) -> int:
     """Let `targets` load `parts`, (of which tensor, name, view of `buffer`); return when they have copied all.
+
+    A target comes with what its request says besides (see `calls.stamp_of`).
 
     Returns the number of calls. Each rank of an engine that divides the experts is told of its own alone.
 
@@ -31,7 +32,7 @@ def send_shared(
         RuntimeError: an engine refused or died; names it.
     """
     calls = []
-    for target in targets:
+    for target, stamp in targets:
         payload_of, load_format = (buffer.payload, LOADER) if target.node_id == node_id else (by_value, None)
         payloads = []
         for rank in range(target.tp_size):

@@ -75,10 +75,9 @@ class CustomLoss:
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, LossSums]:
         """As `loss.micro_batch_loss`; `output` [1, T, V / tp] are the logits of this rank's tokens."""
-        peak = output.new_zeros(1, dtype=torch.float64)
         if not batch.samples:
-            empty = LossSums({}, {"tokens": peak[0]}, peak, sequence_sums={"sequences": peak[0]})
-            return output.sum() * 0.0, empty
+            zero = output.new_zeros((), dtype=torch.float64)
+            return output.sum() * 0.0, LossSums({}, {"tokens": zero}, sequence_sums={"sequences": zero})
         logits = _whole_row(self._without_padding(output), batch)
         data = self._of(batch)
         counts = {"tokens": torch.cat(data["loss_masks"]).sum()}
@@ -93,7 +92,7 @@ class CustomLoss:
         sums = {"loss": loss} | {name: torch.as_tensor(value, device=loss.device) for name, value in metrics.items()}
         kept = {name: value.detach().double() / (1 if name == "loss" else size) for name, value in sums.items()}
         num = {name: value.double() / size for name, value in counts.items()}
-        return loss, LossSums(kept, {"tokens": num["tokens"]}, peak, sequence_sums={"sequences": num["sequences"]})
+        return loss, LossSums(kept, {"tokens": num["tokens"]}, sequence_sums={"sequences": num["sequences"]})
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()

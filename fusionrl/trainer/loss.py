@@ -34,7 +34,7 @@ from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.parts import policy_loss_name
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.loss_hooks import LossHooks
-from fusionrl.trainer.step_report import MISMATCH
+from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ def _correction(a: AlgorithmGroup) -> CorrectionOptions | None:
 class LossSums:
     """A micro-batch's part of a `StepReport`, to be added up over micro-batches and ranks; fp64.
 
-    sums, token_sums, sequence_sums   as of a `StepReport`
-    peak        [1], whose maximum counts
+    sums, token_sums, sequence_sums, maxima   as of a `StepReport`
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
     differences  [S, 2] of its S samples, `sample_differences`; None where nothing is compared here
@@ -163,10 +162,10 @@ class LossSums:
 
     sums: dict[str, Tensor]
     token_sums: dict[str, Tensor]
-    peak: Tensor
     finite: Tensor | None = None
     batch: MicroBatch | None = None
     sequence_sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
     differences: Tensor | None = None
 
     def bad_samples(self) -> list[int]:
@@ -225,7 +224,10 @@ def micro_batch_loss(
     shares = batch.sequence_shares
     sequence_sums = {"sequences": shares} | {name: shares * value for name, value in of_sequences.items()}
     sequence_sums = {name: value.sum() for name, value in sequence_sums.items()}
-    peak, differences = log_probs.new_zeros(1, dtype=torch.float64), None
+    maxima: dict[str, Tensor] = {}
+    if options.mode == "rl":
+        maxima["advantage_abs_max"] = _largest(batch.fields["advantages"])
+    differences = None
     if options.mode == "rl" and compare and "rollout_log_probs" in batch.fields:
         reference, engine = batch.fields.get("log_probs", log_probs.detach()), batch.fields["rollout_log_probs"]
         # Of a token that older weights sampled, the difference would say how far the weights have moved since.
@@ -234,13 +236,21 @@ def micro_batch_loss(
         if "log_probs" not in batch.fields:  # else the shard has what is compared, of whole samples
             differences = sample_differences(reference, engine, compared, batch.sequences, len(batch.samples))
         token_sums |= {MISMATCH + name: value for name, value in zip(MISMATCH_SUMS, found, strict=True)}
+        maxima[MISMATCH_PEAK] = peak[0]
     finite = losses.detach().isfinite()
-    kept = _kept(sums), _kept(token_sums), peak, finite, batch, _kept(sequence_sums)
+    kept = _kept(sums), _kept(token_sums), finite, batch, _kept(sequence_sums), _kept(maxima)
     return loss, LossSums(*kept, differences)
 
 
 def _kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().double() for name, value in values.items()}
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest |value| [] of `values` [N]; 0 without any, infinity where one is NaN."""
+    # NaN compares false with everything: whether a maximum over ranks keeps it depends on their order.
+    sizes = values.detach().abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return torch.cat([sizes, sizes.new_zeros(1)]).max()
 
 
 def _outcome_terms(

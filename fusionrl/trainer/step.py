@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.forward import forward_log_probs, run_forward
@@ -24,11 +25,12 @@ from fusionrl.trainer.model import Trained
 from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport
 
-_KINDS = ("sums", "token_sums", "sequence_sums")
+_LARGEST = "maxima"
+_KINDS = ("sums", "token_sums", "sequence_sums", _LARGEST)
 
 
 def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = True) -> StepReport:
-    """The sums over micro-batches and ranks, on every rank; `parts` is [] but on the last stage.
+    """The sums and maxima over micro-batches and ranks, on every rank; `parts` is [] but on the last stage.
 
     same_names: every rank is known to report the same.
     """
@@ -40,22 +42,29 @@ def reduce_sums(parts: list[LossSums], device: torch.device, same_names: bool = 
             everywhere: list[Any] = [None] * group.size()
             dist.all_gather_object(everywhere, names, group=group)
             names = sorted({name for found in everywhere for name in found})
-        values = torch.zeros(len(names), dtype=torch.float64, device=device)
-        peak = torch.zeros(1, dtype=torch.float64, device=device)
+        added, largest = ([name for name in names if (name[0] == _LARGEST) is wanted] for wanted in (False, True))
+        values = torch.zeros(len(added), dtype=torch.float64, device=device)
+        maxima = torch.zeros(len(largest), dtype=torch.float64, device=device)
         for part in parts:
-            values += torch.stack([getattr(part, kind).get(name, peak.new_zeros(())) for kind, name in names])
-            peak = torch.maximum(peak, part.peak)
+            values += _stacked(part, added, values)
+            maxima = torch.maximum(maxima, _stacked(part, largest, maxima))
         if group.size() > 1:
             dist.all_reduce(values, group=group)
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        total = dict(zip(names, values.tolist(), strict=True))
-        kinds = {kind: {n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS}
-        found = [StepReport(**kinds, peak=float(peak))]
+            if largest:
+                dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        total = dict(zip([*added, *largest], [*values.tolist(), *maxima.tolist()], strict=True))
+        found = [StepReport(**{kind: {n: v for (k, n), v in total.items() if k == kind} for kind in _KINDS})]
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast_object_list(found, src=last, group=group, device=device)
     return found[0]
+
+
+def _stacked(part: LossSums, names: list[tuple[str, str]], like: Tensor) -> Tensor:
+    """Values of `names` [len(names)], 0 where the part has none."""
+    found = [getattr(part, kind).get(name, like.new_zeros(())) for kind, name in names]
+    return torch.stack(found) if found else like
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,6 @@ def evaluate(trained: Trained, batches: list[MicroBatch], device: torch.device) 
     for batch, output in zip(batches, forward_log_probs(trained, batches), strict=False):
         mask = batch.fields["loss_mask"]
         loss = -(output[0] * mask).sum()
-        parts.append(LossSums({"loss": loss.double()}, {"tokens": mask.sum().double()}, mask.new_zeros(1).double()))
+        parts.append(LossSums({"loss": loss.double()}, {"tokens": mask.sum().double()}))
     report = reduce_sums(parts, device)
     return report.sums["loss"], report.token_sums["tokens"]

@@ -15,6 +15,7 @@ import torch
 from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
 
 MISMATCH = "mismatch/"  # prefix of the token sums that `mismatch_metrics` reports
+MISMATCH_PEAK = MISMATCH + "peak"  # largest |engine - trainer| of a log-prob, nats
 
 # They compare the policy with the one before the first step, so the first step has a fixed value: ratio 1, no clip.
 OFF_POLICY = frozenset(
@@ -35,14 +36,14 @@ class StepReport:
     sums           values whose sum is the metric: the loss, which has its weights already
     token_sums     sums over trained tokens, and `tokens`, their number
     sequence_sums  sums over samples of the mean over each one's trained tokens, and `sequences`, their number
-    peak           largest |engine - trainer| of a log-prob, nats
+    maxima         the largest of values of tokens, at least 0
     numbers        what is no sum over tokens: grad_norm, lr, skipped, num_samples, …
     """
 
     sums: dict[str, float]
     token_sums: dict[str, float]
     sequence_sums: dict[str, float] = field(default_factory=dict)
-    peak: float = 0.0
+    maxima: dict[str, float] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
@@ -60,7 +61,8 @@ def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> d
 
     Returns:
         Means over tokens and over samples, pooled over the steps; means over the steps of what is one number a step
-        (`loss`, `lr`, `grad_norm`); sums of `COUNTED`; and the smallest and largest step as `…_min` and `…_max`.
+        (`loss`, `lr`, `grad_norm`); sums of `COUNTED`; the largest of `maxima`; and the smallest and largest step as
+        `…_min` and `…_max`.
     """
     later = steps[1:] if first_is_old and len(steps) > 1 else steps
     found: dict[str, float] = {}
@@ -73,6 +75,9 @@ def pooled_metrics(steps: Sequence[StepReport], first_is_old: bool = False) -> d
                 used = [getattr(step, kind) for step in (later if name in OFF_POLICY else steps)]
                 found[name] = _pooled([sums for sums in used if name in sums], name, counter)
     found |= _mismatch(steps)
+    for name in _names([step.maxima for step in steps]):
+        if not name.startswith(MISMATCH):
+            found[name] = _extreme([step.maxima[name] for step in steps if name in step.maxima], max)
     found |= _of_numbers([step.numbers for step in steps])
     for name in WITH_MAXIMUM:
         if values := _each(later if name in OFF_POLICY else steps, name):
@@ -96,7 +101,7 @@ def _mismatch(steps: Sequence[StepReport]) -> dict[str, float]:
     if not compared:
         return {}
     sums = [sum(step.token_sums[MISMATCH + name] for step in compared) for name in MISMATCH_SUMS]
-    peak = max(step.peak for step in compared)
+    peak = max(step.maxima[MISMATCH_PEAK] for step in compared)
     return mismatch_metrics(torch.tensor(sums, dtype=torch.float64), torch.tensor([peak], dtype=torch.float64))
 
 

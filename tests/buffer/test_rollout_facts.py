@@ -10,6 +10,7 @@ import pytest
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.algorithms.groups import SampleBatch
 from fusionrl.buffer.rollout_facts import rollout_facts, teaches_nothing
+from fusionrl.checks.algorithm import OF_GROUPS
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status
 from fusionrl.observe.advice import Glimpse
@@ -48,9 +49,7 @@ def nothing(rewards: list[float], trained: list[float] | None = None, **flags: A
     return teaches_nothing(config, samples_of(rewards), trained or rewards, np.ones(4, bool))
 
 
-@pytest.mark.parametrize(
-    "estimator", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "opo", "pass_at_k", "reinforce_plus_plus_baseline"]
-)
+@pytest.mark.parametrize("estimator", sorted(OF_GROUPS))
 def test_estimators_that_compare_within_a_group(estimator: str) -> None:
     for rewards in (EQUAL, ALL_ZERO, ALL_ONE):
         assert nothing(rewards, advantage_estimator=estimator), rewards

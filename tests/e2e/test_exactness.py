@@ -28,6 +28,19 @@ def numbers(folder: Path) -> dict[int, list[float]]:
     return {step: values for step, (_, values) in newest.items()}
 
 
+def differing(one: Path, other: Path) -> list[str]:
+    """Every metric of training and of the rollout in which the runs' first unequal step differs."""
+    first, second = (
+        {row["step"]: row for row in metrics_of(folder) if "train/loss" in row} for folder in (one, other)
+    )  # of a step that ran twice, the later one
+    for step in sorted(first):
+        a, b = first[step], second.get(step, {})
+        names = [name for name in a if name.startswith(("train/", "rollout/")) and a[name] != b.get(name)]
+        if names:
+            return [f"step {step}: {name} {a[name]!r}, {b.get(name)!r}" for name in names]
+    return []
+
+
 def attempts(folder: Path) -> set[int]:
     return {row["attempt"] for row in metrics_of(folder) if "train/loss" in row}
 
@@ -49,7 +62,7 @@ def twice_and_killed(flags: list[str], folder: Path) -> None:
     first.assert_nothing_left()
     run(killed, folder)
     assert attempts(folder / "killed") == {1, 2}, "it was killed after the last step; nothing was resumed"
-    assert numbers(folder / "killed") == want
+    assert numbers(folder / "killed") == want, differing(folder / "whole", folder / "killed")
 
 
 def test_sft(task: Path, tmp_path: Path) -> None:

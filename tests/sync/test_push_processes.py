@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,20 @@ def test_every_byte_arrives(receivers: Receivers, family: str, layout: TrainerLa
             assert 0 < metrics["sync/transfer_s"] <= metrics["sync/pause_s"] <= metrics["perf/time_sync_s"]
         facts = ranks.call("plan_facts")[0]
         assert len(facts["sources"]) == layout.pp * layout.ep
+
+
+@pytest.mark.slow
+def test_engines_of_each_node_get_the_version(receivers: Receivers) -> None:
+    """By shared memory, engines of two nodes have sources and a last bucket of their own."""
+    shape = shape_of("qwen3")
+    targets = [replace(target, node_id=node) for target, node in zip(receivers.targets, "ab", strict=True)]
+    with Ranks(RankOptions(shape, TrainerLayout(2), buffer_size=7_000, nodes=("a", "b"))) as ranks:
+        ranks.call("fill", 5)
+        push(ranks, targets, "ipc", 5)
+        assert ranks.call("plan_facts")[0]["sources"] == [0, 1]
+        for facts in [rank for engine in receivers.received() for rank in engine]:
+            assert facts["hashes"] == hashes(shape, 5)
+            assert facts["version"] == "5"
 
 
 PHASES = {

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fusionrl.algorithms.mismatch import MISMATCH_SUMS, mismatch_sums
+from fusionrl.observe.glossary import undocumented
 from fusionrl.plan.layout import TrainerLayout
-from fusionrl.trainer.step_report import MISMATCH, StepReport, pooled_metrics
+from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK, StepReport, pooled_metrics
 from tests.trainer.trainer_worker import Samples, config_of
 
 SIZES = (3, 50, 400)  # tokens of three optimizer steps
@@ -25,9 +26,8 @@ def step_of(seed: int, num_tokens: int) -> tuple[StepReport, dict[str, np.ndarra
     token_sums = {name: float(values[name].sum()) for name in ("entropy", "ppo_kl", "clip_fraction")}
     token_sums |= {MISMATCH + name: float(x) for name, x in zip(MISMATCH_SUMS, sums, strict=True)}
     numbers = {"grad_norm": float(seed), "num_tokens": float(num_tokens), "skipped": 0.0, "lr": 0.1 * seed}
-    report = StepReport(
-        {"loss": float(seed)}, token_sums | {"tokens": float(num_tokens)}, {"sequences": 2.0}, float(peak), numbers
-    )
+    token_sums["tokens"], maxima = float(num_tokens), {MISMATCH_PEAK: float(peak), "advantage_abs_max": 5.0 - seed}
+    report = StepReport({"loss": float(seed)}, token_sums, {"sequences": 2.0}, maxima, numbers)
     return report, values
 
 
@@ -41,6 +41,7 @@ def test_means_are_pooled_over_the_tokens_of_all_steps() -> None:
     assert found["logprob_ratio_error"] == pytest.approx(ratio.std() / math.sqrt(len(ratio)))
     assert found["logprob_ess"] == pytest.approx(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
     assert found["logprob_diff_max"] == pytest.approx(np.abs(whole["train"] - whole["engine"]).max())
+    assert found["advantage_abs_max"] == 4.0, "of the first of three steps"
 
 
 def test_what_is_zero_by_construction_in_the_first_step_is_left_out() -> None:
@@ -130,3 +131,30 @@ def test_gspo_counts_the_sequences_that_it_clips(workers, hf):
         metrics = workers.train(samples.shards(layout.dp, micro=2), layout, 0)
         assert metrics["train/clip_fraction"] == pytest.approx(np.mean(clipped)), layout
         assert metrics["train/clip_fraction_tokens"] == pytest.approx(np.mean(tokens)), layout
+
+
+LAYOUTS = [TrainerLayout(1), *(TrainerLayout(2, **sizes) for sizes in ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_largest_advantage_is_that_of_one_trained_token_on_any_rank(workers, hf, layout):
+    folder, _ = hf("llama", True)
+    workers.start(config_of(folder, max_skipped_steps=9), layout)
+    samples = Samples(6, seed=73, low=20)
+    samples.mask[5][:] = 0.0
+    # One token has it: in the first or the second of two steps, on the first or the second rank (of context-parallel
+    # ones, too: the second has a sequence's middle), above or below 0.
+    for largest, sign, is_last in ((0, 1.0, True), (1, -1.0, False), (3, -1.0, True), (4, 1.0, False)):
+        samples.rewards = np.array([0.1, -0.2, 0.3, -0.1, 0.2, 99.0], np.float32)
+        samples.rewards[largest] = sign * 7.5
+        middle = max(samples.total[largest] // 2 - (samples.total[largest] - samples.response[largest]), 0)
+        samples.mask[largest][:] = 0.0
+        samples.mask[largest][-1 if is_last else middle] = 1.0
+        metrics = workers.train(samples.shards(layout.dp, steps=2, micro=1), layout)
+        assert metrics["train/advantage_abs_max"] == 7.5
+        assert not undocumented(metrics)
+    for broken in (0, 1):
+        samples.rewards[broken] = np.nan
+        metrics = workers.train(samples.shards(layout.dp, steps=2, micro=1), layout)
+        assert metrics["train/advantage_abs_max"] == math.inf, "wherever the rank is that has it"
+        samples.rewards[broken] = 0.1

@@ -132,6 +132,7 @@ class RankOptions:
     buffer_size: int = 256 * 1024**2
     timeout_s: float = TIMEOUT_S
     quantization: BlockFp8 | None = None
+    nodes: tuple[str, ...] = ()  # rank → the name of its node; empty: all are on one without a name
 
 
 class Rank:
@@ -161,6 +162,7 @@ class Rank:
             device=self.options.device,
             backend="gloo",
             host=HOST,
+            node_id=self.options.nodes[self.rank] if self.options.nodes else "",
             exporter=self.parts,  # type: ignore[arg-type]
             buffer_size=buffer_size,
             timeout_s=self.options.timeout_s,

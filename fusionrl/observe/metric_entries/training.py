@@ -53,6 +53,12 @@ POLICY: Table = {
         "--use-opd",
     ),
     "advantage_mean": Entry("reward", "Mean advantage over tokens.", "trainer/loss.py", "mode rl"),
+    "advantage_abs_max": Entry(
+        "reward",
+        "The largest |advantage| of a token, over all optimizer steps of the rollout; infinite where one is NaN.",
+        "trainer/loss.py",
+        "mode rl",
+    ),
     "ppo_kl": Entry(
         "nats",
         "Mean over tokens of log p(old) - log p(policy): an estimate (k1) of how far the policy has moved from the "
