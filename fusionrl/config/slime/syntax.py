@@ -249,6 +249,8 @@ class _Reader:
             if keyword == "else":
                 branches.append(([], self.steps(("fi",))))
                 self.expect("fi")
+            elif keyword not in ("elif", "fi"):
+                raise ShellError(f"line {self.line()}: fi is missing")
             if keyword != "elif":
                 return Choice(branches)
 
