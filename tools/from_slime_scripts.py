@@ -5,8 +5,8 @@ of the shape that the script's own flags describe, and other files by nothing; t
 data are those of `fusionrl plan --cluster`. A command either parses, or is refused with the reason.
 
 A line "to change" names what keeps a command that parses from running as it stands: engines over several nodes, a
-sample longer than a micro-batch. Models of families that fusionrl does not have are a matter of their own: the flags are
-read all the same, and the line says which family is missing.
+sample longer than a micro-batch. Models of families that fusionrl does not have are a matter of their own: the flags
+are read all the same, and the line says which family is missing.
 """
 
 from __future__ import annotations

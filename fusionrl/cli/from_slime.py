@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.config.slime.defaults import slime_defaults
+from fusionrl.config.slime.page import render_page
 from fusionrl.config.slime.script import Launch, Script, read_script
 from fusionrl.config.slime.shell import left_parts, plain, quoted
 from fusionrl.config.slime.table import SECRETS, TABLE, Kind
@@ -24,6 +25,7 @@ USAGE = """usage: fusionrl from-slime SCRIPT.sh [--set NAME=VALUE]… [--shim FO
 Print the command that does what the launch script does, with a comment for each flag that differs.
 
   --set NAME=VALUE  a variable of the environment that the script reads
+  --flags           print the table of slime's flags as Markdown (docs/from-slime-flags.md), and nothing else
   --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
 
 SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
@@ -43,6 +45,9 @@ def run(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(USAGE)
         return 0 if argv else EXIT_USER
+    if list(argv) == ["--flags"]:
+        print(render_page(), end="")
+        return 0
     try:
         path, values, shim = _arguments(argv)
         if shim is not None:

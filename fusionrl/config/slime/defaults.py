@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Default] = {
         ("use_kl_loss",),
     ),
     "weight_decay": Default(
-        "0.01", ("--weight-decay", "0.01"), "fine-tuning by rewards wants none; launch scripts give 0.1"
+        "0.01", ("--weight-decay", "0.01"), "the runs documented here have none; launch scripts give 0.1"
     ),
     "adam_beta2": Default(
         "0.999", ("--adam-beta2", "0.999"), "launch scripts give 0.98, and so do the runs documented here"
@@ -101,7 +101,9 @@ def slime_defaults(argv: Sequence[str], given: Collection[str]) -> list[str]:
             continue
         if default.beside and not ({*default.beside} & names or ("sft" in default.beside and is_sft)):
             continue
-        if is_sft and name in ("rollout_skip_special_tokens",):
+        if (is_sft and name == "rollout_skip_special_tokens") or (
+            name == "max_skipped_steps" and "no_check_for_nan_in_loss_and_grad" in names
+        ):
             continue
         added += default.written
     return added
