@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,46 @@ def test_the_shim_takes_slimes_arguments(tmp_path: Path) -> None:
     train.write_text("mine\n")
     with pytest.raises(ValueError, match="is there already"):
         make_shim(str(tmp_path))
+
+
+@pytest.fixture
+def launch(tiny_model: Path, write_rows: Callable[..., Path], tmp_path: Path) -> list[str]:
+    """The arguments of a launch script of slime's, for a model that is there."""
+    data = write_rows([{"input": f"{i}+1=", "label": str(i + 1)} for i in range(10)])
+    shape = json.loads((tiny_model / "config.json").read_text())
+    return [
+        *("--num-layers", str(shape["num_hidden_layers"]), "--hidden-size", str(shape["hidden_size"]), "--swiglu"),
+        *("--vocab-size", str(shape["vocab_size"]), "--qk-layernorm", "--disable-bias-linear"),
+        *("--hf-checkpoint", str(tiny_model), "--ref-load", str(tiny_model), "--use-kl-loss"),
+        *("--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")),
+        *("--prompt-data", str(data), "--label-key", "label", "--rm-type", "math", "--num-rollout", "2"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"),
+        *("--lr", "1e-6", "--lr-decay-style", "linear", "--lr-warmup-fraction", "0.5", "--optimizer", "adam"),
+        *("--attention-backend", "flash", "--accumulate-allreduce-grads-in-fp32", "--data-pad-size-multiplier", "4096"),
+        *("--no-check-for-nan-in-loss-and-grad", "--use-wandb", "--wandb-project", "p", "--device", "cpu"),
+    ]
+
+
+def test_the_plan_says_what_became_of_a_launch(
+    launch: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *launch]) == 0
+    out, err = capsys.readouterr()
+    assert f"slime's flags: --save {tmp_path}/run: it is --run-dir {tmp_path}/run" in err
+    for text in (
+        *("no effect: there is no W&B here", "--use-wandb, --wandb-project p", "--data-pad-size-multiplier 4096"),
+        *("--max-skipped-steps", "learning rate 0 at optimizer step 1"),
+    ):
+        assert text in out, text
+    assert "--num-layers" not in out + err and "--swiglu" not in out + err, "what is equal is accepted in silence"
+
+
+def test_a_shape_that_differs_is_an_error_with_both_values(
+    launch: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = dict(pairwise(launch))
+    assert main(["plan", *launch, "--num-layers", "36", "--add-qkv-bias"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(lines) == 2
+    assert f"--num-layers 36: the config.json of --hf-checkpoint {shape['--hf-checkpoint']} has" in lines[0]
+    assert f"has {shape['--num-layers']};" in lines[0] and "--add-qkv-bias: " in lines[1]

@@ -12,6 +12,7 @@ are read all the same, and the line says which family is missing.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import json
@@ -22,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.checks.validate import validate_flags
+from fusionrl.config.fields import FIELDS
 from fusionrl.config.parser import CommandLineError, read_args
 from fusionrl.config.slime.script import Launch, read_script
 from fusionrl.config.slime.shell import plain
+from fusionrl.config.slime.table import TABLE
 from fusionrl.config.slime.translate import translate
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.models.shape_claims import claim_errors, layer_pattern
@@ -184,6 +187,19 @@ def check(folder: Path, path: Path, launch: Launch, scratch: Path) -> Result:
     )
 
 
+def flags_without_a_place(folder: Path) -> list[str]:
+    """Flags that slime's own parser declares and no table of ours has."""
+    names: set[str] = set()
+    for file in ("utils/arguments.py", "backends/sglang_utils/arguments.py"):
+        path = folder / "slime" / file
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
+            if isinstance(node, ast.Call):
+                given = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+                names |= {value[2:].replace("-", "_") for value in map(str, given) if re.fullmatch(r"--[\w-]+", value)}
+    of_sglang = {name for name in names if name.startswith(("sglang_", "router_"))}  # passed to the parts by their name
+    return sorted(names - of_sglang - FIELDS.keys() - TABLE.keys())
+
+
 def main() -> int:
     """Print a line for each launch command, and how many parse."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -201,6 +217,8 @@ def main() -> int:
     num_parsed = sum(not result.errors for result in results)
     num_foreign = sum(not result.errors and not result.is_family_here for result in results)
     num_planned = sum(not (result.errors or result.limits) and result.is_family_here for result in results)
+    missing = flags_without_a_place(folder)
+    print(f"flags of slime's without a place: {', '.join(missing) or 'none'}")
     print(
         f"{num_parsed} of {len(results)} parse, {num_foreign} of them for models of families that are not here;"
         f" {num_planned} run as they stand"

@@ -121,6 +121,11 @@ def test_what_is_written_otherwise(argv: str, wanted: str) -> None:
             {"ref": "torch_dist", "other": "torch_dist"},
             "--ref-load ref --megatron-checkpoint other",
         ),
+        (
+            "--ref-load ref --megatron-checkpoint own",
+            {"ref": "torch_dist"},
+            "--ref-load ref --megatron-checkpoint own",
+        ),
         ("--opd-teacher-load t --opd-teacher-ckpt-step 4", {}, "--opd-teacher-load t/iter_0000004"),
     ],
 )

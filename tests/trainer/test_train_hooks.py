@@ -210,7 +210,7 @@ def test_a_model_of_a_users_own(workers, hf):
 @pytest.mark.parametrize("name", ["layer_spec", "spec_provider"])
 def test_a_spec_of_a_users_own(workers, hf, name):
     """--custom-spec-path, slime's --spec: the layers' spec, or a function that builds a stage of the pipeline."""
-    folder, shape = hf("llama", True)
+    folder, _ = hf("llama", True)
     layout, (shard,) = TrainerLayout(2, pp=2), Samples(4, seed=47).shards()
     workers.start(config_of(folder), layout)
     usual = workers.call("score", shard)[0]

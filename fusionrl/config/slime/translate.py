@@ -224,6 +224,7 @@ def _folders(names: dict[str, _Given], result: Translated, form: Callable[[str],
         result.argv += ["--run-dir", save]
         result.notes.append(f"--save {save}: it is --run-dir {save}; checkpoints lie in it")
     has_start = load is not None and _load(load, save, step, result, form)
+    has_start = has_start or "megatron_checkpoint" in names
     if reference is not None:
         _reference(reference, ref_step, has_start, result, form)
     if teacher_step is not None and (teacher := value("opd_teacher_load")) is not None:
