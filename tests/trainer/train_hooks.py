@@ -178,17 +178,21 @@ def spec_provider(args: Any, config: Any, vp_stage: Any) -> Any:
     """The same with a function that builds the stage."""
     from megatron.core.models.gpt import GPTModel
 
+    from fusionrl.models.shape import read_model_shape
+
+    shape = read_model_shape(args.hf_checkpoint)
+
     def provider(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
         return GPTModel(
             config,
             layer_spec(args, config, vp_stage),
-            vocab_size=128,
-            max_sequence_length=256,
+            vocab_size=shape.vocab_size + -shape.vocab_size % 8,
+            max_sequence_length=shape.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
-            rotary_base=10000,
+            rotary_base=shape.rope_theta,
             vp_stage=vp_stage,
         )
 
