@@ -7,6 +7,7 @@ synchronous, so it runs in a thread, and status, metrics, abort and save answer 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import threading
 import time
@@ -44,13 +45,12 @@ class BufferActor:
         plan: Plan,
         run_dir: str,
         attempt: int,
-        endpoints: EngineEndpoints,
         put: Callable[[object], object] | None = None,
     ) -> None:
         self.config, self.plan = config, plan
         self.run_dir = Path(run_dir)
         self.attempt = attempt
-        self.endpoints = endpoints
+        self.endpoints = EngineEndpoints()
         self.source = PromptSource(config)
         self._put = put or _ray_put
         self._writer = RolloutWriter(self.run_dir)
@@ -63,10 +63,16 @@ class BufferActor:
         self._validation: dict[str, list[object]] | None = None
 
     # -------------------------------------------------------------------------------- control
-    async def setup(self) -> dict[str, int]:
+    async def prepare(self) -> None:
+        """Import what reading the data takes: seconds, in which the engines start and have no addresses yet."""
+        if self.config.run.load_debug_rollout_data is None:
+            await asyncio.to_thread(importlib.import_module, "transformers.models.auto.tokenization_auto")
+
+    async def setup(self, endpoints: EngineEndpoints) -> dict[str, int]:
         """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long."""
         config, plan, border = self.config, self.plan, self._border
-        await self.set_engines(self.endpoints.engine_urls)
+        self.endpoints = endpoints
+        await self.set_engines(endpoints.engine_urls)
         functions = RolloutFunctions(config, self.source)
         collector = Collector(config, plan, border, functions, self.source)
         self._stages = RolloutStages(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from pathlib import Path
 
+from fusionrl.base.nearest import existing_parent, names_in, nearest
 from fusionrl.config.config import Config
 from fusionrl.observe.run_dir import RunDir, last_config_file, own_config_file
 
@@ -83,14 +83,9 @@ def first_start_warning(config: Config) -> str | None:
 
 def _nearest(path: Path) -> str:
     """Name the folders that a mistyped path may have meant."""
-    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    if found := nearest(path, Path.is_dir):
+        return f"the nearest one is {found}"
+    parent, _ = existing_parent(path)
     shown = parent if path.is_absolute() else Path(os.path.relpath(parent))
-    part = path.absolute().relative_to(parent).parts[0]
-    try:
-        names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    except OSError:
-        names = []
-    if close := difflib.get_close_matches(part, names, 1):
-        return f"the nearest one is {shown / close[0]}"
-    runs = [name for name in names if last_config_file(parent / name)][:8]
+    runs = [name for name in names_in(parent, Path.is_dir) if last_config_file(parent / name)][:8]
     return f"{shown} has " + (f"the runs {', '.join(runs)}" if runs else "no run")

@@ -11,6 +11,7 @@ import ray
 from ray.actor import ActorHandle
 
 from fusionrl.buffer.actor import Rollout
+from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.cluster.engine_pool import EnginePool
 from fusionrl.cluster.supervisor import Supervisor
 
@@ -42,9 +43,13 @@ class BufferHandle:
         return self._actor
 
     def start(self, actor: ActorHandle) -> ray.ObjectRef:
-        """Take over the actor and begin its set-up: a reference of what it found in the data."""
+        """Take over the actor, and let it do what it can without engines: a reference of that."""
         self._actor = actor
-        return actor.setup.remote()
+        return actor.prepare.remote()
+
+    def setup(self, endpoints: EngineEndpoints) -> ray.ObjectRef:
+        """Begin its set-up: a reference of what it found in the data."""
+        return self.actor.setup.remote(endpoints)
 
     def set_engines(self, urls: Sequence[str]) -> None:
         """Tell the Buffer that engines have other addresses."""

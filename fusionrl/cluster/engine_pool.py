@@ -9,7 +9,7 @@ from functools import partial
 import ray
 from ray.actor import ActorHandle
 
-from fusionrl.buffer.actor import EngineEndpoints
+from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.cluster.engine_specs import expert_parts
 from fusionrl.cluster.launcher import Launcher
 from fusionrl.cluster.ray_cluster import gather

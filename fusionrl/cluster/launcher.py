@@ -21,7 +21,6 @@ from fusionrl.base.environment import (
     not_passed_on,
     without_secrets,
 )
-from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.engine_specs import EngineRole, engine_spec
 from fusionrl.cluster.guard import Guard
 from fusionrl.cluster.private_folder import make_private_folder
@@ -139,7 +138,7 @@ class Launcher:
             made.append(actor)
         return made
 
-    def make_buffer(self, endpoints: EngineEndpoints) -> ActorHandle:
+    def make_buffer(self) -> ActorHandle:
         """The Buffer's actor, not yet set up."""
         log = self._log("buffer")
         actor = actor_on(BufferWorker, None, None, env=self._env()).remote(
@@ -147,7 +146,6 @@ class Launcher:
             self._plan,
             str(self.run_dir),
             self._attempt,
-            endpoints,
             str(log),
             Settled(self._umask, self._hook_secrets),
         )

@@ -13,7 +13,6 @@ from pathlib import Path
 from fusionrl.algorithms.estimators import Role
 from fusionrl.base.environment import take_secrets
 from fusionrl.buffer.actor import BufferActor
-from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
 from fusionrl.observe.log import setup_logging, write_whole_lines
@@ -68,13 +67,12 @@ class BufferWorker(BufferActor):
         plan: Plan,
         run_dir: str,
         attempt: int,
-        endpoints: EngineEndpoints,
         log: str,
         settled: Settled,
     ) -> None:
         settled.apply()
         _log_to(log, "buffer", config.run.log_level)
-        super().__init__(config, plan, run_dir, attempt, endpoints)
+        super().__init__(config, plan, run_dir, attempt)
 
 
 class _TrainerProcess(ModelRank):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fusionrl.base.nearest import hint
 from fusionrl.data.findings import Finding
 from fusionrl.data.shards import choose_split, find_splits
 from fusionrl.data.strict_json import (
@@ -132,7 +133,7 @@ def _read(found: PromptSet) -> Iterator[tuple[str, Row | ValueError]]:
     if path.is_dir():
         return _read_folder(path, found.split)
     if not path.is_file():
-        raise ValueError("there is no such file")
+        raise ValueError(f"there is no such file{hint(path)}")
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix not in (".jsonl", ".json"):

@@ -73,11 +73,11 @@ class Actors:
         self._say("starting " + ", ".join(self._parts()))
         self.engines.start()
         self.trainers.actors, self.trainers.auxiliaries, ready = self._launcher.make_trainers()
-        endpoints = self.engines.finish_start()
-        buffer_ready = self.buffer.start(self._launcher.make_buffer(endpoints))
+        prepared = self.buffer.start(self._launcher.make_buffer())
+        buffer_ready = self.buffer.setup(self.engines.finish_start())
         if ready:
             logger.info("trainers: %s", gather(ready, self._stop.check)[0])
-        facts = gather([buffer_ready], self._stop.check)[0]
+        _, facts = gather([prepared, buffer_ready], self._stop.check)
         if facts["num_too_long"]:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
 

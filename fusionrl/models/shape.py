@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fusionrl.base.nearest import hint
 from fusionrl.models import families
 from fusionrl.models.families.hf_config import is_hf_config
 
@@ -124,7 +125,8 @@ def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise ValueError(f"{flag} {folder}: there is no such folder; give a Hugging Face model folder")
+        meant = hint(Path(folder), Path.is_dir) or "; give a Hugging Face model folder"
+        raise ValueError(f"{flag} {folder}: there is no such folder{meant}")
     if not path.is_file():
         raise ValueError(f"{flag} {folder}: it has no config.json; give a Hugging Face model folder")
     try:

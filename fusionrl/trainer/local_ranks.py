@@ -106,7 +106,8 @@ class LocalRanks:
         self.world_size = layout.world_size
         import torch
 
-        device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted, found = config.cluster.device, "cuda" if torch.cuda.is_available() else "cpu"
+        device: Literal["cpu", "cuda"] = "cuda" if "cuda" in (wanted, found) and wanted != "cpu" else "cpu"
         plan = trainer_plan(config, layout, device, len(os.sched_getaffinity(0)))
         host = "127.0.0.1"
         # The store of a group is the parent's, which outlives the actors.

@@ -53,8 +53,8 @@ def make_buffer(url: str, model: Path, folder: Path, num_samples: int) -> Buffer
     plan = make_plan(config, shape, device="cpu", num_prompts=num_samples // GROUP)
     run_dir = str(folder / f"run-{num_samples}")
     # The object store's part: it has a copy of its own.
-    buffer = BufferActor(config, plan, run_dir, 1, EngineEndpoints(url, (url,)), put=copy.deepcopy)
-    asyncio.run(buffer.setup())
+    buffer = BufferActor(config, plan, run_dir, 1, put=copy.deepcopy)
+    asyncio.run(buffer.setup(EngineEndpoints(url, (url,))))
     return buffer
 
 

@@ -65,8 +65,8 @@ def buffer(tiny_model: Path, data: Path, tmp_path: Path, notes: Any) -> MakeBuff
         values = {name: value for name, value in (values | changes).items() if value is not None}
         config = Config.from_flat(values)
         plan = make_plan(config, read_model_shape(tiny_model), device="cpu", num_prompts=12)
-        made = BufferActor(config, plan, str(tmp_path / run), attempt, EngineEndpoints(), put=lambda shard: shard)
-        asyncio.run(made.setup())
+        made = BufferActor(config, plan, str(tmp_path / run), attempt, put=lambda shard: shard)
+        asyncio.run(made.setup(EngineEndpoints()))
         return made
 
     return make

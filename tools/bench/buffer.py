@@ -38,7 +38,7 @@ from aiohttp import web
 
 from fusionrl.buffer.actor import EngineEndpoints
 from fusionrl.cluster.ray_cluster import actor_on, start_ray
-from fusionrl.cluster.workers import BufferWorker
+from fusionrl.cluster.workers import BufferWorker, Settled
 from fusionrl.config.config import Config
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
@@ -229,10 +229,10 @@ def measure(num_samples: int, num_tokens: int, num_ranks: int, model: Path, url:
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         endpoints = EngineEndpoints(url, (url,), None)
         buffer = actor_on(BufferWorker, None, None, env=env).remote(
-            config, plan, str(run_dir), 1, endpoints, str(run_dir / "buffer.log")
+            config, plan, str(run_dir), 1, str(run_dir / "buffer.log"), Settled(0o077)
         )
         receiver = actor_on(Receiver, None, None, env=env).remote()
-        ray.get(buffer.setup.remote())
+        ray.get(buffer.setup.remote(endpoints))
         pids = [ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in (buffer, receiver)]
         watch = MemoryWatch(pids)
         before = psutil.Process(pids[0]).cpu_times()

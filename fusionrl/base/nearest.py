@@ -1,0 +1,41 @@
+"""The path that a mistyped one may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def existing_parent(path: Path) -> tuple[Path, str]:
+    """Return the deepest folder of `path` that exists, and the first part that does not."""
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    return parent, path.absolute().relative_to(parent).parts[0]
+
+
+def names_in(folder: Path, is_wanted: Callable[[Path], bool]) -> list[str]:
+    """List the names in a folder that are wanted and not hidden; none of a folder that cannot be read."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".") and is_wanted(entry))
+    except OSError:
+        return []
+
+
+def nearest(path: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str | None:
+    """Return the path that a mistyped one may have meant, written as it was: relative or absolute; None: no idea.
+
+    Of a path with several wrong parts, the first one is set right.
+    """
+    parent, part = existing_parent(path)
+    close = difflib.get_close_matches(part, names_in(parent, is_wanted), 1)
+    if not close:
+        return None
+    shown = parent if path.is_absolute() else Path(os.path.relpath(parent))
+    return str(shown / close[0])
+
+
+def hint(path: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:
+    """Return `; did you mean PATH?`, or nothing."""
+    found = nearest(path, is_wanted)
+    return "" if found is None else f"; did you mean {found}?"
