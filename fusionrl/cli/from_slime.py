@@ -133,7 +133,7 @@ def render(script: Script, path: str) -> list[str]:
 def _command(launch: Launch) -> list[str]:
     translated = translate(launch.argv)
     lines = []
-    if launch.program == "train_async":
+    if launch.program == "train_async" and "sft" not in translated.argv:
         lines += _comment(
             "train_async.py generates one rollout ahead; here each rollout is trained on by the weights that made it"
             " (--pipeline on-policy; pipelines that run ahead are still to come)"
