@@ -44,6 +44,16 @@ class PassThrough(Group):
     )
 
 
+def _number(value: object) -> object:
+    """Return the number that a text of the command line is; anything else as it is."""
+    for kind in (int, float):
+        try:
+            return kind(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+    return value
+
+
 class HookArgs(argparse.Namespace):
     """`args` of a hook: a flat namespace that may be written on, copied and deep-copied.
 
@@ -110,7 +120,7 @@ class Config(Group):
         flat: dict[str, Any] = {}
         for group in GROUPS:
             flat.update(getattr(self, group).model_dump())
-        flat.update((name, value) for name, value in self.passthrough.slime.items() if name not in flat)
+        flat.update((name, _number(value)) for name, value in self.passthrough.slime.items() if name not in flat)
         for name, value in self.passthrough.sglang.items():
             flat[f"sglang_{name}"] = copy.deepcopy(value)
         flat.update(copy.deepcopy(self.passthrough.custom))

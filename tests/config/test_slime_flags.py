@@ -148,7 +148,7 @@ def test_a_key_of_wandb_is_neither_kept_nor_shown() -> None:
 def test_args_of_hooks_have_them() -> None:
     config, _ = read_args(["--wandb-project", "p", "--rollout-buffer-url", "http://x", "--num-layers", "4"])
     args = config.to_args()
-    assert (args.wandb_project, args.rollout_buffer_url, args.num_layers) == ("p", "http://x", "4")
+    assert (args.wandb_project, args.rollout_buffer_url, args.num_layers) == ("p", "http://x", 4)
 
 
 def test_a_former_runs_file_keeps_them(tmp_path: Path) -> None:

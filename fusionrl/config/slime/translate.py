@@ -250,8 +250,8 @@ def _load(
     if save is not None and _same(load, save) and kind is None:
         result.argv += ["--resume"]
         result.notes.append(
-            f"--load {load}: it is --resume: the run goes on there, and starts where there is none yet. A folder of slime's"
-            f" checkpoints is no run: for its weights --megatron-checkpoint {load}, with another --run-dir"
+            f"--load {load}: it is --resume: the run goes on there, and starts where there is none yet. A folder of"
+            f" slime's checkpoints is no run: for its weights --megatron-checkpoint {load}, with another --run-dir"
         )
         return False
     if kind == "hf":
