@@ -44,6 +44,9 @@ def argv(folder: Path, text: str, **values: str) -> list[str]:
         ("if [[ 1 == 2 || x != x ]]; then Y=a; else Y=c; fi", "$Y", ["c"]),
         ('X=8\n[ -z "$X" ] && X=1\n[ -n "$X" ] || X=2', "$X", ["8"]),
         ("f() { Y=of_f; }\nf", "$Y", ["of_f"]),
+        ("X=7B\ncase $X in\n  1B|2B) Y=a ;;\n  (7*) Y=b; Z=1 ;;\n  *) Y=c\nesac", "$Y $Z", ["b", "1"]),
+        ("Y=a\ncase $1 in --big) Y=b ;; esac", "$Y", ["${Y}"]),
+        ("while read -r line; do X=1; done < file\nuntil curl x; do sleep 1; done\nX=2", "$X", ["2"]),
         ("cat <<EOF > /dev/null\n( ' unclosed\nEOF\nX=1", "$X", ["1"]),
         ("export X=1 Y", "$X", ["1"]),
     ],
@@ -113,7 +116,8 @@ def test_a_lost_backslash_is_named(tmp_path: Path) -> None:
         ("X=(1\npython train.py\n", "not closed"),
         ('echo "open\n', "missing"),
         ("if true; then\npython train.py\n", "line "),
-        ("case $X in a) ;; esac\n", "`case` is not read"),
+        ("select X in a b; do break; done\n", "`select` is not read"),
+        ("case $X in a) ;;\n", "esac is missing"),
     ],
 )
 def test_a_text_that_is_no_launch_script(tmp_path: Path, text: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fusionrl.config.slime.shell import CLOSE, Shell, ShellError, Value, calculate, left, left_parts, plain
-from fusionrl.config.slime.syntax import Assignment, Choice, Command, Group, Loop, Step, parse
+from fusionrl.config.slime.syntax import Assignment, Case, Choice, Command, Group, Loop, Step, parse
 
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _MAX_ROUNDS = 10_000  # of a loop
@@ -101,6 +102,8 @@ class _Run:
             result = self.command(statement)
         elif isinstance(statement, Choice):
             self.choice(statement)
+        elif isinstance(statement, Case):
+            self.case(statement)
         elif isinstance(statement, Loop):
             self.loop(statement)
         elif statement.function is not None:
@@ -125,6 +128,18 @@ class _Run:
             possible[0]()
         else:
             self.maybe(possible, "an `if`")
+
+    def case(self, case: Case) -> None:
+        """Read a `case`: the branch that fits, or where the word is not known each on its own."""
+        word = self.shell.text(case.word)
+        if left_parts(word):
+            bodies: list[Callable[[], object]] = [partial(self.steps, body) for _, body in case.branches]
+            self.maybe([*bodies, _nothing], "a `case`")
+            return
+        for patterns, body in case.branches:
+            if any(fnmatch.fnmatchcase(word, self.shell.text(pattern)) for pattern in patterns):
+                self.steps(body)
+                return
 
     def maybe(self, branches: Sequence[Callable[[], object]], why: str) -> None:
         """Read each branch on its own; a variable that they leave with different values is not known from here on."""

@@ -42,6 +42,14 @@ class Choice:
 
 
 @dataclass
+class Case:
+    """case WORD in …; a branch is its patterns and its statements."""
+
+    word: str
+    branches: list[tuple[list[str], list[Step]]]
+
+
+@dataclass
 class Loop:
     """A loop. `words` of `for NAME in words`; `header` of `for ((…))`; neither: while and until."""
 
@@ -59,7 +67,7 @@ class Group:
     function: str | None = None
 
 
-Statement: TypeAlias = "Command | Choice | Loop | Group"
+Statement: TypeAlias = "Command | Choice | Case | Loop | Group"
 
 
 @dataclass
@@ -216,7 +224,9 @@ class _Reader:
             return self.choice()
         if keyword in ("for", "while", "until"):
             return self.loop()
-        if keyword in ("case", "select"):
+        if keyword == "case":
+            return self.case()
+        if keyword == "select":
             raise ShellError(f"line {self.line()}: `{keyword}` is not read")
         return self.command()
 
@@ -253,6 +263,33 @@ class _Reader:
                 raise ShellError(f"line {self.line()}: fi is missing")
             if keyword != "elif":
                 return Choice(branches)
+
+    def case(self) -> Case:
+        """Read a `case`."""
+        self.word()
+        self.blanks()
+        case = Case(self.word(), [])
+        self.expect("in")
+        while True:
+            self.blanks(lines=True)
+            if self.peek() == "esac":
+                self.word()
+                return case
+            patterns: list[str] = []
+            while not self.text.startswith(")", self.position):
+                self.blanks()
+                if self.text[self.position : self.position + 1] in ("(", "|"):
+                    self.position += 1
+                elif word := self.word():
+                    patterns.append(word)
+                else:
+                    raise ShellError(f"line {self.line()}: esac is missing")
+                self.blanks()
+            self.position += 1
+            case.branches.append((patterns, self.steps(("esac",))))
+            self.blanks(lines=True)
+            if self.text.startswith(";;", self.position):
+                self.position += 2
 
     def loop(self) -> Loop:
         """Read a `for`, `while` or `until`."""
