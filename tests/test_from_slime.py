@@ -81,7 +81,16 @@ def test_a_flag_that_is_not_here_is_in_the_comments(script: Path, capsys: pytest
     script.write_text(SCRIPT.replace("--optimizer adam", "--optimizer sgd"))
     assert main(["from-slime", str(script)]) == 0
     out = capsys.readouterr().out
+    assert "TO CHANGE" not in out
     assert "# NOT HERE --optimizer sgd: the optimizer is Adam" in out and "    --optimizer" not in out
+
+
+def test_what_keeps_it_from_running_as_it_stands(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "--rollout-num-gpus-per-engine 16 --max-tokens-per-gpu 8 --seed ${SEED} --lr fast"
+    script.write_text(SCRIPT.replace("--optimizer adam", f"--optimizer adam {more}"))
+    assert main(["from-slime", str(script)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# TO CHANGE")]
+    assert [line.split()[3] for line in lines] == ["--lr", "--rollout-num-gpus-per-engine", "--max-tokens-per-gpu"]
 
 
 @pytest.mark.parametrize(

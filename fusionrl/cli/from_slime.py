@@ -12,7 +12,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fusionrl.checks.validate import validate_flags
 from fusionrl.cli.exits import EXIT_USER, refuse
+from fusionrl.cli.resolve import not_named_yet
+from fusionrl.config.parser import read_args
 from fusionrl.config.slime.defaults import slime_defaults
 from fusionrl.config.slime.page import render_page
 from fusionrl.config.slime.script import Launch, Script, read_script
@@ -142,6 +145,8 @@ def _command(launch: Launch) -> list[str]:
         lines += _comment(plain(note))
     for error in translated.errors:
         lines += _comment(f"NOT HERE {plain(error)}")
+    for error in _to_change([*translated.argv, *_added(launch.argv)]):
+        lines += _comment(f"TO CHANGE {error}")
     compared = [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]
     if compared:
         lines += _comment(
@@ -164,6 +169,18 @@ def _command(launch: Launch) -> list[str]:
             groups.append([])
         groups[-1].append(quoted(word))
     return [*lines, " \\\n    ".join(["fusionrl train", *(" ".join(group) for group in groups)])]
+
+
+def _to_change(argv: Sequence[str]) -> list[str]:
+    """Return what keeps the command from running as it stands, as far as its flags alone show it.
+
+    A flag whose value only the machine of the run knows is not looked at.
+    """
+    known = [plain(word) for word in argv]
+    config, errors = read_args(known)
+    unknown = [part for word in argv for part in left_parts(word)]
+    bad = [error for error in errors if not any(part in error for part in unknown)]
+    return [*bad, *not_named_yet(validate_flags(config, None), errors)]
 
 
 def _secrets(argv: Sequence[str]) -> list[str]:
