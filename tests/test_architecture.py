@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "fusionrl"
 # From the ground up. What stands on one floor does not import each other.
 FLOORS = (
     ("base",),
-    ("observe", "sandbox", "algorithms", "upstream"),
+    ("observe", "sandbox", "algorithms", "upstream", "slime_names"),
     ("config", "data", "models"),
     ("plan",),
     ("engines",),
@@ -25,18 +25,19 @@ FLOORS = (
     ("buffer", "trainer"),
     ("checks", "cluster"),
     ("driver",),
-    ("cli", "plugin_api"),
+    ("cli", "plugin_api", "slime_api"),
 )
 # Which rooms may import these packages at all; the others start without them.
 HEAVY = {
     "ray": {"buffer", "cluster", "sync", "trainer"},
-    "megatron": {"upstream", "models", "sync", "trainer", "checks"},
+    "megatron": {"upstream", "models", "sync", "trainer", "checks", "slime_api"},
     "sglang": {"upstream", "engines", "rollout"},
     "sglang_router": {"upstream", "engines"},
     "transformer_engine": {"trainer"},
     "torch": {
         *("base", "observe", "algorithms", "upstream", "data", "models", "engines", "sync", "trainer", "checks"),
         "cluster",
+        "slime_api",
     },
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

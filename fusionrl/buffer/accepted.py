@@ -141,7 +141,7 @@ def _row(rollout_id: int, sample: Sample, reward: float, keeps_tokens: bool) -> 
     is_whole = bool(response_mask(sample).all())
     if sample.messages is not None and is_whole:
         row["messages"] = [*sample.messages, {"role": "assistant", "content": sample.response}]
-    if not is_whole or (keeps_tokens and sample.loss_mask is not None):
+    if not is_whole or (keeps_tokens and sample.array("loss_mask") is not None):
         row |= token_columns(sample)
     return row | {"reward": reward, "label": sample.label, "metadata": sample.metadata}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.hooks import call_hook, flag_of
 from fusionrl.plan.plan import Plan
 from fusionrl.rollout.teacher import Teacher
@@ -83,8 +84,7 @@ class HookBorder:
         shape = self._plan.shape
         host, _, port = ends.router_url.removeprefix("http://").rpartition(":")
         asks_for_experts = self._config.algorithm.use_rollout_routing_replay and self._plan.device == "cuda"
-        return self._config.to_args(
-            **self._plan.answers,
+        added: dict[str, object] = dict(  # noqa: C408  # names of `args`, as a hook writes them
             sglang_router_ip=host or None,
             sglang_router_port=int(port) if port else None,
             router_url=ends.router_url,
@@ -93,6 +93,7 @@ class HookBorder:
             rm_urls=list(ends.rm_urls),
             teacher_urls=list(ends.teacher_urls),
             rollout_global_dataset=True,
+            rollout_num_engines=len(ends.engine_urls),
             vocab_size=shape.vocab_size,
             # (layers, experts of a token), where the engines are asked which experts they chose
             routed_experts_size=(shape.num_layers, shape.moe.topk) if asks_for_experts and shape.moe else None,
@@ -102,3 +103,6 @@ class HookBorder:
             run_dir=str(self._run_dir),
             abort_event=self._abort,
         )
+        args = self._config.to_args(**self._plan.answers | added)
+        args.eval_datasets = eval_sets(args)
+        return args

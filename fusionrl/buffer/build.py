@@ -145,7 +145,7 @@ class _Sizes:
         numbers = [sample.group_index for sample in samples]
         first = [i == 0 or number is None or number != numbers[i - 1] for i, number in enumerate(numbers)]
         return cls(
-            np.array([len(sample.tokens) for sample in samples], np.int64),
+            np.array([sample.num_tokens for sample in samples], np.int64),
             np.array([sample.response_length for sample in samples], np.int64),
             np.array([response_mask(sample).sum() for sample in samples], np.float64),
             np.cumsum(first) - 1,
@@ -215,7 +215,7 @@ def _present(samples: Sequence[Sample], sizes: _Sizes) -> dict[str, tuple[int, .
     needed = [sample for sample, trained in zip(samples, sizes.trained, strict=True) if trained]
 
     def is_whole(name: str) -> bool:
-        return all(getattr(sample, name, None) is not None for sample in needed)
+        return all(vars(sample).get(name) is not None for sample in needed)
 
     names = [name for name, spec in FIELDS.items() if spec.required or (not spec.is_derived and is_whole(name))]
     return {name: _trailing(samples, name) for name in names}
@@ -226,7 +226,7 @@ def _trailing(samples: Sequence[Sample], name: str) -> tuple[int, ...]:
     count = FIELDS[name].trailing
     if not count:
         return ()
-    shapes = {np.shape(value)[1:]: s.index for s in samples if (value := getattr(s, name)) is not None}
+    shapes = {np.shape(value)[1:]: s.index for s in samples if (value := vars(s)[name]) is not None}
     for shape, index in shapes.items():
         if len(shape) != count or len(shapes) > 1:
             others = f"; others have {', '.join(str(s) for s in shapes if s != shape)}" if len(shapes) > 1 else ""
@@ -251,7 +251,7 @@ def _take_shard(
 
     present  each field's dimensions behind that over which it runs
     """
-    total = np.array([len(samples[i].tokens) for i in members], np.int32)
+    total = np.array([samples[i].num_tokens for i in members], np.int32)
     responses = np.array([samples[i].response_length for i in members], np.int32)
     sizes = {"token": int(total.sum()), "response": int(responses.sum()), "sample": len(members)}
     fields: dict[str, np.ndarray] = {
@@ -289,10 +289,10 @@ def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list
         case "truncated":
             return [s.status == Status.TRUNCATED for s in samples]
         case "rollout_routed_experts":
-            return [_of_all_tokens(s.rollout_routed_experts, len(s.tokens), trailing) for s in samples]
+            return [_of_all_tokens(s.rollout_routed_experts, s.num_tokens, trailing) for s in samples]
         case "loss_mask":
             return [response_mask(s) for s in samples]
-    values = [getattr(s, name, None) for s in samples]
+    values = [vars(s).get(name) for s in samples]
     return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
 
 

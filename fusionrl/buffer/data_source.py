@@ -248,6 +248,7 @@ def _fingerprint(prompts: list[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in prompts:
         digest.update(json.dumps([sample.prompt, sample.label], default=repr).encode())
-        if len(sample.tokens):  # of a row that holds them (--mode sft)
-            digest.update(np.asarray(sample.tokens, np.int32).tobytes() + np.asarray(sample.loss_mask).tobytes())
+        if sample.num_tokens:  # of a row that holds them (--mode sft)
+            digest.update(np.asarray(sample.array("tokens"), np.int32).tobytes())
+            digest.update(np.asarray(sample.array("loss_mask")).tobytes())
     return digest.hexdigest()[:16]

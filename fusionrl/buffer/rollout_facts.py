@@ -47,7 +47,7 @@ def rollout_facts(
         num_failed=sum(s.status in (Status.FAILED, Status.ABORTED) for s in samples),
         num_truncated=len(truncated),
         num_at_response_limit=sum(longest is not None and s.response_length >= longest for s in truncated),
-        num_at_context_limit=sum(most is not None and len(s.tokens) >= most for s in truncated),
+        num_at_context_limit=sum(most is not None and s.num_tokens >= most for s in truncated),
         num_without_label=sum(s.label is None or (isinstance(s.label, str) and not s.label) for s in samples),
         num_no_second_turn=sum((s.metadata or {}).get(NO_ROOM_AFTER) == 1 for s in samples),
         teaches_nothing=teaches_nothing(config, samples, rewards, trained),
@@ -108,9 +108,10 @@ def _has_pair(samples: Sequence[Sample], rewards: Sequence[float]) -> bool:
 
 
 def _has_trained_token(sample: Sample) -> bool:
-    if sample.loss_mask is None:
+    mask = sample.array("loss_mask")
+    if mask is None:
         return is_trained_on(sample) and sample.response_length > 0
-    return is_trained_on(sample) and bool(np.any(sample.loss_mask))
+    return is_trained_on(sample) and bool(np.any(mask))
 
 
 def _has_own_advantages(config: Config) -> bool:

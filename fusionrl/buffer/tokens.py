@@ -62,9 +62,10 @@ def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) 
     num_unknown = 0
     for sample in samples:
         trained = response_mask(sample) > 0
-        if sample.teacher_log_probs is not None and sample.rollout_log_probs is not None:
+        log_probs = sample.array("rollout_log_probs")
+        if sample.teacher_log_probs is not None and log_probs is not None:
             teacher = np.asarray(sample.teacher_log_probs, np.float64)
-            gaps.append((np.asarray(sample.rollout_log_probs, np.float64) - teacher)[trained])
+            gaps.append((np.asarray(log_probs, np.float64) - teacher)[trained])
         if sample.weight_versions is None:
             num_unknown += int(trained.sum())
         elif version is not None:

@@ -60,7 +60,7 @@ class HookArgs(argparse.Namespace):
     A deep copy has the same SHARED objects, which belong to the process and the rollout that made them.
     """
 
-    SHARED = ("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state")
+    SHARED = ("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state", "client_loop")
 
     def __deepcopy__(self, memo: dict[int, object]) -> HookArgs:
         return HookArgs(

@@ -35,6 +35,7 @@ from pathlib import Path
 from types import ModuleType
 
 _PREFIX = "fusionrl_hooks_"
+STAND_IN = "slime"  # installed, or fusionrl's own (`fusionrl.slime_names`), and never a folder beside a hook
 _folders: dict[str, Path] = {}  # name of the package that stands for a folder → the folder
 _files: dict[str, Path] = {}  # full module name of a hook's file → the file
 _elsewhere: set[tuple[str, str]] = set()  # (importing package, name): imported from outside of the hook's folder
@@ -66,6 +67,24 @@ def register_folder(path: Path) -> str:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     return package
+
+
+def find_beside(name: str) -> str:
+    """Return the full name of a module that hooks' files know as `name`: of a package beside them, or `name` itself.
+
+    A hook that loads a function by its path, as slime's do, may name its neighbours: "examples.agents.solve". Python
+    finds them first.
+    """
+    top = name.partition(".")[0]
+    if top in sys.modules or top == STAND_IN or _spec(top) is not None:
+        return name
+    found = (package for package, folder in _folders.items() if _stands_in(folder, top))
+    package = next(found, None)
+    return name if package is None else f"{package}.{name}"
+
+
+def _stands_in(folder: Path, top: str) -> bool:
+    return (folder / top).is_dir() or (folder / f"{top}.py").is_file()
 
 
 def _place(file: Path) -> tuple[Path, str]:
@@ -159,6 +178,8 @@ def _home(top: str, package: str) -> str | None:
 
     None: it is imported as anywhere else. A folder without an __init__.py counts where no other module is found.
     """
+    if top == STAND_IN:
+        return None  # a checkout of slime beside its examples is not taken for an installed one
     for home in dict.fromkeys((package, package.partition(".")[0])):
         if (full_name := f"{home}.{top}") in sys.modules:
             return home

@@ -17,6 +17,10 @@ from typing import Any
 
 from fusionrl.config.hook_files import import_file, register_folder
 from fusionrl.config.user_code import HookError, last_user_line, user_code
+from fusionrl.slime_names import finder
+
+# Every process that loads a user's function does so by this module: in each of them the name `slime` is known.
+finder.install()
 
 __all__ = [
     "OPTIONAL",
@@ -154,7 +158,10 @@ def load_function(path: str) -> Callable[..., Any]:
         line = last_user_line(error, path)
         at = f" at {line}" if line else ""
         raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}{at}{hint}") from error
-    found = getattr(module, name, None)
+    try:
+        found = getattr(module, name, None)
+    except ImportError as error:  # a name of slime's that is not here
+        raise ValueError(f"{path!r}: {error}") from error
     if found is None:
         there = _functions_in(module_name) if ":" in path else []
         hint = f"; it has {', '.join(there)}" if there else ""

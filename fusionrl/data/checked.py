@@ -30,12 +30,12 @@ def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int
     """
     sample.validate()
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
-    if len(sample.tokens):
+    if sample.num_tokens:
         _check(sample, "tokens", 0, most, "iu", f"the model's tokens are 0..{most}")
     for name in ("rollout_log_probs", "teacher_log_probs"):
-        if getattr(sample, name) is not None:
+        if vars(sample)[name] is not None:
             _check(sample, name, SMALLEST_LOG_PROB, LARGEST_LOG_PROB, "fiu", "log-probs are finite and at most 0")
-    if sample.loss_mask is not None:
+    if vars(sample)["loss_mask"] is not None:
         _check(sample, "loss_mask", 0, 1, "fiub", "1 is trained on, 0 is not")
     if sample.weight_versions is not None:
         _check(sample, "weight_versions", -1, _LARGEST_VERSION, "iu", "versions are whole numbers from 0 on")
@@ -46,7 +46,7 @@ def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int
 
 def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rule: str) -> None:
     """kinds: of numpy's dtypes, those that the field may have."""
-    given = getattr(sample, name)
+    given = vars(sample)[name]
     try:
         values = np.asarray(given)
     except (ValueError, OverflowError) as error:

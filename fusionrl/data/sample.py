@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
+from fusionrl.data.counts import PrefixCacheInfo, SpecInfo
+from fusionrl.data.lists import LazyField, ListField, PromptField
 from fusionrl.observe.values import to_jsonable
 
 
@@ -23,10 +26,17 @@ class Status(str, Enum):
     FAILED = "failed"
 
 
-_Status = Status  # the annotation inside Sample, where `Status` is a class attribute for hooks
+# Annotations inside Sample, where these names are class attributes for hooks.
+_Status: TypeAlias = Status
+_SpecInfo: TypeAlias = SpecInfo
+_PrefixCacheInfo: TypeAlias = PrefixCacheInfo
 REWARD_LOST = "reward_lost"  # in the metadata: why its reward function gave no reward, "timeout" or "crash"
 UNKNOWN_VERSION = -1  # in weight_versions: nobody said which weights sampled the token
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+COUNTS: dict[str, type[SpecInfo] | type[PrefixCacheInfo]] = {
+    "spec_info": SpecInfo,
+    "prefix_cache_info": PrefixCacheInfo,
+}
 _ARRAY_DTYPES = {
     "tokens": np.int32,
     "loss_mask": np.int32,
@@ -36,16 +46,24 @@ _ARRAY_DTYPES = {
     "rollout_routed_experts": np.int16,
     "prompt_tokens": np.int32,
 }
+LIST_FIELDS = ("tokens", "loss_mask", "rollout_log_probs")  # lists to a hook, arrays elsewhere
+# slime's fields that most samples leave as they are, and then are not written to files.
+_RARE = frozenset(
+    ("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id", "apply_chat_template_kwargs")
+    + ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "non_generation_time", "spec_info")
+    + ("prefix_cache_info",)
+)
 
 
-@dataclass(eq=False)  # arrays have no single truth value to compare by; a sample is equal to itself
+@dataclass(eq=False, repr=False)  # arrays have no single truth value to compare by; a sample is equal to itself
 class Sample:
     """One sample of a rollout.
 
-    tokens             prompt and response ids, [prompt + response_length]; an int32 array where the default
-                       rollout made it, any sequence of ints where a user's function did
+    tokens             prompt and response ids, [prompt + response_length]
     loss_mask          [response_length], 1 = trained on; None: all of the response is
     rollout_log_probs  [response_length], the engine's log-prob of each response token (0 where the mask is 0)
+                       These three are Python lists to whoever reads them, as in slime (`fusionrl.data.lists`); what is
+                       written may be any sequence of numbers. fusionrl's own code reads `array(name)`.
     weight_versions    [response_length], weight version that generated each token, of a tool's tokens that of the token
                        before; -1: not known. slime has a list with one entry a turn here
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
@@ -55,6 +73,8 @@ class Sample:
     """
 
     Status = Status
+    SpecInfo: ClassVar[type[SpecInfo]] = SpecInfo
+    PrefixCacheInfo: ClassVar[type[PrefixCacheInfo]] = PrefixCacheInfo
 
     group_index: int | None = None
     index: int | None = None
@@ -80,21 +100,67 @@ class Sample:
     prompt_tokens: np.ndarray | None = None  # ids of `prompt`, made when the data was read
     messages: list[dict[str, Any]] | None = None  # the prompt before the chat template
     baseline_reward: float | None = None  # of the greedy answer to the prompt (--advantage-estimator remax)
+    # slime's, for hooks; nothing in fusionrl reads them yet.
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = None  # type: ignore[assignment]  # read as {}
+    rollout_top_p_token_ids: Sequence[int] | np.ndarray | None = None
+    rollout_top_p_token_offsets: Sequence[int] | np.ndarray | None = None
+    non_generation_time: float = 0.0
+    spec_info: _SpecInfo = None  # type: ignore[assignment]  # read as an object with counts of 0
+    prefix_cache_info: _PrefixCacheInfo = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        # By what is kept: to print a sample makes no lists of it.
+        return f"Sample({', '.join(f'{f.name}={self.__dict__.get(f.name)!r}' for f in fields(self))})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, of prompt and response."""
+        return len(self.__dict__["tokens"])
 
     @property
     def prompt_length(self) -> int:
         """Number of prompt tokens."""
-        return len(self.tokens) - self.response_length
+        return self.num_tokens - self.response_length
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of response tokens that the mask trains on."""
+        mask = self.array("loss_mask")
+        return self.response_length if mask is None else int(mask.sum())
+
+    def array(self, name: str) -> np.ndarray | None:
+        """Return a field as an array, of the dtype that it is packed in; None where it is None. The field stays as is.
+
+        Raises:
+            ValueError, TypeError, OverflowError: it holds what is no number.
+        """
+        value = self.__dict__[name]
+        return value if value is None or isinstance(value, np.ndarray) else _packed(name, value)
+
+    def pack(self) -> None:
+        """Make arrays of the lists that a hook read or wrote; of a list that holds no numbers, an error comes later."""
+        if self.weight_versions is not None and not len(self.weight_versions):
+            self.weight_versions = None
+        for name in LIST_FIELDS:
+            value = self.__dict__[name]
+            if value is not None and not isinstance(value, np.ndarray):
+                try:
+                    self.__dict__[name] = _packed(name, value)
+                except (TypeError, ValueError, OverflowError):
+                    continue
 
     def append_response_tokens(
         self,
         args: object = None,
         *,
-        tokens: Sequence[int] | np.ndarray,
+        tokens: Sequence[int] | np.ndarray | None = None,
         log_probs: Sequence[float] | np.ndarray | None = None,
         trainable: bool = True,
         versions: Sequence[int] | np.ndarray | int | None = None,
-        text: str = "",
+        text: str | None = None,
         finish_reason: str | None = None,
         meta_info: Mapping[str, object] | None = None,
         update_terminal_info: bool = True,
@@ -111,8 +177,9 @@ class Sample:
         Raises:
             ValueError: trainable tokens without log-probs, or lengths that differ.
         """
+        tokens = () if tokens is None else tokens
         count = len(tokens)
-        if trainable and log_probs is None:
+        if count and trainable and log_probs is None:
             raise ValueError("trainable response tokens need the log-probs of the engine that sampled them")
         if log_probs is not None and len(log_probs) != count:
             raise ValueError(f"{count} response tokens, but {len(log_probs)} log-probs")
@@ -123,21 +190,24 @@ class Sample:
                 finish_reason = _finish_reason(meta_info)
         if versions is None:
             versions = UNKNOWN_VERSION
-            if not trainable and self.weight_versions is not None and len(self.weight_versions):
-                versions = int(self.weight_versions[-1])
+            before = self.weight_versions
+            if not trainable and before is not None and not of_turns(before) and len(before):
+                versions = int(before[-1])
         self.validate()
         mask = np.full(count, 1 if trainable else 0, np.int32)
-        kept = np.asarray(log_probs, np.float32) if trainable else np.zeros(count, np.float32)
+        kept = np.zeros(count, np.float32) if log_probs is None or not trainable else np.asarray(log_probs, np.float32)
         version = np.broadcast_to(np.asarray(versions, np.int32), (count,))
-        self.loss_mask = _joined(self._response_field("loss_mask", 1), mask)
-        self.rollout_log_probs = _joined(self._response_field("rollout_log_probs", 0), kept)
+        self._extend("loss_mask", mask, 1)
+        self._extend("rollout_log_probs", kept, 0)
         self.weight_versions = _joined(self._response_field("weight_versions", UNKNOWN_VERSION), version)
-        self.tokens = _joined(np.asarray(self.tokens, np.int32), np.asarray(tokens, np.int32))
+        self._extend("tokens", np.asarray(tokens, np.int32))
         if count:
             self.teacher_log_probs = None  # the teacher has not seen these tokens: it is asked for all of them
             self.rollout_routed_experts = None  # as an engine's last answer has them, for all tokens
         self.response_length += count
-        self.response += text
+        self.response += text or ""
+        if meta_info is not None:
+            self._add_meta_info(args, meta_info, update_terminal_info)
         if finish_reason is not None:
             self.status = _FINISH_STATUS.get(finish_reason, Status.COMPLETED)
 
@@ -147,6 +217,8 @@ class Sample:
         The versions are of the response's last tokens, as many as the answer had; call it after each turn, when its
         tokens are in the sample. A finish reason that is none of stop, length and abort leaves the status as it is.
         """
+        if of_turns(self.weight_versions):
+            self.weight_versions = None
         known = 0 if self.weight_versions is None else len(self.weight_versions)
         num_new = self.response_length - known
         if num_new > 0:
@@ -157,9 +229,31 @@ class Sample:
             self.weight_versions = np.concatenate([before, unknown, token_versions(meta_info, count)])
         self.status = _FINISH_STATUS.get(_finish_reason(meta_info) or "", self.status)
 
+    def _add_meta_info(self, args: object, meta_info: Mapping[str, object], is_terminal: bool) -> None:
+        """Take over the experts that an answer of SGLang's /generate names, and its counts."""
+        size = getattr(args, "routed_experts_size", None)
+        experts = meta_info.get("routed_experts")
+        if size and isinstance(experts, str) and not meta_info.get("routed_experts_start_len"):
+            found = np.frombuffer(base64.b64decode(experts), np.int32)
+            self.rollout_routed_experts = found.reshape(self.num_tokens - 1, *size).astype(np.int16)
+        if is_terminal and "finish_reason" in meta_info:
+            self.prefix_cache_info.add(meta_info)
+            if getattr(args, "sglang_speculative_algorithm", None):
+                self.spec_info.add(meta_info)
+
+    def _extend(self, name: str, new: np.ndarray, default: int = 0) -> None:
+        """Extend a field that runs over the tokens or the response: a hook's list in place, as slime does."""
+        held = self.__dict__[name]
+        if isinstance(held, list):
+            held += new.tolist()
+        elif name == "tokens":
+            self.tokens = _joined(np.asarray(held, np.int32), new)
+        else:
+            self.__dict__[name] = _joined(self._response_field(name, default), new)
+
     def _response_field(self, name: str, default: int) -> np.ndarray:
-        value = getattr(self, name)
-        if value is None:
+        value = self.__dict__[name]
+        if value is None or (name == "weight_versions" and of_turns(value)):
             return np.full(self.response_length, default, _ARRAY_DTYPES[name])
         return np.asarray(value, _ARRAY_DTYPES[name])
 
@@ -169,17 +263,19 @@ class Sample:
         Raises:
             ValueError: names the sample, the field and both lengths.
         """
-        if self.response_length > len(self.tokens):
+        if self.response_length > self.num_tokens:
             raise ValueError(
-                f"sample {self.index}: response_length {self.response_length} exceeds its {len(self.tokens)} tokens"
+                f"sample {self.index}: response_length {self.response_length} exceeds its {self.num_tokens} tokens"
             )
         for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
-            value = getattr(self, name)
+            value = self.__dict__[name]
+            if name == "weight_versions" and of_turns(value):
+                continue
             if value is not None and len(value) != self.response_length:
                 raise ValueError(
                     f"sample {self.index}: {name} has {len(value)} values for {self.response_length} response tokens"
                 )
-        experts, count = self.rollout_routed_experts, len(self.tokens)
+        experts, count = self.rollout_routed_experts, self.num_tokens
         if experts is not None and not count - 1 <= len(experts) <= count:
             raise ValueError(
                 f"sample {self.index}: rollout_routed_experts has {len(experts)} values for {count} tokens; give one"
@@ -206,7 +302,11 @@ class Sample:
         """As `to_dict`, with what runs over the tokens as arrays: for `json_line`, which writes those quickly."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if name in _ARRAY_DTYPES and value is not None:
+            if is_unset(name, value):
+                continue
+            if isinstance(value, SpecInfo | PrefixCacheInfo):
+                out[name] = value.to_dict()
+            elif name in _ARRAY_DTYPES and value is not None:
                 out[name] = np.asarray(value)
             else:  # what hooks put into metadata, rewards and attributes may hold arrays and numpy scalars
                 out[name] = to_jsonable(value)
@@ -221,11 +321,34 @@ class Sample:
         for name, dtype in _ARRAY_DTYPES.items():
             if values.get(name) is not None:
                 values[name] = np.asarray(values[name], dtype)
+        for name, kind in COUNTS.items():
+            if isinstance(values.get(name), dict):
+                values[name] = kind.from_dict(values[name])
         sample = cls(**{name: value for name, value in values.items() if name in own})
         for name, value in values.items():
             if name not in own:
                 setattr(sample, name, value)
         return sample
+
+
+# After the dataclass is made, so that these stand for its plain fields.
+for _name in LIST_FIELDS:
+    setattr(Sample, _name, ListField(_name))
+for _name, _make in {"apply_chat_template_kwargs": dict, **COUNTS}.items():
+    setattr(Sample, _name, LazyField(_name, _make))
+Sample.prompt = PromptField()  # type: ignore[assignment]
+
+
+def of_turns(versions: object) -> bool:
+    """Return whether weight versions are slime's, one text for each turn: they begin as []."""
+    return isinstance(versions, list) and all(isinstance(version, str) for version in versions)
+
+
+def is_unset(name: str, value: object) -> bool:
+    """Return whether a field is one of those that most samples leave as they are, and holds nothing."""
+    if name not in _RARE or isinstance(value, np.ndarray):
+        return False
+    return value is None or value == 0.0 or value == {} or value in (SpecInfo(), PrefixCacheInfo())
 
 
 def is_trained_on(sample: Sample) -> bool:
@@ -248,9 +371,8 @@ def response_mask(sample: Sample) -> np.ndarray:
     """[response_length] float32: 1 where the token is trained on; all 0 for a removed or failed sample."""
     if not is_trained_on(sample):
         return np.zeros(sample.response_length, np.float32)
-    if sample.loss_mask is None:
-        return np.ones(sample.response_length, np.float32)
-    return np.asarray(sample.loss_mask, np.float32)
+    mask = sample.array("loss_mask")
+    return np.ones(sample.response_length, np.float32) if mask is None else np.asarray(mask, np.float32)
 
 
 def as_version(version: object) -> int:
@@ -285,6 +407,15 @@ def _finish_reason(meta_info: Mapping[str, object]) -> str | None:
     reason = meta_info.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else reason
     return None if kind is None else str(kind)
+
+
+def _packed(name: str, value: object) -> np.ndarray:
+    """A field's numbers as an array; a mask may hold shares between 0 and 1."""
+    found = np.asarray(value)
+    if found.dtype.kind not in "iufb" and found.size:
+        raise TypeError(f"{name} holds what is no number")
+    is_share = name == "loss_mask" and found.dtype.kind == "f"
+    return found.astype(np.float32 if is_share else _ARRAY_DTYPES[name], copy=False)
 
 
 def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:

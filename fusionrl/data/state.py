@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from fusionrl.data.sample import Sample, Status
+from fusionrl.data.sample import COUNTS, Sample, Status, is_unset
 from fusionrl.observe.values import to_jsonable
 
 
@@ -47,7 +47,10 @@ class SourceState(TypedDict):
 
 def pack_sample(sample: Sample) -> dict[str, object]:
     """All attributes of a sample, those that hooks added too, as values for JSON (NaN and infinities stay)."""
-    values = {name: value for name, value in vars(sample).items() if name != "status"}
+    values = {name: one for name, one in vars(sample).items() if name != "status" and not is_unset(name, one)}
+    for name in COUNTS:
+        if name in values:
+            values[name] = values[name].to_dict()
     return {"status": Status(sample.status).value} | {name: pack(value) for name, value in values.items()}
 
 
@@ -55,6 +58,7 @@ def unpack_sample(data: Mapping[str, object]) -> Sample:
     """The inverse of `pack_sample`."""
     values = {name: unpack(value) for name, value in data.items()}
     values["status"] = Status(values["status"])
+    values |= {name: kind.from_dict(values[name]) for name, kind in COUNTS.items() if name in values}
     own = {field.name for field in fields(Sample)}
     sample = Sample(**{name: value for name, value in values.items() if name in own})
     vars(sample).update(values)

@@ -32,7 +32,10 @@ def token_columns(sample: Sample) -> dict[str, np.ndarray]:
     sample.validate()
     mask = np.concatenate([np.zeros(sample.prompt_length, np.float32), response_mask(sample)])
     is_binary = bool(np.isin(mask, (0, 1)).all())  # a share of a token cannot be read back, and is not rounded here
-    return {TOKENS: np.asarray(sample.tokens, np.int32), LOSS_MASK: mask.astype(np.int32) if is_binary else mask}
+    return {
+        TOKENS: np.asarray(sample.array("tokens"), np.int32),
+        LOSS_MASK: mask.astype(np.int32) if is_binary else mask,
+    }
 
 
 def token_finding(row: Mapping[str, object], vocab_size: int | None) -> Finding | None:

@@ -17,6 +17,7 @@ from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
 from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
 from fusionrl.plan.devices import Machine
+from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
@@ -231,8 +232,8 @@ def _check_device(
 
 
 def _answers(config: Config, plan: Plan) -> dict[str, object]:
-    """Answer the flags that were `auto`, or not given."""
-    return {
+    """Answer the flags that were `auto`, or not given, and slime's names that are no flags here."""
+    return slime_args(config, plan) | {
         "num_rollout": plan.num_rollout,
         "device": plan.device,
         "train_num_threads": plan.train_num_threads,

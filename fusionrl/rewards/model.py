@@ -66,7 +66,7 @@ def input_ids(scorer: ScorerAddress, sample: Sample) -> list[int]:
     model = read_scorer(scorer.model, "--rm-model")
     reads_tokens = scorer.reads == "auto" and same_tokens(scorer.policy, scorer.model)
     if scorer.reads == "tokens" or reads_tokens:
-        ids = np.asarray(sample.tokens, np.int64).tolist()
+        ids = np.asarray(sample.array("tokens")).tolist()
     else:
         ids = _conversation(scorer.model, sample)
     while len(ids) > 1 and ids[-1] == model.pad_token_id:

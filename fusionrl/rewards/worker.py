@@ -76,8 +76,9 @@ class _Job:
         """
         changes = []
         for sample, before in zip(self.samples, self._before, strict=True):
+            sample.pack()  # a list that the function only read is as it was
             after = _attributes(sample)
-            changes.append({name: getattr(sample, name) for name in after if after[name] != before.get(name)})
+            changes.append({name: vars(sample)[name] for name in after if after[name] != before.get(name)})
         return frame((self.number, "ok", reward, changes))
 
     def failure(self, error: BaseException) -> bytes:

@@ -6,7 +6,8 @@ import asyncio
 from argparse import Namespace
 from typing import Self
 
-from fusionrl.engines.client import GenerateClient
+from fusionrl.rollout.loops import LoopSemaphore
+from fusionrl.rollout.state import new_client, request_limit, rollout_open
 
 
 class RolloutClient:
@@ -14,19 +15,10 @@ class RolloutClient:
 
     def __init__(self, args: Namespace) -> None:
         self._counts_retries = args.use_fault_tolerance
-        limit = args.sglang_server_concurrency * max(1, len(args.engine_urls))
-        args.semaphore = asyncio.Semaphore(limit)
-        args.generate_client = self._client = GenerateClient(
-            args.router_url,
-            args.api_key,
-            timeout_s=3600.0,
-            max_connections=limit,
-            vocab_size=args.vocab_size,  # an id beyond it would kill the server that is asked for it
-            stream_responses=args.stream_responses,
-            # The router drops the request for experts.
-            worker_urls=args.engine_urls if getattr(args, "routed_experts_size", None) else (),
-            engine_urls=args.engine_urls,
-        )
+        self._open = rollout_open(args)
+        args.semaphore = LoopSemaphore(request_limit(args))
+        args.generate_client = self._client = new_client(args)
+        self._args = args
 
     def retries(self, prefix: str) -> dict[str, float]:
         """The answers that were refused, where there were any; with --use-fault-tolerance also what was sent again, and
@@ -44,7 +36,10 @@ class RolloutClient:
         return kept | refused
 
     async def __aenter__(self) -> Self:
+        self._args.client_loop = asyncio.get_running_loop()
+        self._open.__enter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._open.__exit__(None, None, None)
         await self._client.close()

@@ -16,8 +16,11 @@ from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_va
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import LengthPenalties, length_reward
 from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.loops import LoopSemaphore
+from fusionrl.rollout.state import semaphore_of
 from fusionrl.rollout.turns import SamplingParams, TurnSettings, generate_sample
 from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
+from fusionrl.rollout.unsampled import warn_of_unsampled
 from fusionrl.rollout.versions import Before, fill_versions, noting_answers
 
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -37,7 +40,7 @@ class SampleContext:
     args: Namespace
     generate_path: str | None
     sample_hooks: tuple[str, ...]
-    semaphore: asyncio.Semaphore
+    semaphore: LoopSemaphore
     turns: TurnSettings
     rewards: RewardSettings
     limits: Limits
@@ -51,7 +54,7 @@ class SampleContext:
             args=args,
             generate_path=args.custom_generate_function_path,
             sample_hooks=tuple(args.rollout_sample_hook_path or ()),
-            semaphore=args.semaphore,
+            semaphore=semaphore_of(args),
             turns=TurnSettings.of_args(args),
             rewards=RewardSettings.of_args(args),
             limits=Limits.of_args(args),
@@ -104,11 +107,15 @@ async def custom_generate(
     takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
     keywords = {"evaluation": evaluation} if takes_evaluation else {}
     field, before = "custom_generate_function_path", Before.of(sample)
+    if sample.weight_versions is None:
+        sample.weight_versions = []  # slime's functions append to it
     with noting_answers(context.policy_urls) as answers:
         result = await awaited_hook(field, path, context.args, sample, copy.deepcopy(params), **keywords)
     samples = as_list(result)
     made = [one for one in samples if isinstance(one, Sample)]
-    fill_versions(made, answers, f"--custom-generate-function-path {path}", before)
+    where = f"--custom-generate-function-path {path}"
+    warn_of_unsampled(made, answers, where, before)
+    fill_versions(made, answers, where, before)
     check_samples(field, path, samples, context.limits)
     return result
 
@@ -165,9 +172,16 @@ async def generate_group(context: GroupContext, group: list[Sample], params: Sam
 
     Where the greedy answer that the estimator needs has no reward, nothing compares with it: its group is FAILED.
     """
+    return [sample for result in await generate_siblings(context, group, params) for sample in as_list(result)]
+
+
+async def generate_siblings(
+    context: GroupContext, group: list[Sample], params: SamplingParams, evaluation: bool = False
+) -> list[Sample | list[Sample]]:
+    """As `generate_group`; what a generate function made of one sample stays together, as slime returns it."""
     own = context.samples
-    makes = asyncio.gather(*(generate_and_score(own, sample, dict(params)) for sample in group))
-    needs_baseline = context.needs_greedy_answer and group[0].baseline_reward is None
+    makes = asyncio.gather(*(generate_and_score(own, sample, dict(params), evaluation) for sample in group))
+    needs_baseline = context.needs_greedy_answer and not evaluation and group[0].baseline_reward is None
     baseline: float | None = None
     if needs_baseline:
         results, baseline = await asyncio.gather(makes, _greedy_reward(context, group[0], params))
@@ -180,7 +194,7 @@ async def generate_group(context: GroupContext, group: list[Sample], params: Sam
             sample.reward = reward
     if needs_baseline:
         _set_baseline(samples, baseline, comes_again=_is_stopping(own))
-    return samples
+    return results
 
 
 def _is_stopping(context: SampleContext) -> bool:

@@ -54,7 +54,9 @@ def to_sft_sample(settings: SftSettings, sample: Sample) -> Sample:
         ValueError: a conversation that nothing can be trained on or no right mask can be made of (with its number), or
             a text prompt without a text label.
     """
-    if len(sample.tokens) and sample.loss_mask is not None:  # of a row with the columns `tokens` and `loss_mask`
+    if (
+        sample.num_tokens and sample.array("loss_mask") is not None
+    ):  # of a row with the columns `tokens` and `loss_mask`
         return sample
     if isinstance(sample.prompt, list):
         masks = _loss_masks(settings.tokenizer, settings.loss_mask_type, settings.template_kwargs)

@@ -12,7 +12,7 @@ import copy
 import threading
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -23,7 +23,16 @@ from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation, abort_all
 from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.evaluation import evaluate_sets
-from fusionrl.rollout.samples import GroupContext, SampleContext, apply_filter, generate_and_score, generate_group
+from fusionrl.rollout.samples import (
+    GroupContext,
+    SampleContext,
+    apply_filter,
+    as_list,
+    generate_and_score,
+    generate_group,
+    generate_siblings,
+)
+from fusionrl.rollout.state import GenerateState, get_rollout_num_engines, sampling_params
 from fusionrl.rollout.teacher import Teacher
 from fusionrl.rollout.turns import (
     SamplingParams,
@@ -37,10 +46,14 @@ from fusionrl.rollout.turns import (
 from fusionrl.rollout.types import DataSource, RolloutAborted, RolloutFnEvalOutput, RolloutFnTrainOutput
 
 __all__ = [
+    "GenerateState",
+    "abort",
     "generate",
     "generate_and_rm",
+    "generate_and_rm_group",
     "generate_rollout",
     "generate_turn",
+    "get_rollout_num_engines",
     "load_tokenizer",
     "prompt_tokens",
     "room",
@@ -59,29 +72,10 @@ def generate_rollout(
     args.rollout_id = rollout_id
     if evaluation:
         return asyncio.run(evaluate_sets(args, sampling_params(args)))
-    return asyncio.run(_generate(args, data_source))
+    return asyncio.run(generate_groups(args, data_source))
 
 
 # ------------------------------------------------------------------------------------------------ one sample
-def sampling_params(args: Namespace) -> SamplingParams:
-    """SGLang's sampling parameters of a rollout, from the flags."""
-    params = {
-        "temperature": args.rollout_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
-        "min_new_tokens": args.rollout_min_response_len,
-        "ignore_eos": args.rollout_ignore_eos,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
-        "no_stop_trim": True,
-    }
-    if args.rollout_stop:
-        params["stop"] = list(args.rollout_stop)
-    if args.rollout_stop_token_ids:
-        params["stop_token_ids"] = list(args.rollout_stop_token_ids)
-    return params
-
-
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Generate the response of one sample, or go on with one that was aborted: the default of
     --custom-generate-function-path.
@@ -130,9 +124,52 @@ def prompt_tokens(args: Namespace, sample: Sample) -> np.ndarray:
     return prompt_ids(args.hf_checkpoint, sample)
 
 
-async def generate_and_rm(args: Namespace, sample: Sample, params: SamplingParams, evaluation: bool = False) -> object:
-    """Generate one sample and score it, each by the user's function where there is one."""
-    return await generate_and_score(SampleContext.of_args(args), sample, params, evaluation)
+async def generate_and_rm(
+    args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Generate one sample and score it, each by the user's function where there is one.
+
+    From any rollout function, thread and event loop; so the two below.
+    """
+    return await generate_and_score(SampleContext.of_args(args), sample, sampling_params, evaluation)
+
+
+async def generate_and_rm_group(
+    args: Namespace, group: list[Sample], sampling_params: SamplingParams, evaluation: bool = False
+) -> Sequence[Sample | list[Sample]]:
+    """Make all samples of one prompt; with --group-rm they are scored together.
+
+    Where a generate function makes several samples of one, these are a list within the list. After `abort` the group
+    comes back as it is.
+    """
+    if GenerateState(args).aborted:
+        return group
+    return await generate_siblings(GroupContext.of_args(args), group, sampling_params, evaluation)
+
+
+async def abort(args: Namespace, rollout_id: int) -> list[list[Sample]]:
+    """Stop what a user's rollout function has under way in `GenerateState(args).pendings`, and wait for it.
+
+    Returns the groups with what they have, for the data source, with --partial-rollout; else none. The state stays
+    aborted until its `reset`.
+    """
+    state = GenerateState(args)
+    state.aborted = True
+    waiting = set(state.pendings)
+    done: set[asyncio.Task[list[Sample]]] = set()
+    while waiting:
+        # Again and again: a request that was on its way to an engine came after the first call.
+        await abort_all(tuple(args.engine_urls), args.api_key)
+        finished, waiting = await asyncio.wait(waiting, timeout=0.2)
+        done |= finished
+    state.pendings = set()
+    groups = [task.result() for task in done]
+    if not args.partial_rollout:
+        return []
+    for sample in (sample for group in groups for one in group for sample in as_list(one)):
+        if sample.response:
+            sample.metadata.setdefault("start_rollout_id", rollout_id)
+    return groups
 
 
 # ------------------------------------------------------------------------------------------------ a rollout
@@ -168,7 +205,8 @@ class LoopSettings:
         )
 
 
-async def _generate(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
+async def generate_groups(args: Namespace, data_source: DataSource) -> RolloutFnTrainOutput:
+    """Generate `args.rollout_batch_size` groups on the running event loop."""
     params, settings = sampling_params(args), LoopSettings.of_args(args)
     stopping = asyncio.Event()
     args.is_stopping = stopping.is_set

@@ -56,7 +56,7 @@ class Teacher:
         sample.validate()
         # A group's prompt is read once: its samples go to one engine, which keeps what it has computed.
         client = self._clients[(sample.group_index or 0) % len(self._clients)]
-        tokens = np.asarray(sample.tokens, np.int64).tolist()
+        tokens = np.asarray(sample.array("tokens")).tolist()
         payload = {
             "input_ids": tokens,
             "sampling_params": _READ_ONLY,

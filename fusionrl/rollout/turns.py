@@ -17,6 +17,7 @@ from fusionrl.data.sample import Sample, as_version
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.asked import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation
+from fusionrl.rollout.state import client_of, is_stopping_of
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
 SamplingParams = dict[str, Any]  # SGLang's
@@ -45,19 +46,19 @@ class TurnSettings:
     def of_args(cls, args: Namespace) -> TurnSettings:
         """Read them from a hook's `args`, which a user may have made."""
         return cls(
-            getattr(args, "generate_client", None),
+            client_of(args),
             getattr(args, "hf_checkpoint", ""),
             getattr(args, "rollout_max_context_len", None),
             getattr(args, "routed_experts_size", None),
             getattr(args, "num_experts", None),
-            getattr(args, "is_stopping", None),
+            is_stopping_of(args),
         )
 
 
 async def generate_sample(settings: TurnSettings, sample: Sample, params: SamplingParams) -> Sample:
     """Generate the response of one sample, or go on with one that was aborted."""
     done = sample.response_length
-    if not done:
+    if not done and not sample.num_tokens:  # a hook may have set the prompt's ids
         sample.tokens = prompt_ids(settings.tokenizer, sample)
     await take_turn(settings, sample, params, done)
     return sample
@@ -111,7 +112,8 @@ async def stream_sample(
             if piece.finish_reason:
                 _add_routed_experts(settings, sample, piece)
             if piece.finish_reason and piece.part > 1:
-                sample.response = before + _decoded(settings, sample.tokens[len(payload["input_ids"]) :], params)
+                answered = np.asarray(sample.array("tokens"))[len(payload["input_ids"]) :]
+                sample.response = before + _decoded(settings, answered, params)
             yield piece
 
 
@@ -122,7 +124,7 @@ def room_left(max_context_len: int | None, sample: Sample, params: SamplingParam
     bounded by its own limit, so that a sample is never longer than the trainers were told.
     """
     if max_context_len is not None:
-        return max_context_len - len(sample.tokens)
+        return max_context_len - sample.num_tokens
     return params["max_new_tokens"] - sample.response_length
 
 
@@ -159,7 +161,7 @@ def _payload(settings: TurnSettings, sample: Sample, params: SamplingParams, don
         sample.status = Sample.Status.ABORTED
         return None
     return {
-        "input_ids": np.asarray(sample.tokens).tolist(),
+        "input_ids": np.asarray(sample.array("tokens")).tolist(),
         "sampling_params": dict(params, max_new_tokens=limit),
         "return_logprob": True,
         **({"return_routed_experts": True} if settings.experts_size else {}),
@@ -175,7 +177,7 @@ def _add_routed_experts(settings: TurnSettings, sample: Sample, answer: Generati
     """
     if not settings.experts_size or answer.finish_reason == "abort":
         return  # what is aborted is gone on with, and then the engine tells of all tokens
-    size = (len(sample.tokens) - 1, *settings.experts_size)
+    size = (sample.num_tokens - 1, *settings.experts_size)
     try:
         sample.rollout_routed_experts = routed_experts(answer.meta_info, size, settings.num_experts)
     except AnswerError as error:
@@ -202,7 +204,8 @@ def _decoded(settings: TurnSettings, tokens: Sequence[int] | np.ndarray, params:
 
 
 def _num_turns(sample: Sample) -> int:
-    if sample.loss_mask is None:
+    given = sample.array("loss_mask")
+    if given is None:
         return int(sample.response_length > 0)
-    mask = np.asarray(sample.loss_mask) != 0
+    mask = given != 0
     return int(mask[:1].sum() + (mask[1:] & ~mask[:-1]).sum())

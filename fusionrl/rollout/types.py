@@ -105,6 +105,7 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
             check_values(sample, limits.vocab_size, limits.num_experts)
         except (TypeError, ValueError) as error:
             raise HookError(f"{where}: {error}", [sample]) from error
+        sample.pack()
 
 
 def as_train_output(output: object) -> RolloutFnTrainOutput:

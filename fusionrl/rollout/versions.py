@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, response_mask, token_versions
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, of_turns, response_mask, token_versions
 
 _lock = threading.Lock()
 _warned: set[str] = set()
@@ -121,11 +121,16 @@ def take_warnings() -> list[str]:
 
 def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
     """[response_length] int32: the versions that the sample has, -1 elsewhere; None where its fields do not fit."""
-    count, versions = int(sample.response_length), sample.weight_versions
-    if count > len(sample.tokens) or (sample.loss_mask is not None and len(sample.loss_mask) != count):
+    count, versions, mask = int(sample.response_length), sample.weight_versions, vars(sample)["loss_mask"]
+    if count > sample.num_tokens or (mask is not None and len(mask) != count):
         return None
     known = np.full(count, UNKNOWN_VERSION, np.int32)
-    if versions is None:
+    if versions is None or not len(versions):
+        return known
+    if of_turns(versions) and len(versions) != count:
+        turns = {as_version(version) for version in versions}
+        if len(turns) == 1:
+            known[:] = turns.pop()
         return known
     is_array = isinstance(versions, np.ndarray) and versions.dtype.kind == "i"
     given = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)
@@ -137,7 +142,10 @@ def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
         same = int(differs[0]) if len(differs) else shorter
         known[:same] = given[:same]
         return known
-    return given.copy() if len(given) == count else None
+    if len(given) != count and (mask is None or len(given) > count):
+        return None
+    known[: len(given)] = given  # tokens that the function appended by hand, with their masks, are not known
+    return known
 
 
 def _find(sample: Sample, known: np.ndarray, answers: Answers) -> None:
@@ -169,23 +177,30 @@ def _spread(sample: Sample, known: np.ndarray) -> None:
     found = np.flatnonzero(known != UNKNOWN_VERSION)
     if not len(found):
         return
-    mask = np.ones(len(known)) if sample.loss_mask is None else np.asarray(sample.loss_mask)
+    given = sample.array("loss_mask")
+    mask = np.ones(len(known)) if given is None else given
     untrained = (known == UNKNOWN_VERSION) & (mask == 0)
     last = np.maximum.accumulate(np.where(known != UNKNOWN_VERSION, np.arange(len(known)), -1))
     known[untrained] = known[np.where(last < 0, found[0], last)][untrained]
 
 
 def _response(sample: Sample) -> np.ndarray:
-    tokens = np.asarray(sample.tokens, np.int32)
+    tokens = np.asarray(sample.array("tokens"), np.int32)
     return tokens[len(tokens) - sample.response_length :]
 
 
 def _warn(where: str) -> None:
+    warn_once(
+        where,
+        f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
+        " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
+        ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/multi-turn.md)',
+    )
+
+
+def warn_once(key: str, text: str) -> None:
+    """Keep a warning for `take_warnings`, the first time that `key` comes."""
     with _lock:
-        if where not in _warned:
-            _warned.add(where)
-            _warnings.append(
-                f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
-                " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
-                ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/multi-turn.md)'
-            )
+        if key not in _warned:
+            _warned.add(key)
+            _warnings.append(text)

@@ -412,6 +412,14 @@ def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
     assert all("--use-fault-tolerance; add it" in error for error in found)
 
 
+def test_a_distance_that_weighs_nothing_is_told() -> None:
+    measured = {"use_kl_loss": True, "n_samples_per_prompt": 2}
+    (text,) = algorithm_warnings(Config.from_flat(measured))
+    assert text.startswith("--use-kl-loss without --kl-loss-coef: ")
+    for values in ({"kl_loss_coef": 0.1}, {"mode": "sft"}, {"loss_type": "sft_loss"}):
+        assert algorithm_warnings(Config.from_flat(measured | values)) == [], values
+
+
 def test_a_group_of_one_that_trains_nothing_is_told() -> None:
     one = {"n_samples_per_prompt": 1}
     for estimator in OF_GROUPS:

@@ -129,3 +129,26 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
     trained = sum(sum(s["loss_mask"]) for rollout_id in range(2) for s in _samples(folder, rollout_id))
     assert sum(row["train/num_tokens"] for row in rows) == trained
     assert "my_own_setting" not in (folder / "config.json").read_text()
+
+
+SLIME_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+
+
+def test_a_task_of_slime_s_runs_with_its_own_imports(rl_flags: list[str], tmp_path: Path) -> None:
+    """Rollout, evaluation, generation with fan-out and reward, all of a file that imports `slime`."""
+    folder, file = tmp_path / "run", "tests/e2e/slime_unchanged.py"
+    eval_rows = tmp_path / "eval.jsonl"
+    eval_rows.write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
+    flags = [*rl_flags, "--custom-generate-function-path", f"{file}:two_turns", "--custom-rm-path", f"{file}:reward"]
+    flags += ["--rollout-function-path", f"{file}:rollout", "--num-rollout", "2", "--no-save"]
+    flags += ["--eval-prompt-data", "mine", str(eval_rows), "--eval-interval", "1", "--eval-input-key", "prompt"]
+    flags += ["--num-steps-per-rollout", "1", "--run-dir", str(folder)]
+    run([*flags, "--dynamic-sampling-filter-path", SLIME_FILTER], tmp_path)
+    rows = [row for row in metrics_of(folder) if "train/loss" in row]
+    assert len(rows) == 2 and all(row["train/logprob_diff_mean"] < 1e-4 for row in rows)
+    for rollout_id in range(2):
+        samples = _samples(folder, rollout_id)
+        assert len(samples) == 8 * 4 * 2
+        assert all(len(s["loss_mask"]) == s["response_length"] == len(s["weight_versions"]) for s in samples)
+        assert all(version == rollout_id for s in samples for version in s["weight_versions"])
+    assert sum(any(name.startswith("eval/mine") for name in row) for row in metrics_of(folder)) >= 2

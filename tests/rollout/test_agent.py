@@ -130,7 +130,7 @@ def test_a_prompt_rendered_with_its_tools_is_left_as_it_is(folder: str) -> None:
     tokens = np.array([5, 6, 7], np.int32)
     sample = Sample(prompt_tokens=tokens, prompt="other", metadata={"tools": []})
     Engine(load_tokenizer(folder), [Turn("a")]).serve(args, lambda: generate(args, sample, sampling_params(args)))
-    assert sample.tokens[:3].tolist() == [5, 6, 7]  # type: ignore[union-attr]
+    assert sample.tokens[:3] == [5, 6, 7]  # type: ignore[union-attr]
     assert sample.prompt_length == 3
 
 

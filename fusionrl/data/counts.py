@@ -1,0 +1,70 @@
+"""Counts of a sample's requests, as slime's samples have them: speculative decoding and the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class SpecInfo:
+    """Tokens that a draft model proposed (`draft`) and the model took (`accept`), and its looks at them (`verify`)."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Return the share of the proposed tokens that were taken."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Return the mean number of tokens a look."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one answer."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, int]) -> SpecInfo:
+        """Return counts of which some may be missing."""
+        return SpecInfo(**{name: data.get(name, 0) for name in SpecInfo.__dataclass_fields__})
+
+
+@dataclass
+class PrefixCacheInfo:
+    """Prompt tokens of all requests, and those among them that the engine had computed before."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Return the share of prompt tokens that were computed before."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts of one answer."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, int]) -> PrefixCacheInfo:
+        """Return counts of which some may be missing."""
+        return PrefixCacheInfo(**{name: data.get(name, 0) for name in PrefixCacheInfo.__dataclass_fields__})

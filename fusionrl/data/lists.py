@@ -1,0 +1,71 @@
+"""Fields of `Sample` that are Python lists to whoever reads them, and packed arrays while nobody does.
+
+A hook reads `sample.tokens`, and it is a list as in slime: `+` joins, `not sample.tokens` asks whether it is empty, and
+what is appended stays. The array of an engine's answer becomes a list at that moment and no sooner: a sample whose
+tokens no hook looks at is never unpacked. `Sample.pack` makes arrays again of lists that a hook left. fusionrl itself
+reads `sample.array(name)`, which unpacks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class ListField:
+    """A field that is kept as an array or a list, and read as a list."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, sample: object, owner: type | None = None) -> Any:
+        """Return the field; an array becomes a list, which stays in the sample."""
+        if sample is None:
+            return self
+        try:
+            value = sample.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(self.name) from None
+        if type(value) is np.ndarray:
+            value = sample.__dict__[self.name] = value.tolist()
+        return value
+
+    def __set__(self, sample: object, value: object) -> None:
+        sample.__dict__[self.name] = value
+
+
+class LazyField:
+    """A field that is None in most samples, and read as an object of `make` that stays in the sample."""
+
+    def __init__(self, name: str, make: Callable[[], object]) -> None:
+        self.name, self.make = name, make
+
+    def __get__(self, sample: object, owner: type | None = None) -> Any:
+        """Return the field; made now if it is None."""
+        if sample is None:
+            return self
+        value = sample.__dict__.get(self.name)
+        if value is None:
+            value = sample.__dict__[self.name] = self.make()
+        return value
+
+    def __set__(self, sample: object, value: object) -> None:
+        sample.__dict__[self.name] = value
+
+
+class PromptField:
+    """The prompt: ids that were made of it when the data was read are forgotten when a hook writes another one."""
+
+    def __get__(self, sample: object, owner: type | None = None) -> Any:
+        """Return the prompt."""
+        if sample is None:
+            return self
+        return sample.__dict__["prompt"]
+
+    def __set__(self, sample: object, value: object) -> None:
+        own = sample.__dict__
+        if own.get("prompt_tokens") is not None and own["prompt"] != value:
+            own["prompt_tokens"] = None
+        own["prompt"] = value

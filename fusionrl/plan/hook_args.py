@@ -1,0 +1,101 @@
+"""Names of slime's `args` that are no flags here, or flags that were left open: what the plan answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fusionrl.config.config import Config
+from fusionrl.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from fusionrl.plan.plan import Plan
+
+# What slime can do and fusionrl does not do: off, as slime's flags are where they are not given.
+_OFF: dict[str, object] = {
+    **dict.fromkeys(
+        (
+            "ci_test",
+            "use_wandb",
+            "wandb_always_use_train_step",
+            "use_distributed_post",
+            "log_passrate",
+            "log_multi_turn",
+        )
+        + ("use_critic", "use_pytorch_profiler", "record_memory_history", "keep_old_actor", "use_rollout_entropy")
+        + ("multi_latent_attention", "sglang_enable_deterministic_inference", "use_tensorboard", "allgather_cp"),
+        False,
+    ),
+    **dict.fromkeys(
+        ("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group", "wandb_project")
+        + ("wandb_run_id", "tb_project_name", "tb_experiment_name", "tensorboard_dir", "dump_details")
+        + ("save_debug_train_data", "multimodal_keys", "log_reward_category", "sglang_model_routers")
+        + ("sglang_speculative_algorithm", "eval_min_new_tokens", "rollout_buffer_url", "rollout_external_engine_addrs")
+    ),
+    "wandb_random_suffix": True,
+    "sglang_dp_size": 1,
+    "rollout_task_type": "math",
+    "fetch_trajectory_retry_times": -1,
+    "start_rollout_id": 0,
+}
+
+
+def slime_args(config: Config, plan: Plan) -> dict[str, object]:
+    """Return slime's names with the run's values, of those that no flag of the run sets."""
+    shape, layout, batch = plan.shape, plan.layout, plan.batch
+    data, rollout, algorithm = config.data, config.rollout, config.algorithm
+    num_engines = len(plan.engine_bundles)
+    values: dict[str, object] = {
+        **_OFF,
+        **_model(shape),
+        "rollout_num_engines": num_engines,
+        "rollout_num_gpus": num_engines * config.cluster.rollout_num_gpus_per_engine,
+        "router_policy": config.passthrough.router.get("policy", "cache_aware"),
+        "sglang_router_policy": config.passthrough.router.get("policy", "cache_aware"),
+        "over_sampling_batch_size": rollout.over_sampling_batch_size or rollout.rollout_batch_size,
+        "global_batch_size": batch.global_batch_size if batch else None,
+        "eval_max_context_len": rollout.rollout_max_context_len,
+        "eval_max_prompt_len": data.rollout_max_prompt_len,
+        "grpo_std_normalization": not algorithm.disable_grpo_std_normalization,
+        "rewards_normalization": not algorithm.disable_rewards_normalization,
+        "debug_rollout_only": False,
+        "sequence_parallel": layout is not None and layout.tp > 1,
+    }
+    if layout is not None:
+        values |= {"world_size": layout.world_size, "data_parallel_size": layout.dp}
+    flags = vars(config.to_args())
+    return {name: value for name, value in values.items() if flags.get(name) is None}
+
+
+def _model(shape: ModelShape) -> Mapping[str, object]:
+    """Sizes of the model, under Megatron's names."""
+    moe = shape.moe
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "group_query_attention": shape.num_query_groups < shape.num_attention_heads,
+        "kv_channels": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "padded_vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "norm_epsilon": shape.rms_norm_eps,
+        "rotary_base": shape.rope_theta,
+        "rotary_percent": shape.rotary_percent,
+        "untie_embeddings_and_output_weights": not shape.tie_word_embeddings,
+        "add_qkv_bias": shape.attention_bias,
+        "qk_layernorm": shape.qk_layernorm,
+        "post_self_attn_layernorm": shape.output_norms,
+        "post_mlp_layernorm": shape.output_norms,
+        "multi_latent_attention": shape.mla is not None,
+        "num_experts": moe.num_experts if moe else None,
+        "moe_router_topk": moe.topk if moe else None,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
+        "moe_grouped_gemm": False,
+        "moe_use_legacy_grouped_gemm": False,
+        "mtp_num_layers": None,
+        "use_rope_scaling": bool(shape.rope_scaling),
+        "fp16_lm_cross_entropy": False,
+    }

@@ -1,0 +1,85 @@
+"""Names of `slime.backends.megatron_utils.cp_utils`, for functions of --custom-tis-function-path.
+
+Here such a function is given whole responses, so there is nothing to gather or to slice. With context parallelism each
+rank has values of its own tokens alone, and masks of 0 elsewhere: then a sum over a response is wrong, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Values = TypeVar("Values", Tensor, list[float])
+
+
+def _check_one_rank(name: str) -> None:
+    from megatron.core import parallel_state  # only in a trainer, which has prepared it
+
+    size = parallel_state.get_context_parallel_world_size() if parallel_state.is_initialized() else 1
+    if size > 1:
+        raise ValueError(
+            f"--context-parallel-size {size}: {name} of a custom function sees the tokens of one rank alone; use 1, or"
+            " a built-in correction (--use-tis with --tis-mode)"
+        )
+
+
+def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
+    """Return a response's values as they are, [response_length].
+
+    Raises:
+        ValueError: with context parallelism.
+    """
+    _check_one_rank("all_gather_with_cp")
+    return tensor
+
+
+def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
+    """Return a response's values as they are, [response_length].
+
+    Raises:
+        ValueError: with context parallelism.
+    """
+    assert len(log_prob) == response_length, f"{len(log_prob)} values for {response_length} response tokens"
+    _check_one_rank("slice_log_prob_with_cp")
+    return log_prob
+
+
+def slice_with_cp(tokens: Tensor, pad_value: float | Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return a sequence as it is.
+
+    Raises:
+        ValueError: with context parallelism.
+    """
+    _check_one_rank("slice_with_cp")
+    return tokens
+
+
+def get_sum_of_sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    sample_denoms: Sequence[Tensor] | Tensor | None = None,
+    calculate_per_token_loss: bool = False,
+) -> Callable[[Tensor], Tensor]:
+    """Return a function of values of all responses, [sum of lengths]: the sum of the samples' masked means.
+
+    sample_denoms             what each sample's sum is divided by; default: its number of trained tokens
+    calculate_per_token_loss  nothing is divided: the sum over trained tokens
+
+    Raises:
+        ValueError: with context parallelism.
+    """
+    _check_one_rank("get_sum_of_sample_mean")
+    denominators = [mask.sum() for mask in loss_masks] if sample_denoms is None else list(sample_denoms)
+
+    def reduced(values: Tensor) -> Tensor:
+        parts = values.split(list(response_lengths), dim=0)
+        sums = [(part * mask).sum() for part, mask in zip(parts, loss_masks, strict=True)]
+        if not calculate_per_token_loss:
+            sums = [one / torch.clamp_min(count, 1) for one, count in zip(sums, denominators, strict=True)]
+        return torch.stack(sums).sum()
+
+    return reduced

@@ -1,0 +1,48 @@
+"""What the table of slime's names is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Here:
+    """A name that exists here.
+
+    target   `module:name`; a module alone stands for the module itself
+    differs  how its behaviour differs from slime's; empty: it is the same to a caller
+    """
+
+    target: str
+    differs: str = ""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A name, or a whole module, that does not exist here.
+
+    why      the reason
+    instead  what to use or write in its place
+    """
+
+    why: str
+    instead: str
+
+    @property
+    def told(self) -> str:
+        """Reason and cure, as an error tells them."""
+        return f"{self.why}; {self.instead}"
+
+
+Entry = Here | Absent
+Names = dict[str, Entry]
+
+
+def all_from(module: str, *names: str) -> Names:
+    """Return entries of names that are the same in `module`."""
+    return {name: Here(f"{module}:{name}") for name in names}
+
+
+def none_of(why: str, instead: str, *names: str) -> Names:
+    """Return entries of names that are absent for one reason."""
+    return dict.fromkeys(names, Absent(why, instead))

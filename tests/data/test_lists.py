@@ -1,0 +1,114 @@
+"""A sample's fields are lists to a hook, as in slime, and arrays to the rest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.data.state import pack_sample, unpack_sample
+
+FIELDS = ("tokens", "loss_mask", "rollout_log_probs")
+
+
+def packed_sample() -> Sample:
+    """As the engines' answers make one: two tokens of a prompt, two of an answer."""
+    sample = Sample(prompt="ab", tokens=np.array([5, 6], np.int32), prompt_tokens=np.array([5, 6], np.int32))
+    sample.append_response_tokens(tokens=[7, 8], log_probs=[-0.5, -0.25], versions=3, text="cd", finish_reason="stop")
+    return sample
+
+
+def test_what_a_hook_reads_are_lists_of_python_s_numbers() -> None:
+    sample = packed_sample()
+    assert all(isinstance(vars(sample)[name], np.ndarray) for name in FIELDS)
+    assert sample.tokens == [5, 6, 7, 8] and type(sample.tokens[0]) is int
+    assert sample.loss_mask == [1, 1] and sample.rollout_log_probs == [-0.5, -0.25]
+    assert json.dumps(sample.tokens + [9]) == "[5, 6, 7, 8, 9]", "an array would add 9 to each"
+    assert not Sample().tokens and Sample().loss_mask is None
+    assert (sample.tokens or [1])[0] == 5, "an array has no truth value"
+
+
+def test_what_is_appended_in_place_stays_and_is_packed() -> None:
+    sample = packed_sample()
+    sample.tokens.append(9)  # type: ignore[union-attr]
+    sample.tokens += [10]  # type: ignore[operator,assignment]
+    sample.loss_mask.extend([0, 1])  # type: ignore[union-attr]
+    sample.rollout_log_probs += [0.0, -0.125]  # type: ignore[operator,assignment]
+    sample.response_length = 4
+    sample.weight_versions = []
+    sample.validate()
+    sample.pack()
+    assert sample.weight_versions is None
+    for name, dtype in zip(FIELDS, (np.int32, np.int32, np.float32), strict=True):
+        assert vars(sample)[name].dtype == dtype
+    assert vars(sample)["tokens"].tolist() == [5, 6, 7, 8, 9, 10]
+    assert response_mask(sample).tolist() == [1, 1, 0, 1]
+
+
+def test_a_list_that_a_hook_holds_grows_with_the_sample() -> None:
+    sample = packed_sample()
+    held = sample.tokens
+    sample.append_response_tokens(None, tokens=[9], trainable=False)
+    assert held == [5, 6, 7, 8, 9] and sample.rollout_log_probs == [-0.5, -0.25, 0.0]
+    assert vars(sample)["loss_mask"].dtype == np.int32, "what nobody read stays packed"
+    sample.append_response_tokens(None, text=None, meta_info={"finish_reason": {"type": "length"}, "prompt_tokens": 4})
+    assert sample.status == Status.TRUNCATED and sample.prefix_cache_info.total_prompt_tokens == 4
+
+
+def test_fusionrl_s_own_reading_makes_no_lists() -> None:
+    sample = packed_sample()
+    sample.validate()
+    assert sample.num_tokens == 4 and sample.prompt_length == 2 and sample.effective_response_length == 2
+    assert sample.array("tokens") is vars(sample)["tokens"] and response_mask(sample).sum() == 2
+    sample.to_dict(), copy.deepcopy(sample), pickle.loads(pickle.dumps(sample)), pack_sample(sample)
+    assert all(isinstance(vars(sample)[name], np.ndarray) for name in FIELDS)
+
+
+def test_a_mask_of_shares_and_what_is_no_number() -> None:
+    sample = Sample(tokens=[1, 2], loss_mask=[0.5, 1], response_length=2)
+    sample.pack()
+    assert vars(sample)["loss_mask"].dtype == np.float32 and sample.loss_mask == [0.5, 1.0]
+    strange = Sample(tokens=["a"], response_length=1)  # type: ignore[list-item]
+    strange.pack()
+    assert strange.tokens == ["a"], "left for the check that names the function"
+
+
+def test_slime_s_fields_and_methods() -> None:
+    sample = Sample(multimodal_inputs={"images": []}, rollout_id=3)
+    assert sample.apply_chat_template_kwargs == {} and sample.non_generation_time == 0.0
+    assert sample.rollout_top_p_token_ids is None and sample.multimodal_train_input_id is None
+    sample.spec_info.add({"spec_accept_token_num": 3, "spec_draft_token_num": 4, "completion_tokens": 6})
+    assert isinstance(sample.spec_info, Sample.SpecInfo) and sample.spec_info.spec_accept_rate == 0.75
+    sample.prefix_cache_info.add({"cached_tokens": 1, "prompt_tokens": 4})
+    for back in (Sample.from_dict(json.loads(json.dumps(sample.to_dict()))), unpack_sample(pack_sample(sample))):
+        assert back.spec_info == sample.spec_info and back.prefix_cache_info.prefix_cache_hit_rate == 0.25
+        assert back.multimodal_inputs == {"images": []}
+    assert "spec_info" not in Sample().to_dict(), "what is not used is not written"
+    assert dataclasses.replace(sample, prompt="x").prompt == "x"
+
+
+def test_another_prompt_forgets_the_ids_of_the_first() -> None:
+    sample = packed_sample()
+    sample.prompt = "ab"
+    assert sample.prompt_tokens is not None
+    sample.prompt = "another"
+    assert sample.prompt_tokens is None and copy.deepcopy(sample).prompt == "another"
+
+
+def test_experts_that_an_answer_names() -> None:
+    import base64
+    from argparse import Namespace
+
+    sample = Sample(tokens=[1])
+    experts = np.arange(2 * 2 * 1, dtype=np.int32)
+    meta = {"routed_experts": base64.b64encode(experts.tobytes()).decode(), "finish_reason": {"type": "stop"}}
+    args = Namespace(routed_experts_size=(2, 1))
+    sample.append_response_tokens(args, tokens=[2, 3], log_probs=[-1.0, -1.0], meta_info=meta)
+    assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (2, 2, 1)
+    with pytest.raises(ValueError, match="need the log-probs"):
+        sample.append_response_tokens(args, tokens=[4])

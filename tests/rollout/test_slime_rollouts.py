@@ -1,0 +1,136 @@
+"""Functions with slime's imports and idioms, against an HTTP engine: any thread, any event loop."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from fusionrl.buffer.data_source import RolloutDataSource
+from fusionrl.config.config import Config
+from fusionrl.config.hooks import load_function
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.sglang_rollout import generate_rollout
+from fusionrl.slime_api.aiohttp_threaded import run_app_in_thread
+from tests.rollout.engine import EOS
+
+FILE = str(Path(__file__).with_name("slime_rollouts.py"))
+
+
+@pytest.fixture
+def engine_url(tokenizer: Any) -> Iterator[str]:
+    """The address of an engine that says `ok` to whatever it is asked, and knows of aborts."""
+
+    def said(ids: list[int]) -> dict[str, Any]:
+        text = "okay" if "!" in tokenizer.decode(ids) else "ok"
+        tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+        meta = {
+            "id": "0",
+            "finish_reason": {"type": "stop", "matched": EOS},
+            "weight_version": "4",
+            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+        }
+        return {"text": text, "output_ids": tokens, "meta_info": meta}
+
+    async def answer(request: web.Request) -> web.Response:
+        asked = (await request.json())["input_ids"]  # of one request, or of several that the client sends together
+        return web.json_response([said(ids) for ids in asked] if isinstance(asked[0], list) else said(asked))
+
+    async def abort(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    app.router.add_post("/abort_request", abort)
+    handle = run_app_in_thread(app, host="127.0.0.1")
+    yield f"http://127.0.0.1:{handle.port}"
+    handle.stop()
+
+
+@pytest.fixture
+def start(tiny_model: Path, write_rows: Any, engine_url: str) -> Any:
+    """start(flag=value, …) -> (args, data source)."""
+    data = write_rows([{"input": f"p{i}", "label": str(i)} for i in range(20)])
+
+    def make(**changes: Any) -> tuple[Any, RolloutDataSource]:
+        values = {
+            "hf_checkpoint": str(tiny_model),
+            "prompt_data": str(data),
+            "custom_rm_path": f"{FILE}:reward",
+            "rollout_batch_size": 2,
+            "over_sampling_batch_size": 4,
+            "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 8,
+        }
+        args = Config.from_flat(values | changes).to_args(
+            abort_event=threading.Event(),
+            engine_urls=[engine_url],
+            router_url=engine_url,
+            api_key=None,
+            vocab_size=512,
+        )
+        return args, RolloutDataSource(args)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["by_asyncio_run", "by_the_process_loop", "in_a_thread", "one_by_one"])
+def test_from_any_thread_and_loop(start: Any, name: str) -> None:
+    function = load_function(f"{FILE}:{name}")
+    for rollout_id in range(2):  # a state that the module kept goes on
+        args, source = start()
+        output = function(args, rollout_id, source)
+        groups = getattr(output, "samples", output)
+        samples = [sample for group in groups for sample in group]
+        assert samples and all(isinstance(sample, Sample) for sample in samples)
+        assert all(sample.response.startswith("ok") and sample.response_length == 3 for sample in samples)
+        assert all(sample.reward in (0.5, len(sample.tokens)) for sample in samples)
+        assert [type(vars(sample)["loss_mask"]) for sample in samples] == [np.ndarray] * len(samples)
+
+
+def test_a_copy_of_slime_s_loop(start: Any) -> None:
+    args, source = start(partial_rollout=True)
+    groups = load_function(f"{FILE}:with_abort")(args, 0, source)
+    assert len(groups) == 2 and all(len(group) == 2 for group in groups)
+    assert {s.status for group in groups for s in group} == {Sample.Status.COMPLETED}
+    assert len(source.buffer) <= 2, "the two groups beyond the batch, if they had not finished"
+
+
+def test_the_idioms_of_lists_in_a_generate_function(start: Any) -> None:
+    args, source = start(custom_generate_function_path=f"{FILE}:lists")
+    output = generate_rollout(args, 0, source)
+    for sample in (sample for group in output.samples for sample in group):
+        assert sample.response == "okay", "the prompt that the function wrote was asked for"
+        assert vars(sample)["tokens"].dtype == np.int32 and sample.tokens[-1] == 7
+        assert sample.loss_mask == [1] * (sample.response_length - 1) + [0]
+        assert len(sample.weight_versions) == sample.response_length  # type: ignore[arg-type]
+
+
+def test_a_state_of_an_earlier_rollout_is_not_aborted(start: Any) -> None:
+    args, source = start()
+    generate_rollout(args, 0, source)
+    state = load_function("slime.rollout.sglang_rollout.GenerateState")(args)
+    assert not state.aborted
+    other, more = start()
+    generate_rollout(other, 1, more)
+    assert not state.aborted
+
+
+def test_connections_end_with_their_loop(start: Any) -> None:
+    args, source = start()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        unraisable: list[Any] = []
+        hook, sys.unraisablehook = sys.unraisablehook, unraisable.append
+        load_function(f"{FILE}:by_asyncio_run")(args, 0, source)
+        gc.collect()
+        sys.unraisablehook = hook
+    assert not unraisable and not [one for one in said if "Unclosed" in str(one.message)]

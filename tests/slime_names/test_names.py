@@ -1,0 +1,135 @@
+"""The name `slime`: imports of a user's file resolve to fusionrl's, and what is missing says what to do."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.config.hooks import check_hook, load_function
+from fusionrl.data.sample import Sample
+from fusionrl.slime_names.entries import Absent, Here
+from fusionrl.slime_names.finder import resolve
+from fusionrl.slime_names.page import render_names
+from fusionrl.slime_names.table import ABSENT_MODULES, MODULES
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-slime-names.md"
+NAMES = [(module, name, entry) for module, names in MODULES.items() for name, entry in names.items()]
+
+
+def python(code: str, cwd: Path) -> str:
+    """What a fresh process prints; its errors are the test's."""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_name_that_is_here_can_be_imported_by_its_own_path() -> None:
+    for module, name, entry in NAMES:
+        if isinstance(entry, Here):
+            assert getattr(importlib.import_module(module), name) is resolve(entry), f"{module}.{name}"
+    assert importlib.import_module("slime.utils.types").Sample is Sample
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, n, entry in NAMES if isinstance(entry, Absent)])
+def test_a_name_that_is_not_here_says_why_and_what_to_do(module: str, name: str) -> None:
+    entry = MODULES[module][name]
+    assert isinstance(entry, Absent)
+    with pytest.raises(ImportError) as raised:
+        exec(f"from {module} import {name}")
+    assert entry.why in str(raised.value) and entry.instead in str(raised.value)
+
+
+@pytest.mark.parametrize("module", ABSENT_MODULES)
+def test_a_module_that_is_not_here_says_so_at_its_names(module: str) -> None:
+    with pytest.raises(ImportError) as raised:
+        exec(f"from {module}.something import anything")
+    assert ABSENT_MODULES[module].instead in str(raised.value)
+
+
+def test_ways_to_import() -> None:
+    space: dict[str, Any] = {}
+    code = """
+import slime.utils.misc as U
+import slime.rollout.sglang_rollout
+from slime.utils import http_utils, types
+from slime.rollout.sglang_rollout import *
+from slime.agent.aiohttp_threaded import run_app_in_thread
+"""
+    exec(code, space)
+    assert space["types"].Sample is Sample and space["U"].load_function and space["generate_and_rm_group"]
+    assert space["slime"].rollout.sglang_rollout.generate is space["generate"]
+    assert not hasattr(space["types"], "__wrapped__")
+    with pytest.raises(ImportError, match="is not among slime's names"):
+        exec("from slime.utils.misc import something_new")
+
+
+def test_a_path_of_slime_in_a_flag() -> None:
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    assert check_hook("dynamic_sampling_filter_path", path) is None
+    assert load_function(path) is load_function("fusionrl.rollout.filters.check_reward_nonzero_std")
+    assert check_hook("rollout_function_path", "slime.rollout.sglang_rollout.generate_rollout") is None
+    message = str(check_hook("rollout_function_path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"))
+    assert "choose a --pipeline" in message
+
+
+def test_it_never_hides_an_installed_slime(tmp_path: Path) -> None:
+    package = tmp_path / "slime" / "utils"
+    package.mkdir(parents=True)
+    (tmp_path / "slime" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "types.py").write_text("class Sample: mine = 1\n")
+    start = f"import fusionrl.config.hooks; sys.path.append({str(tmp_path)!r})\n"
+    assert python(start + "from slime.utils.types import Sample; print(Sample.mine)", tmp_path.parent) == "1"
+    missing = start + "try: import slime.utils.misc\nexcept ModuleNotFoundError as error: print(error)"
+    assert python(missing, tmp_path.parent) == "No module named 'slime.utils.misc'"
+
+
+def test_a_folder_of_the_name_is_no_installed_slime(tmp_path: Path) -> None:
+    """A checkout lies in a folder `slime` beside the program, and its own code in one below."""
+    inner = tmp_path / "slime" / "slime"
+    inner.mkdir(parents=True)
+    (inner / "__init__.py").write_text("raise RuntimeError('not installed')\n")
+    (tmp_path / "slime" / "examples").mkdir()
+    (tmp_path / "slime" / "examples" / "mine.py").write_text(
+        "from slime.utils.types import Sample\ndef rm(args, sample): return isinstance(sample, Sample)\n"
+    )
+    code = (
+        "sys.path.insert(0, '')\nfrom fusionrl.config.hooks import load_function\n"
+        "from fusionrl.data.sample import Sample\n"
+        "print(load_function('slime/examples/mine.py:rm')(None, Sample()))"
+    )
+    assert python(code, tmp_path) == "True"
+
+
+def test_importing_names_loads_neither_torch_nor_megatron(tmp_path: Path) -> None:
+    code = "import fusionrl.slime_names.finder as f; f.install(); import slime.utils.types, slime.rollout.rm_hub\n"
+    assert python(code + "print([m for m in ('torch', 'megatron') if m in sys.modules])", tmp_path) == "[]"
+
+
+def test_a_function_beside_a_hook_is_loaded_by_its_path(tmp_path: Path) -> None:
+    folder = tmp_path / "examples_of_s18" / "solve"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("")
+    (folder / "agent.py").write_text("NAME = 'agent'\ndef act(): return NAME\n")
+    (folder / "generate.py").write_text(
+        "from slime.utils.misc import load_function\n"
+        "def rm(args, sample): return load_function('examples_of_s18.solve.agent.act')()\n"
+    )
+    assert load_function(f"{folder}/generate.py:rm")(None, None) == "agent"
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    said = "run: python -m fusionrl.slime_names.page > docs/from-slime-names.md"
+    assert PAGE.read_text(encoding="utf-8") == render_names(), said
