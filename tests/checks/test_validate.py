@@ -94,6 +94,14 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"rollout_min_response_len": 9}, ["--rollout-min-response-len 9", "--rollout-max-response-len 4"]),
         ({"rollout_ignore_eos": True, "rollout_stop": ["x"]}, ["--rollout-ignore-eos", "--rollout-stop"]),
         ({"group_rm": True}, ["--group-rm needs --custom-rm-path"]),
+        (
+            {"custom_generate_function_path": "fusionrl.rollout.sessions.generate"},
+            ["--custom-generate-function-path fusionrl.rollout.sessions.generate runs your agent", "--agent-path"],
+        ),
+        (
+            {"agent_path": "tests/rollout/session_agents.py:silent"},
+            ["--agent-path needs --custom-generate-function-path fusionrl.rollout.sessions.generate"],
+        ),
         ({"kl_loss_coef": 0.1}, ["--kl-loss-coef 0.1", "--use-kl-loss"]),
         ({"resume": True}, ["--resume", "--run-dir"]),
         (
