@@ -7,7 +7,6 @@ synchronous, so it runs in a thread, and status, metrics, abort and save answer 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import threading
 import time
@@ -28,6 +27,7 @@ from fusionrl.buffer.rollout import Rollout, RolloutStages
 from fusionrl.buffer.source import PromptSource
 from fusionrl.buffer.trained import TrainedColumns
 from fusionrl.config.config import Config
+from fusionrl.data.tokenizer import import_tokenizers
 from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.registry import runs_programs
@@ -57,6 +57,7 @@ class BufferActor:
         self._abort = threading.Event()
         self._border = HookBorder(config, plan, self.run_dir, self._abort)
         self._accepted = AcceptedSamples.of(config, self.run_dir, attempt)
+        self._importing = asyncio.Lock()
         self._phase = "idle"
         self._phase_since = time.monotonic()
         self._last_metrics: dict[str, float] = {}
@@ -65,12 +66,14 @@ class BufferActor:
     # -------------------------------------------------------------------------------- control
     async def prepare(self) -> None:
         """Import what reading the data takes: seconds, in which the engines start and have no addresses yet."""
-        if self.config.run.load_debug_rollout_data is None:
-            await asyncio.to_thread(importlib.import_module, "transformers.models.auto.tokenization_auto")
+        async with self._importing:  # two threads that import transformers at once can break its lazy modules
+            if self.config.run.load_debug_rollout_data is None:
+                await asyncio.to_thread(import_tokenizers)
 
     async def setup(self, endpoints: EngineEndpoints) -> dict[str, int]:
         """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long."""
         config, plan, border = self.config, self.plan, self._border
+        await self.prepare()
         self.endpoints = endpoints
         await self.set_engines(endpoints.engine_urls)
         functions = RolloutFunctions(config, self.source)

@@ -14,6 +14,11 @@ class TemplateError(ValueError):
     """A chat template refuses a conversation."""
 
 
+def import_tokenizers() -> None:
+    """Import what `load_tokenizer` needs, which takes seconds."""
+    from transformers import AutoTokenizer  # noqa: F401
+
+
 @functools.cache
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, once a process."""
