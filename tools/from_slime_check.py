@@ -99,7 +99,8 @@ class StandIns:
 def _missing(module: str, name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
-    return MagicMock(name=f"{module}.{name}")
+    # A class may be derived from what begins with a capital letter.
+    return type(name, (), {"__module__": module}) if name[0].isupper() else MagicMock(name=f"{module}.{name}")
 
 
 def load(path: str, hooks: list[tuple[str, str]]) -> None:
