@@ -23,6 +23,7 @@ from fusionrl.rewards.math_utils import grade_answer_verl
 from fusionrl.rollout.agent import append_text, append_tokens, begin, plain_text, run_agent
 from fusionrl.rollout.loops import run
 from fusionrl.rollout.post import post
+from fusionrl.rollout.sessions import open_session
 from fusionrl.rollout.sglang_rollout import (
     abort,
     generate,
@@ -68,6 +69,7 @@ __all__ = [
     "load_function",
     "load_tokenizer",
     "math_dapo_utils",
+    "open_session",
     "plain_text",
     "post",
     "room",

@@ -19,6 +19,7 @@ from fusionrl.data.sample import Sample, Status, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rollout.types import SESSION
 
 
 @dataclass
@@ -83,6 +84,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
     return {
         **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
         **_code_failures(samples),
+        **_rewritten(samples),
         "rollout/raw_reward": float(rewards.mean()),
         "rollout/raw_reward_std": float(rewards.std()),
         "rollout/accuracy": float((rewards >= ACCURATE).mean()),
@@ -104,6 +106,13 @@ def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:
         if isinstance(reasons, dict):
             counts.update(name for name in reasons if name in REASONS)
     return {f"rollout/code_failed/{name}": float(count) for name, count in counts.items()}
+
+
+def _rewritten(samples: Sequence[Sample]) -> dict[str, float]:
+    """Segments beyond the first of a session: histories that an agent rewrote. Empty where no sample has a session."""
+    told = [(sample.metadata or {}).get(SESSION) for sample in samples]  # a user's data may have a column of that name
+    numbers = [one["segment"] for one in told if isinstance(one, dict) and isinstance(one.get("segment"), int)]
+    return {"rollout/session_rewrites": float(sum(number > 0 for number in numbers))} if numbers else {}
 
 
 def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:

@@ -71,7 +71,12 @@ def algorithm_errors(config: Config) -> list[str]:
 
 def algorithm_warnings(config: Config) -> list[str]:
     """Return a line for each setting that is allowed but probably not meant."""
-    a, rollout, reward = config.algorithm, config.rollout, config.reward
+    a, rollout, reward, found = config.algorithm, config.rollout, config.reward, []
+    if config.run.mode == "rl" and a.use_kl_loss and not a.kl_loss_coef and a.loss_type == "policy_loss":
+        found.append(
+            "--use-kl-loss without --kl-loss-coef: the distance to the start is measured (train/kl_loss) and weighs"
+            " nothing in the loss; give --kl-loss-coef to keep the policy near its start"
+        )
     may_be_otherwise = (  # whoever set one of these may make groups, rewards or advantages of their own
         a.use_opd or a.disable_rewards_normalization or a.loss_type != "policy_loss",
         rollout.rollout_function_path != RolloutGroup().rollout_function_path,
@@ -83,11 +88,12 @@ def algorithm_warnings(config: Config) -> list[str]:
     )
     alone = config.run.mode == "rl" and rollout.n_samples_per_prompt == 1 and a.advantage_estimator in OF_GROUPS
     if not alone or any(may_be_otherwise):
-        return []
+        return found
     return [
+        *found,
         f"--n-samples-per-prompt 1 with --advantage-estimator {a.advantage_estimator}: a sample is measured against the"
         " others of its prompt, so all advantages are 0 and the policy loss trains nothing; sample at least 2, or take"
-        " reinforce_plus_plus, remax or ppo"
+        " reinforce_plus_plus, remax or ppo",
     ]
 
 

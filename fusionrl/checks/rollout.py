@@ -9,6 +9,8 @@ from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import NONZERO_STD
 from fusionrl.plan.layout import sequence_multiple
 
+SESSIONS = "fusionrl.rollout.sessions.generate"
+
 
 def rollout_errors(config: Config) -> list[str]:
     """List what is wrong with the flags of a rollout, and with flags of rewards that exclude each other."""
@@ -48,6 +50,11 @@ def rollout_errors(config: Config) -> list[str]:
         errors.append("--rm-type and --custom-rm-path exclude each other; leave one out")
     if reward.group_rm and not reward.custom_rm_path:
         errors.append("--group-rm needs --custom-rm-path: the built-in rewards score one sample")
+    own = (rollout.custom_generate_function_path or "").replace(":", ".")
+    if own == SESSIONS and rollout.agent_path is None:
+        errors.append(f"--custom-generate-function-path {SESSIONS} runs your agent; name it with --agent-path")
+    if rollout.agent_path is not None and not own and config.eval.eval_config is None:
+        errors.append(f"--agent-path needs --custom-generate-function-path {SESSIONS}, which runs it; add it")
     no_reward = config.algorithm.use_opd and reward.rm_type is None and reward.custom_rm_path is None
     errors += _filter_errors(rollout, no_reward)
     return errors

@@ -82,9 +82,15 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
 
 
 def resume_lines(config: Config, plan: Plan) -> list[str]:
-    """List the flags in which a resume differs from the run that it goes on with, each with both values."""
+    """List the flags in which a resume differs from its run, each with both values; say if the run is at its end."""
     former = last_config(Path(config.run.run_dir)) if config.run.resume and config.run.run_dir else None
-    return difference_lines(former, config, plan.num_optimizer_steps) if former is not None else []
+    if former is None:
+        return []
+    from fusionrl.driver.resume_checks import nothing_left
+
+    end = nothing_left(config, plan)
+    lines = difference_lines(former, config, None if end else plan.num_optimizer_steps)
+    return [*lines, end] if end else lines
 
 
 def trainer_errors(config: Config, plan: Plan) -> list[str]:

@@ -62,7 +62,10 @@ class BufferHandle:
 
     def wait_rollout(self, started: Started) -> Rollout:
         """Wait for a rollout. Of an engine that dies meanwhile the death is reported, not its consequences."""
-        rollout: Rollout = self._supervisor.wait(started.ref)
+        try:
+            rollout: Rollout = self._supervisor.wait(started.ref)
+        finally:  # a function that was refused may well have failed
+            self._tell_refused()
         self._add_faults(rollout.metrics, "rollout", started.faults)
         for text in rollout.warnings:
             logger.warning("%s", text)
@@ -74,7 +77,10 @@ class BufferHandle:
 
     def wait_evaluation(self, started: Started) -> dict[str, float]:
         """Wait for the metrics of an evaluation, as of a rollout."""
-        metrics: dict[str, float] = self._supervisor.wait(started.ref)
+        try:
+            metrics: dict[str, float] = self._supervisor.wait(started.ref)
+        finally:
+            self._tell_refused()
         self._add_faults(metrics, "eval", started.faults)
         return metrics
 
@@ -83,6 +89,10 @@ class BufferHandle:
         ref = method(*numbers)
         self._engines.begin_round()
         return Started(ref, faults)
+
+    def _tell_refused(self) -> None:
+        if self._engines.refusals is not None:
+            self._engines.refusals.tell()
 
     def _add_faults(self, metrics: dict[str, float], prefix: str, before: dict[str, float]) -> None:
         """Add what went wrong since `before`; the rollout has counted the retries of its own client."""

@@ -14,6 +14,7 @@ from fusionrl.cluster.engine_specs import expert_parts
 from fusionrl.cluster.launcher import Launcher
 from fusionrl.cluster.ray_cluster import gather
 from fusionrl.cluster.recovery import Recovery
+from fusionrl.cluster.refusals import RefusalWatch
 from fusionrl.config.config import Config
 from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
@@ -47,6 +48,7 @@ class EnginePool:
         self._starts: list[ray.ObjectRef] = []  # of the addresses of all engines
         self._router: Router | None = None
         self._recovery: Recovery | None = None  # --use-fault-tolerance
+        self.refusals: RefusalWatch | None = None
         self._is_memory_away = False
 
     # ------------------------------------------------------------------------------------ start and end
@@ -66,6 +68,7 @@ class EnginePool:
             return EngineEndpoints()
         self._router = self._launcher.make_router()
         router_url = self._router.start()
+        self.refusals = RefusalWatch(self._router)
         urls = iter(gather(self._starts, self._check_stop))
         self.urls = [next(urls) for _ in self.engines]
         scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
@@ -108,7 +111,7 @@ class EnginePool:
             self._router.shutdown()
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
-        self._router = self._recovery = None
+        self._router = self._recovery = self.refusals = None
 
     # ------------------------------------------------------------------------------------ supervision
     def begin_round(self) -> None:

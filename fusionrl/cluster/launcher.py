@@ -37,6 +37,19 @@ from fusionrl.plan.plan import Plan
 logger = logging.getLogger(__name__)
 
 
+def check_open_router(asks_for_key: bool, is_alone: bool) -> None:
+    """Refuse a router without a key (--router-api-key none) where it is not on loopback.
+
+    Raises:
+        ValueError: the run has several nodes.
+    """
+    if not asks_for_key and not is_alone:
+        raise ValueError(
+            "--router-api-key none: on several nodes the router listens on the network, where whoever reaches it"
+            " would use the engines; leave the flag out"
+        )
+
+
 class Launcher:
     """Starts Ray, reserves devices, makes actors and the router, and ends all of them."""
 
@@ -46,6 +59,7 @@ class Launcher:
         self.roster = Roster()
         self.bundles: list[Bundle] = []
         self.api_key = secrets.token_hex(24)  # of the engines; no dash: a key that begins with one reads as a flag
+        self._asks_for_key = config.rollout.router_api_key == "auto"
         self._umask = umask_of(config.run.run_dir_mode)
         self._private: Path | None = None  # Ray's files and the stores of process groups, for this user alone
         self._hook_secrets: dict[str, str] = {}
@@ -78,6 +92,7 @@ class Launcher:
             )
         on_ray()
         self._is_alone = is_alone()
+        check_open_router(self._asks_for_key, self._is_alone)
         if plan.num_bundles:
             self._group, self.bundles = place_devices(plan.device, plan.num_bundles, cluster.placement_timeout_s)
 
@@ -156,7 +171,8 @@ class Launcher:
         """The router, not yet started."""
         host = LOOPBACK if self._is_alone else ray.util.get_node_ip_address()
         logs, router_args = str(self.run_dir / "logs"), self._config.passthrough.router
-        return Router(host, logs, api_key=self.api_key, router_args=router_args)
+        key = self.api_key if self._asks_for_key else None
+        return Router(host, logs, api_key=key, router_args=router_args)
 
     # ------------------------------------------------------------------------------------ where and how
     def _host(self, bundle: Bundle) -> str:

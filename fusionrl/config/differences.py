@@ -62,17 +62,22 @@ def differences(former: Mapping[str, object], config: Config) -> dict[str, str]:
     return found
 
 
-def difference_lines(former: Mapping[str, object], config: Config, num_optimizer_steps: int) -> list[str]:
+def difference_lines(former: Mapping[str, object], config: Config, num_optimizer_steps: int | None) -> list[str]:
     """Return a line for each flag that differs, and one where a decay of the learning rate has another length now.
 
     Args:
         former: a run's config.json.
         config: of the resume.
-        num_optimizer_steps: of the whole run, as the flags now say.
+        num_optimizer_steps: of the whole run, as the flags now say; None: there is no next step.
     """
     found, train = differences(former, config), config.train
     lines = list(found.values())
-    if train.lr_decay_style != "constant" and "lr_decay_style" not in found and _LENGTHS & found.keys():
+    if (
+        num_optimizer_steps is not None
+        and train.lr_decay_style != "constant"
+        and "lr_decay_style" not in found
+        and _LENGTHS & found.keys()
+    ):
         length = train.lr_decay_iters or num_optimizer_steps
         lines.append(
             f"the {train.lr_decay_style} decay of the learning rate ends at optimizer step {length} of the run now: the"

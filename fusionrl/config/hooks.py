@@ -51,6 +51,7 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "custom_generate_function_path": (3, (), "async generate(args, sample, sampling_params)"),
     "rollout_sample_hook_path": (2, ("rollout_id", "evaluation"), "hook(args, sample, *, rollout_id, evaluation)"),
     "tools_path": (2, (), "tools(args, sample)"),
+    "agent_path": (4, (), "[async] agent(args, sample, base_url, api_key)"),
     "custom_rm_path": (2, (), "[async] rm(args, sample, **kw)"),
     "dynamic_sampling_filter_path": (2, (), "filter(args, samples, **kw)"),
     "rollout_sample_filter_path": (2, (), "filter(args, groups)"),
@@ -100,7 +101,7 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 
 # Functions whose result is awaited: it must be awaitable, or may be. Nobody awaits those of the other flags.
 _MUST_BE_ASYNC = frozenset({"custom_generate_function_path"})
-_MAY_BE_ASYNC = frozenset({"rollout_sample_hook_path", "custom_rm_path"})
+_MAY_BE_ASYNC = frozenset({"rollout_sample_hook_path", "custom_rm_path", "agent_path"})
 
 # What a function is given besides, where its signature names it.
 OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}

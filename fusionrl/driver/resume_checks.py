@@ -41,6 +41,19 @@ def resume_errors(config: Config, plan: Plan) -> list[str]:
     return [] if latest is None else _model_errors(latest.path, config, plan) + _data_errors(latest.path, config)
 
 
+def nothing_left(config: Config, plan: Plan) -> str | None:
+    """Return what is wrong with a --resume of a run that is at its end; None where there are steps left."""
+    if not config.run.resume or config.run.run_dir is None:
+        return None
+    latest = Checkpoints(Path(config.run.run_dir) / "checkpoints").latest()
+    if latest is None or not plan.num_rollout or latest.rollout_id + 1 < plan.num_rollout:
+        return None
+    return (
+        f"nothing is left to do: {latest.path.name} is after step {latest.rollout_id + 1}, and the run ends after step"
+        f" {plan.num_rollout}; raise --num-rollout (or --num-epoch) to go on"
+    )
+
+
 def _model_errors(path: Path, config: Config, plan: Plan) -> list[str]:
     if plan.layout is None or config.run.mode == "reject-sampling":  # whose checkpoints have no trainers
         return []

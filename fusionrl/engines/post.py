@@ -16,6 +16,14 @@ from fusionrl.engines.http import LONGEST_ANSWER, ROUTER_URLS, auth_headers
 _LONGEST_PAUSE_S = 8.0
 _LONGEST_ERROR = 1 << 16  # bytes of the text of an error status
 
+# What is said of a 401.
+NO_KEY = (
+    "it wants a key; the run's own router and engines want the header `Authorization: Bearer KEY`, where KEY is"
+    f" args.api_key in your functions and {ROUTER_KEY} in their environment. `post` of fusionrl.plugin_api sends it by"
+    " itself to args.router_url and args.engine_urls. With --router-api-key none the router asks nobody, on one machine"
+    " alone"
+)
+
 
 async def post(
     url: str, payload: Mapping[str, object], max_retries: int = 60, headers: dict[str, str] | None = None
@@ -39,6 +47,8 @@ async def post(
                         return _decoded(url, await _bounded(url, response))
                     text = (await response.content.read(_LONGEST_ERROR)).decode(errors="replace")
                     told = f"{url} answered {response.status}: {text[:500]}"
+                    if response.status == 401:
+                        told += f" ({NO_KEY})"
                     if response.status < 500:
                         raise RuntimeError(told)
             except aiohttp.ClientError as error:

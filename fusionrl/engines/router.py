@@ -159,10 +159,17 @@ class Router:
 
     def num_retries(self) -> int:
         """Requests that the router has sent to an engine again by itself, since its start."""
+        return self._count("smg_worker_retries_total")
+
+    def num_refused(self) -> int:
+        """Requests that the router has refused since its start, as they carried no key or a wrong one."""
+        return self._count("smg_http_responses_total", 'status_code="401"')
+
+    def _count(self, name: str, label: str = "") -> int:
+        """Add up a counter of the router's own, over the labels that have `label` among them."""
         text = str(call("GET", self._metrics_url, timeout_s=10.0))
-        return sum(
-            int(float(count)) for count in re.findall(r"^smg_worker_retries_total\S* (\S+)$", text, re.MULTILINE)
-        )
+        found = re.findall(rf"^{name}(\S*) (\S+)$", text, re.MULTILINE)
+        return sum(int(float(count)) for labels, count in found if label in labels)
 
     def check_health(self) -> dict[str, object]:
         """`url` and `pid`; raises RuntimeError with the end of the log when the router is dead or silent."""

@@ -22,7 +22,7 @@ def read_text(label: object) -> str:
         ValueError: it is no text, no number, or empty: no answer is meant to equal it.
     """
     if label is None:
-        raise ValueError("there is no label; --label-key names its column")
+        raise ValueError("there is no label (null, or --label-key names no column of the row)")
     if not isinstance(label, str | int | float):
         raise ValueError(f"the label {label!r:.80} is neither text nor a number")
     if not str(label).strip():
@@ -53,7 +53,7 @@ def read_number(label: object) -> float:
         ValueError: it is none.
     """
     if label is None:
-        raise ValueError("--rm-type last_number: there is no label; --label-key names its column")
+        raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
     try:
         number = float(str(label).replace(",", ""))
     except ValueError:

@@ -154,13 +154,19 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -
 
     A tool's answer could else end its own turn and speak as somebody else.
     """
-    for token in tokenizer.get_added_vocab():
-        if len(token) > 2 and token.strip() == token:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
+    text = spelled_out(tokenizer, text)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) <= max_tokens:
         return text
     return tokenizer.decode(tokens[:max_tokens]).rstrip("�") + f"\n[cut: {max_tokens} of {len(tokens)} tokens]"
+
+
+def spelled_out(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return `text` in which special tokens are spelled so that they are none."""
+    for token in tokenizer.get_added_vocab():
+        if len(token) > 2 and token.strip() == token:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
 
 
 # ------------------------------------------------------------------------------------------------ tool calls

@@ -20,6 +20,7 @@ from fusionrl.rollout.loops import LoopSemaphore
 from fusionrl.rollout.state import semaphore_of
 from fusionrl.rollout.turns import SamplingParams, TurnSettings, generate_sample
 from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
+from fusionrl.rollout.unsampled import warn_of_unsampled
 from fusionrl.rollout.versions import Before, fill_versions, noting_answers
 
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -112,7 +113,9 @@ async def custom_generate(
         result = await awaited_hook(field, path, context.args, sample, copy.deepcopy(params), **keywords)
     samples = as_list(result)
     made = [one for one in samples if isinstance(one, Sample)]
-    fill_versions(made, answers, f"--custom-generate-function-path {path}", before)
+    where = f"--custom-generate-function-path {path}"
+    warn_of_unsampled(made, answers, where, before)
+    fill_versions(made, answers, where, before)
     check_samples(field, path, samples, context.limits)
     return result
 

@@ -14,6 +14,9 @@ from fusionrl.data.sample import Sample
 
 # In a sample's metadata: after how many turns of the model a limit of length left no room for a further one.
 NO_ROOM_AFTER = "no_room_after_turns"
+# In a sample's metadata, of an agent behind the session proxy: {"segment", "num_segments", "num_turns"}, and "error"
+# where there was one. Segments beyond the first are histories that the agent rewrote.
+SESSION = "session"
 
 
 @dataclass

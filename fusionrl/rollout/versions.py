@@ -190,11 +190,17 @@ def _response(sample: Sample) -> np.ndarray:
 
 
 def _warn(where: str) -> None:
+    warn_once(
+        where,
+        f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
+        " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
+        ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/multi-turn.md)',
+    )
+
+
+def warn_once(key: str, text: str) -> None:
+    """Keep a warning for `take_warnings`, the first time that `key` comes."""
     with _lock:
-        if where not in _warned:
-            _warned.add(where)
-            _warnings.append(
-                f"{where}: the weight versions of its tokens are not known (weight_versions is -1 or null): ask the"
-                " engines by fusionrl.plugin_api.post or generate_turn, or hand what they answer to"
-                ' sample.append_response_tokens(…, meta_info=output["meta_info"]) (docs/multi-turn.md)'
-            )
+        if key not in _warned:
+            _warned.add(key)
+            _warnings.append(text)

@@ -94,6 +94,14 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"rollout_min_response_len": 9}, ["--rollout-min-response-len 9", "--rollout-max-response-len 4"]),
         ({"rollout_ignore_eos": True, "rollout_stop": ["x"]}, ["--rollout-ignore-eos", "--rollout-stop"]),
         ({"group_rm": True}, ["--group-rm needs --custom-rm-path"]),
+        (
+            {"custom_generate_function_path": "fusionrl.rollout.sessions.generate"},
+            ["--custom-generate-function-path fusionrl.rollout.sessions.generate runs your agent", "--agent-path"],
+        ),
+        (
+            {"agent_path": "tests/rollout/session_agents.py:silent"},
+            ["--agent-path needs --custom-generate-function-path fusionrl.rollout.sessions.generate"],
+        ),
         ({"kl_loss_coef": 0.1}, ["--kl-loss-coef 0.1", "--use-kl-loss"]),
         ({"resume": True}, ["--resume", "--run-dir"]),
         (
@@ -410,6 +418,14 @@ def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
         "--rollout-health-check-first-wait",
     ]
     assert all("--use-fault-tolerance; add it" in error for error in found)
+
+
+def test_a_distance_that_weighs_nothing_is_told() -> None:
+    measured = {"use_kl_loss": True, "n_samples_per_prompt": 2}
+    (text,) = algorithm_warnings(Config.from_flat(measured))
+    assert text.startswith("--use-kl-loss without --kl-loss-coef: ")
+    for values in ({"kl_loss_coef": 0.1}, {"mode": "sft"}, {"loss_type": "sft_loss"}):
+        assert algorithm_warnings(Config.from_flat(measured | values)) == [], values
 
 
 def test_a_group_of_one_that_trains_nothing_is_told() -> None:

@@ -11,7 +11,8 @@ from fusionrl.config.hooks import SIGNATURES, check_hook, flag_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n# (--[\w-]+) \w+\.py:(\w+)\n(.*?)```", PAGE, re.DOTALL)
-ELSEWHERE = {"rollout_function_path", "custom_rm_path", "tools_path"}  # README.md, docs/rewards.md, docs/agents.md
+# README.md, docs/rewards.md, docs/agents.md, docs/sessions.md
+ELSEWHERE = {"rollout_function_path", "custom_rm_path", "tools_path", "agent_path"}
 
 
 def test_every_place_is_there() -> None:

@@ -70,6 +70,12 @@ def test_the_same_run_goes_on_and_its_folder_is_only_read(
     shown = capsys.readouterr().out
     assert "resume     --lr 1e-06 -> 0.001" in shown
     assert "resume     --num-rollout 2 -> 6" in shown
+    assert "nothing is left" not in shown
+    decay = ["--lr-decay-style", "linear", "--num-rollout", "1"]
+    assert cli.main(["plan", *run, "--resume", *decay]) == 0
+    shown = capsys.readouterr().out
+    assert "resume     nothing is left to do: step_000001 is after step 1, and the run ends after step 1" in shown
+    assert "next step" not in shown
     assert files(tmp_path / "runs") == before
 
 

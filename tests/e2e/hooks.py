@@ -38,6 +38,15 @@ async def raising(args: Any, sample: Any, **kwargs: Any) -> float:
 
 def slime_style_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """A synchronous rollout function with plain lists, as written for slime; rewards are left to the caller."""
+    return _by_requests(args, data_source, {"Authorization": f"Bearer {args.api_key}"})
+
+
+def keyless_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The same, with a client that knows nothing of keys."""
+    return _by_requests(args, data_source, {})
+
+
+def _by_requests(args: Any, data_source: Any, headers: dict[str, str]) -> Any:
     import requests
 
     from fusionrl.data.tokenizer import load_tokenizer
@@ -55,7 +64,7 @@ def slime_style_rollout(args: Any, rollout_id: int, data_source: Any, evaluation
                     "sampling_params": {"max_new_tokens": args.rollout_max_response_len, "temperature": 1.0},
                     "return_logprob": True,
                 },
-                headers={"Authorization": f"Bearer {args.api_key}"},
+                headers=headers,
                 timeout=60,
             ).json()
             logprobs = answer["meta_info"]["output_token_logprobs"]

@@ -15,9 +15,11 @@ from tests.e2e.all_hooks import HOOKS
 from tests.e2e.launch import metrics_of, run, undocumented_files
 
 pytestmark = pytest.mark.e2e
-# What a run with a custom loss has no place for: tests/rollout/test_agent.py, tests/trainer/test_losses.py.
+# What a run with a custom loss and a generate function has no place for: tests/rollout/test_agent.py, tests/e2e/
+# test_sessions.py, tests/trainer/test_losses.py.
 ELSEWHERE = {
     "tools_path",
+    "agent_path",
     "custom_policy_loss_path",
     "custom_tis_function_path",
     "custom_pg_loss_reducer_function_path",

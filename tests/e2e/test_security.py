@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.launch import Launched, launch, metrics_of
+from tests.e2e.launch import Launched, launch, metrics_of, run
 from tests.e2e.strangers import Listener, answers_as_a_store, is_loopback, listeners, what_a_stranger_gets
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +40,7 @@ KINDS = {
 def _kind(listener: Listener, answer: str) -> str:
     kind = next((kind for pattern, kind in KINDS.items() if re.search(pattern, listener.command)), listener.command)
     if kind == "Ray: actors" and not answer.startswith("gRPC"):
-        return "trainers, gloo"
+        return "session proxy" if answer.startswith("HTTP") else "trainers, gloo"
     return "router, Prometheus" if kind == "router" and "/metrics" in answer else kind
 
 
@@ -96,10 +96,13 @@ def test_a_store_is_recognised() -> None:
 
 
 def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> None:
-    """Two trainers, two engines. Every listener is on loopback and answers nobody without a key; the run outlives the
-    questions. Secrets of the shell stay in the shell, and the run's own are in no file and no command line."""
+    """Two trainers, two engines, agents behind the session proxy. Every listener is on loopback and answers nobody
+    without a key; the run outlives the questions. Secrets of the shell stay in the shell, and the run's own are in no
+    file and no command line."""
     folder, told = tmp_path / "run", tmp_path / "told.json"
     flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:tells_its_secrets", "--hook-env", "OPENAI_API_KEY"]
+    flags += ["--custom-generate-function-path", "fusionrl.rollout.sessions.generate"]
+    flags += ["--agent-path", "tests/e2e/session_agents.py:asks_once"]
     flags += ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "100000"]
     flags += ["--save-interval", "2", "--keep-checkpoints", "1", "--run-dir", str(folder)]
     launched = launch(flags, tmp_path, FUSIONRL_TEST_FILE=str(told), **SHELL)
@@ -160,6 +163,17 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
     rights = {path: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
     assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in rights.items()), rights
     assert "HF_TOKEN" in (folder / "logs" / "driver.log").read_text(), "the run says what it does not pass on"
+
+
+def test_a_client_without_a_key(rl_flags: list[str], tmp_path: Path) -> None:
+    """The router refuses it and the log explains that; with --router-api-key none it is let in, by the router alone."""
+    flags = [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:keyless_rollout", "--num-rollout", "1"]
+    flags += ["--no-save"]
+    refused = run([*flags, "--run-dir", str(tmp_path / "refused")], tmp_path, code=1).output()
+    assert "answered 401 to 1 requests" in refused and "Authorization: Bearer KEY" in refused
+    assert "args.api_key" in refused and "FUSIONRL_ROUTER_KEY" in refused and "keyless_rollout" in refused
+    run([*flags, "--router-api-key", "none", "--run-dir", str(tmp_path / "open")], tmp_path)
+    assert metrics_of(tmp_path / "open")[-1]["train/logprob_diff_mean"] < 1e-4
 
 
 def _environment(pid: int) -> list[bytes]:

@@ -57,15 +57,23 @@ class Exchange:
 
 @dataclass
 class Engine:
-    """Serves `turns` one after another; `by_prompt(text)` chooses instead where several samples are made at once."""
+    """Serves `turns` one after another; `by_prompt(text)` chooses instead where several samples are made at once.
+
+    before  is awaited before each answer
+    """
 
     tokenizer: Any
     turns: list[Turn] = field(default_factory=list)
     by_prompt: Callable[[str], Turn] | None = None
     exchanges: list[Exchange] = field(default_factory=list)
+    before: Callable[[], Awaitable[object]] | None = None
+    num_waiting: int = 0
 
     async def answer(self, request: web.Request) -> web.Response:
         asked = await request.json()
+        if self.before is not None:
+            self.num_waiting += 1
+            await self.before()
         turn = self.by_prompt(self.tokenizer.decode(asked["input_ids"])) if self.by_prompt else self.turns.pop(0)
         tokens = self.tokenizer.encode(turn.text, add_special_tokens=False)
         tokens += [] if turn.end is None else [turn.end]
@@ -95,7 +103,7 @@ class Engine:
         async def run() -> Any:
             app = web.Application()
             app.router.add_post("/generate", self.answer)
-            runner = web.AppRunner(app)
+            runner = web.AppRunner(app, handler_cancellation=True)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             host, port = runner.addresses[0]

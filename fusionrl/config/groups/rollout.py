@@ -30,6 +30,14 @@ class RolloutGroup(Group):
     max_turns: int = Field(8, description="Turns of the model in one sample of an agent, at most.", ge=1)
     max_tool_response_len: int = Field(1024, description="Tokens of one tool's answer; what is beyond is cut.", ge=1)
     tool_timeout_s: float = Field(60.0, description="Time limit of one tool call, seconds; the model is told.", gt=0)
+    agent_path: str | None = Field(
+        None,
+        description="Agent of fusionrl.rollout.sessions.generate, `agent(args, sample, base_url, api_key)`, which asks"
+        " the model by OpenAI's or Anthropic's protocol (docs/sessions.md).",
+    )
+    agent_timeout_s: float = Field(
+        3600.0, description="Time limit of one run of that agent, seconds; then its sample is truncated.", gt=0
+    )
     rollout_batch_size: int | None = Field(None, description="Prompts of one rollout step.", ge=1)
     n_samples_per_prompt: int = Field(1, description="Samples generated for each prompt.", ge=1)
     partial_rollout: bool = Field(
@@ -75,6 +83,11 @@ class RolloutGroup(Group):
     rollout_ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token (benchmarks).")
     rollout_skip_special_tokens: bool = Field(True, description="Leave special tokens out of the response's text.")
     sglang_server_concurrency: int = Field(512, description="Requests in flight for each engine, at most.", ge=1)
+    router_api_key: Literal["auto", "none"] = Field(
+        "auto",
+        description="Key that the router asks its clients for. auto: one made for the run; none: it asks nobody, on one"
+        " machine alone (docs/security.md).",
+    )
     stream_responses: bool = Field(
         False,
         description="Engines send a response token by token: what one that died had sent is kept, and another goes on"

@@ -34,6 +34,12 @@ ROLLOUTS: Table = {
     "rollout/num_tokens": Entry(
         "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/report.py"
     ),
+    "rollout/session_rewrites": Entry(
+        "segments",
+        "Samples that began where an agent behind the session proxy rewrote its history (docs/sessions.md).",
+        "buffer/report.py",
+        "--agent-path",
+    ),
     "rollout/reward_timeout": Entry(
         "samples",
         "Samples without a reward because the reward function took too long.",

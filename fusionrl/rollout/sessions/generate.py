@@ -1,0 +1,145 @@
+"""The generate function of agents that speak OpenAI's or Anthropic's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from numbers import Real
+
+from fusionrl.config.hooks import HookError, load_function, user_code
+from fusionrl.data.sample import Sample
+from fusionrl.rewards.calls import takes_a_list
+from fusionrl.rewards.dispatch import score_sample
+from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.sessions.session import NO_ROOM, Session, open_session
+from fusionrl.rollout.turns import SamplingParams
+
+Reward = float | dict[str, object]
+
+
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> Sample | list[Sample]:
+    """One run of the agent of --agent-path in a session of its own; see docs/sessions.md.
+
+    One sample, or one for each segment where the agent rewrote its history. All have the agent's reward. Where it
+    returns None, the run's reward function scores the last segment, and its reward is that of all; with --group-rm, or
+    a reward function that takes `samples`, that function sees all of them. An evaluation gets the last segment alone,
+    so that each session counts once.
+
+    Raises:
+        ValueError: there is no --agent-path, or no chat template.
+        HookError: the agent raised for another reason than a full context, or returned no reward.
+    """
+    if args.agent_path is None:
+        raise ValueError("fusionrl.rollout.sessions.generate runs your agent: name it with --agent-path")
+    reward: Reward | None = None
+    error: str | None = None
+    async with open_session(args, sample, sampling_params) as session:
+        try:
+            async with asyncio.timeout(args.agent_timeout_s):
+                reward = await _run_agent(args, sample, session)
+        except TimeoutError:  # a TimeoutError of the agent's own is a HookError by now
+            error = f"the agent took longer than --agent-timeout-s {args.agent_timeout_s:g}"
+    if reward is None and not _is_scored(args, sample):
+        reward = 0.0  # it was stopped before it gave one
+    samples = session.samples(reward, error)
+    if evaluation:
+        return samples[-1]
+    if len(samples) > 1 and reward is None:
+        await _share_reward(args, samples)
+    return samples[0] if len(samples) == 1 else samples
+
+
+async def _run_agent(args: Namespace, sample: Sample, session: Session) -> Reward | None:
+    """The agent's reward; None where it gives none, or gave up because the context is full or the rollout has ended."""
+    where, function = f"--agent-path {args.agent_path}", load_function(args.agent_path)
+    given = (args, sample, session.base_url, session.api_key)
+    try:
+        with user_code(where, args.agent_path, sample):
+            called = function(*given) if _is_async(function) else await _in_thread(functools.partial(function, *given))
+            reward = await called if inspect.isawaitable(called) else called
+    except HookError as error:
+        gave_up = session.lacks_room and _says(error, NO_ROOM)
+        if gave_up or session.is_aborted or session.failure is not None:
+            return None  # the samples say so, or the failure does
+        raise
+    if reward is None and not _is_scored(args, sample):
+        said = "it returned None, and nothing else gives a reward: return one, or add --rm-type or --custom-rm-path"
+        raise HookError(f"{where}: {said}", [sample])
+    if reward is None or isinstance(reward, dict):
+        return reward
+    if isinstance(reward, Real):
+        return float(reward)
+    raise HookError(f"{where}: it returned {reward!r:.80}; a reward (a number or a dict) or None is wanted", [sample])
+
+
+async def _in_thread(function: Callable[[], object]) -> object:
+    """Call a plain function in a thread of its own: its client may block, and each agent of a rollout gets on.
+
+    A pool would have fewer threads than a rollout has agents, and would wait for those that are given up.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[object] = loop.create_future()
+
+    def settle(result: object, error: Exception | None) -> None:
+        if future.done():
+            return  # given up
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def run() -> None:
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = context.run(function)
+        except SystemExit as exit_of_theirs:
+            error = RuntimeError(f"it called exit({exit_of_theirs.code!r})")
+        except Exception as raised:  # whatever an agent raises is told by who waits for it
+            error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
+        with suppress(RuntimeError):  # the rollout has ended, and its loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await future
+
+
+def _says(error: BaseException | None, words: str) -> bool:
+    """Return whether an error, or one that led to it, has these words."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if words in str(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_scored(args: Namespace, sample: Sample) -> bool:
+    """Return whether the run gives a reward to a sample that has none."""
+    own = sample.custom_rm_path or (sample.metadata or {}).get("rm_type")
+    return bool(args.rm_type or args.custom_rm_path or args.use_opd or own)
+
+
+def _is_async(function: Callable[..., object]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _share_reward(args: Namespace, samples: list[Sample]) -> None:
+    """Score the last segment, which has the answer, and give its reward to all."""
+    settings = RewardSettings.of_args(args)
+    if settings.is_group_call or takes_a_list(settings.grading.custom_rm_path):
+        return
+    last = samples[-1]
+    reward = await score_sample(settings, last)
+    for one in samples:
+        one.reward, one.status = reward, last.status if last.status == Sample.Status.FAILED else one.status

@@ -1,0 +1,298 @@
+"""A session: what one agent asks for one sample, recorded token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import secrets
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.engines.client import Generation
+from fusionrl.engines.http import EndpointError
+from fusionrl.rollout.agent import end_of_turn, parse_tool_calls
+from fusionrl.rollout.sessions.messages import Asked, Call, Refused, Said
+from fusionrl.rollout.sessions.segments import Segment, Segments
+from fusionrl.rollout.sglang_rollout import generate_turn, room
+from fusionrl.rollout.turns import SamplingParams, note_no_room, prompt_ids
+from fusionrl.rollout.types import SESSION
+
+logger = logging.getLogger(__name__)
+
+NO_ROOM = "leave no room for an answer"  # said of a full context
+# What a segment says of its sample; all else is the row's and what the agent wrote on it.
+_OF_SEGMENT = (
+    *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
+    *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "status"),
+)
+_ignored: set[str] = set()  # arguments of requests of which the log has spoken
+
+
+class Session:
+    """Answers the requests of one agent, and makes samples of them.
+
+    base_url  for the clients of both protocols: http://127.0.0.1:PORT/sessions/ID/v1
+    api_key   which they must send; it opens this session alone
+    """
+
+    def __init__(self, args: Namespace, sample: Sample, sampling_params: SamplingParams) -> None:
+        """`args`, `sample` and `sampling_params` as a generate function gets them.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        tokenizer = load_tokenizer(args.hf_checkpoint)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("sessions speak by the chat template; the tokenizer of --hf-checkpoint has none")
+        self._args, self._sample, self._params = args, sample, dict(sampling_params)
+        self._segments = Segments(tokenizer, args.apply_chat_template_kwargs or {}, _blank(sample))
+        self.id, self.api_key = secrets.token_hex(8), secrets.token_hex(24)
+        self.base_url = ""
+        self.model = args.hf_checkpoint.rstrip("/").rpartition("/")[2]
+        self.loop = asyncio.get_running_loop()
+        self.failure: Exception | None = None
+        """Why the engines gave no answer; None once they gave one again."""
+        self.lacks_room = False
+        """Whether the request before this moment was refused because the context was full."""
+        self.is_aborted = False
+        """Whether the rollout has ended before the agent."""
+        self._has_ended = False
+        self._num_calls = 0
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._tasks)
+
+    # -------------------------------------------------------------------------------- requests
+    async def answer(self, asked: Asked) -> Said:
+        """Let the model answer.
+
+        Raises:
+            Refused: there is no room for a turn, the template cannot render the messages, or the session has ended.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await self._answer(asked)
+        except asyncio.CancelledError:
+            if self._has_ended:
+                raise Refused("the session has ended", 400, "session_ended") from None
+            raise
+        finally:
+            self._tasks.discard(task)
+
+    async def _answer(self, asked: Asked) -> Said:
+        if self._has_ended or self.is_aborted:
+            raise Refused("the session has ended", 400, "session_ended")
+        _tell_ignored(asked.ignored)
+        segments = self._segments
+        try:
+            segment = segments.continued_by(asked.messages, asked.tools)
+            if segment is None:
+                segment = Segment(segments.begun(asked.messages, asked.tools), [], asked.tools)
+                added: list[int] = []
+            else:
+                added = segments.added(segment, asked.messages)
+        except (ValueError, TypeError) as error:  # a TypeError: text that is no Unicode
+            raise Refused(str(error)) from error
+        params = self._params_of(asked)
+        self._check_room(segment, len(added), params)
+        # A copy: a client that hangs up leaves the segment as it was. Arrays are replaced, never written.
+        sample = copy.copy(segment.sample)
+        if added:
+            text = segments.tokenizer.decode(added)
+            sample.append_response_tokens(tokens=added, trainable=False, text=text)
+        num_asked = len(sample.tokens)
+        segment.is_busy = True
+        try:
+            said, answer = await self._turn(asked, segment, sample, params, num_asked)
+        finally:
+            segment.is_busy = False
+        segment.sample, segment.end_token = sample, end_of_turn(answer)
+        segment.messages = [*asked.messages, said.message()]
+        segment.num_turns += 1
+        segments.keep(segment)
+        self.failure, self.lacks_room = None, False
+        return said
+
+    async def _turn(
+        self, asked: Asked, segment: Segment, sample: Sample, params: SamplingParams, num_asked: int
+    ) -> tuple[Said, Generation]:
+        """Sample one turn into `sample`."""
+        try:
+            answer = await generate_turn(self._args, sample, params, longest=asked.longest)
+            if answer is None or sample.status == Sample.Status.ABORTED:
+                self.is_aborted = True
+                raise Refused("the rollout has ended, and with it the session", 400, "session_ended")
+            return await self._said(asked, answer, num_asked), answer
+        except (RuntimeError, TimeoutError, OSError, ValueError) as error:
+            if isinstance(error, EndpointError) and error.status < 500:  # the engine's own limits, of its context say
+                raise Refused(str(error), 400) from error
+            self.failure = error
+            raise Refused(f"the engines gave no answer: {error!r}", 500) from error
+
+    def _params_of(self, asked: Asked) -> SamplingParams:
+        params = dict(self._params)
+        if asked.stop:
+            params["stop"] = [*(params.get("stop") or []), *asked.stop]
+        return params
+
+    def _check_room(self, segment: Segment, num_added: int, params: SamplingParams) -> None:
+        """Refuse a request that leaves no room for a token of an answer."""
+        left = room(self._args, segment.sample, params)
+        longest = self._args.rollout_max_prompt_len
+        is_too_long = not segment.messages and longest is not None and len(segment.sample.tokens) > longest
+        if num_added < left and not (is_too_long and self._args.rollout_max_context_len is None):
+            return
+        count = len(segment.sample.tokens) + num_added
+        limit = longest if is_too_long and left > 0 else len(segment.sample.tokens) + left
+        self.lacks_room = True
+        if segment.messages:
+            note_no_room(segment.sample)
+        raise Refused(
+            f"prompt is too long: {count} tokens {NO_ROOM} within this model's maximum context length"
+            f" of {limit} tokens (--rollout-max-context-len)",
+            400,
+            "context_length_exceeded",
+        )
+
+    async def _said(self, asked: Asked, answer: Generation, num_asked: int) -> Said:
+        """A turn as the agent reads it: a call that cannot be read is text, as with other servers."""
+        tokenizer = self._segments.tokenizer
+        tokens = answer.tokens if end_of_turn(answer) is None else answer.tokens[:-1]
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        matched = (answer.meta_info.get("finish_reason") or {}).get("matched")
+        stop = matched if isinstance(matched, str) and answer.finish_reason == "stop" else None
+        if stop is not None:
+            text = text.partition(stop)[0]
+        calls: list[Call] = []
+        if asked.tools and asked.reads_calls and answer.finish_reason != "length":
+            whole = tokenizer.decode(tokens, skip_special_tokens=False)
+            rest, found = await parse_tool_calls(self._args, tokenizer, asked.tools, whole)
+            if found and all(call.error is None and call.name and _is_object(call.arguments) for call in found):
+                text = rest
+                # Nine characters, as Mistral's templates demand.
+                calls = [
+                    Call(f"call{self._num_calls + i:05d}", call.name, call.arguments) for i, call in enumerate(found)
+                ]
+                self._num_calls += len(calls)
+        return Said(
+            text=text,
+            calls=tuple(calls),
+            finish="tool_calls" if calls else "length" if answer.finish_reason == "length" else "stop",
+            stop_string=stop if stop in asked.stop and not calls else None,
+            num_asked=num_asked,
+            num_cached=min(answer.cached_tokens, num_asked),
+            num_sampled=len(answer.tokens),
+        )
+
+    def count_tokens(self, asked: Asked) -> int:
+        """Return the tokens of the prompt of a request, as a segment of its own."""
+        try:
+            return len(self._segments.begun(asked.messages, asked.tools).tokens)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    # -------------------------------------------------------------------------------- samples
+    async def end(self) -> None:
+        """End what is under way; nothing is answered any more."""
+        self._has_ended = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def samples(self, reward: float | dict[str, object] | None = None, error: str | None = None) -> list[Sample]:
+        """Return a sample for each segment, in the order of their last turns; the first is the row's sample itself.
+
+        All have `reward`, the row's fields, and what the agent wrote on the row's sample. COMPLETED and TRUNCATED are
+        those of a segment's last turn; with an `error` (a time limit, say), or where the last request found no room,
+        the last segment is TRUNCATED. ABORTED where the rollout has ended. A session without an answer makes one FAILED
+        sample.
+
+        Raises:
+            RuntimeError, TimeoutError, OSError, ValueError: why the engines answered nothing from some request on.
+        """
+        if self.failure is not None:
+            raise self.failure
+        sample, found = self._sample, self._segments.all
+        if self.is_aborted:
+            vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
+            sample.status = Sample.Status.ABORTED
+            return [sample]
+        if not found:
+            told = {"error": error or "the agent sent no request that was answered", "num_segments": 0}
+            sample.metadata = {**(sample.metadata or {}), SESSION: told}
+            vars(sample).update({name: copy.copy(getattr(self._segments.blank, name)) for name in _OF_SEGMENT})
+            sample.status = Sample.Status.FAILED
+            if sample.prompt_tokens is not None or isinstance(sample.prompt, str):
+                sample.tokens = prompt_ids(self._args.hf_checkpoint, sample)
+            return [sample]
+        made = [sample, *(copy.deepcopy(sample) for _ in found[1:])]
+        for number, (one, segment) in enumerate(zip(made, found, strict=True)):
+            vars(one).update({name: getattr(segment.sample, name) for name in _OF_SEGMENT})
+            told = {"segment": number, "num_segments": len(found), "num_turns": segment.num_turns}
+            one.metadata = {**(segment.sample.metadata or {}), **(one.metadata or {}), SESSION: told}
+            one.reward = copy.copy(reward)
+        if error is not None:
+            made[-1].metadata[SESSION]["error"] = error
+        if error is not None or self.lacks_room:
+            made[-1].status = Sample.Status.TRUNCATED
+        return made
+
+
+@asynccontextmanager
+async def open_session(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> AsyncIterator[Session]:
+    """Open a session for one sample; requests are answered within the block.
+
+    async with open_session(args, sample, sampling_params) as session:
+        reward = await my_agent(session.base_url, session.api_key)
+    return session.samples(reward)
+    """
+    session = Session(args, sample, sampling_params)
+    from fusionrl.rollout.sessions.server import process_server  # aiohttp's server: 0.1 s that few processes need
+
+    server = await asyncio.to_thread(process_server)
+    server.add(session)
+    try:
+        yield session
+    finally:
+        server.remove(session)
+        await session.end()
+
+
+def _blank(sample: Sample) -> Sample:
+    """Return a copy without the response that an earlier rollout left: an agent begins anew."""
+    blank = copy.deepcopy(sample)
+    blank.tokens, blank.response, blank.response_length = [], "", 0
+    blank.loss_mask = blank.rollout_log_probs = blank.weight_versions = blank.teacher_log_probs = None
+    blank.rollout_routed_experts = None
+    blank.status = Sample.Status.PENDING
+    return blank
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+def _tell_ignored(names: tuple[str, ...]) -> None:
+    """Say once of each argument that the run's flags stand in its place."""
+    for name in names:
+        if name not in _ignored:
+            _ignored.add(name)
+            logger.warning(
+                "an agent's request sets %s: it is ignored, for tokens that are trained on are sampled by the run's"
+                " flags (--rollout-temperature and its like)",
+                name,
+            )

@@ -1,0 +1,198 @@
+"""Agents of the session tests, as their authors write them: with the client packages, and with bare HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+TOOL = {
+    "name": "weather",
+    "description": "The weather of a town.",
+    "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+}
+
+
+def look_up(town: str) -> str:
+    return f"{town}: rain"
+
+
+async def with_openai(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """Turns with tools until there is no call; the reward is the number of the turns."""
+    from openai import AsyncOpenAI
+
+    messages: list[Any] = [{"role": "user", "content": "Is it wet?"}]
+    turns = 0
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        while True:
+            answer = await client.chat.completions.create(
+                model="any", messages=messages, tools=[{"type": "function", "function": TOOL}], temperature=0.3
+            )
+            turns += 1
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if answer.choices[0].finish_reason != "tool_calls":
+                return float(turns)
+            for call in message.tool_calls:
+                result = look_up(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+async def with_openai_stream(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """The same, streamed and put together by the client."""
+    from openai import AsyncOpenAI
+
+    messages: list[Any] = [{"role": "user", "content": "Is it wet?"}]
+    turns = 0
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        while True:
+            turns += 1
+            tools: Any = [{"type": "function", "function": TOOL}]
+            async with client.chat.completions.stream(model="any", messages=messages, tools=tools) as stream:
+                answer = await stream.get_final_completion()
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return float(turns)
+            for call in message.tool_calls:
+                result = look_up(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+async def with_anthropic(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """The same conversation by the other protocol; every second turn is streamed."""
+    from anthropic import AsyncAnthropic
+
+    tool: Any = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Is it wet?"}]}]
+    turns = 0
+    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        while True:
+            asked: Any = {"model": "any", "max_tokens": 900, "messages": messages, "tools": [tool]}
+            if turns % 2:
+                async with client.messages.stream(**asked) as stream:
+                    answer = await stream.get_final_message()
+            else:
+                answer = await client.messages.create(**asked)
+            turns += 1
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+            if answer.stop_reason != "tool_use":
+                return float(turns)
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": look_up(**block.input)}
+                for block in answer.content
+                if block.type == "tool_use"
+            ]
+            messages.append({"role": "user", "content": results})
+
+
+def blocking(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """A plain function with a client that blocks; what it writes on the sample stays."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": "Is it wet?"}])
+    sample.metadata["heard"] = answer.choices[0].message.content
+    sample.my_note = {"finish": answer.choices[0].finish_reason}
+
+
+async def blocking_its_loop(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """The mistake of an async function with a client that blocks."""
+    blocking(args, sample, base_url, api_key)
+
+
+async def compacting(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """Two turns, then a history of its own, then one more turn of the first conversation."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+        async def ask(messages: list[Any]) -> list[Any]:
+            answer = await client.chat.completions.create(model="any", messages=messages)
+            return [*messages, {"role": "assistant", "content": answer.choices[0].message.content}]
+
+        first = await ask([{"role": "user", "content": "Is it wet?"}])
+        first = await ask([*first, {"role": "user", "content": "And in Rome?"}])
+        await ask([{"role": "system", "content": "So far: it rains."}, {"role": "user", "content": "Where?"}])
+        await ask([*first, {"role": "user", "content": "Sure?"}])
+
+
+async def until_full(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """Goes on until the context is full, and does not care what is raised then."""
+    from openai import AsyncOpenAI
+
+    messages: list[Any] = [{"role": "user", "content": "Is it wet?"}]
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        while True:
+            answer = await client.chat.completions.create(model="any", messages=messages)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            messages.append({"role": "user", "content": "Go on. " * 10})
+
+
+async def broken_when_full(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """Meets the full context, and then a bug of its own."""
+    from openai import BadRequestError
+
+    try:
+        await until_full(args, sample, base_url, api_key)
+    except BadRequestError:
+        pass
+    raise KeyError("mine")
+
+
+async def slow(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """One turn, and then nothing for longer than its time."""
+    await with_openai(args, sample, base_url, api_key)
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def silent(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+async def broken(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    raise KeyError("mine")
+
+
+async def no_reward(args: Any, sample: Any, base_url: str, api_key: str) -> Any:
+    await with_openai(args, sample, base_url, api_key)
+    return "good"
+
+
+async def knocking(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """Bare requests, each with what is answered, in the sample's metadata."""
+    import aiohttp
+
+    good = {"model": "m", "messages": [{"role": "user", "content": "Is it wet?"}]}
+    key, stranger = {"Authorization": f"Bearer {api_key}"}, {"Authorization": "Bearer no"}
+    picture = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+    told = sample.metadata["told"] = []
+    async with aiohttp.ClientSession() as http:
+        for path, headers, body in (
+            ("/chat/completions", {}, good),
+            ("/chat/completions", stranger, good),
+            ("/v1/messages", stranger, good),
+            ("/elsewhere", {}, good),
+            ("/elsewhere", key, good),
+            ("/chat/completions", key, []),
+            ("/chat/completions", key, {"model": "m"}),
+            ("/chat/completions", key, {**good, "n": 2}),
+            ("/chat/completions", key, {**good, "response_format": {"type": "json_object"}}),
+            ("/chat/completions", key, {**good, "tool_choice": "required"}),
+            ("/chat/completions", key, {**good, "max_tokens": 0}),
+            ("/chat/completions", key, {"messages": [{"role": "user", "content": [picture]}]}),
+            ("/chat/completions", key, {"messages": [{"role": "assistant", "content": "It"}]}),
+            ("/v1/messages", key, {**good, "max_tokens": 9, "tools": [{"type": "web_search_20250305", "name": "w"}]}),
+            ("/v1/messages", key, {**good, "max_tokens": 9, "messages": [{"role": "user", "content": "x" * 7000}]}),
+            ("/chat/completions", key, {"messages": [{"role": "user", "content": "x" * 7000}]}),
+        ):
+            async with http.post(base_url + path, json=body, headers=headers) as response:
+                told.append((response.status, await response.json()))
+        async with http.get(base_url + "/models", headers=key) as response:
+            told.append((response.status, await response.json()))
+        counted = {**good, "max_tokens": 9}
+        async with http.post(
+            base_url + "/messages/count_tokens", json=counted, headers={"x-api-key": api_key}
+        ) as response:
+            told.append((response.status, await response.json()))

@@ -1,0 +1,78 @@
+"""Trained tokens that no engine sampled: which are found, and what is said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.data.sample import Sample
+from fusionrl.rollout import versions
+from fusionrl.rollout.samples import custom_generate
+from fusionrl.rollout.unsampled import found_in, warn_of_unsampled
+from fusionrl.rollout.versions import Answers, Before, take_warnings
+from tests.rollout.test_versions import answer, context
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_warned_of_yet() -> None:
+    take_warnings()
+    versions._warned.clear()
+
+
+@pytest.mark.parametrize(
+    ("response", "parts", "found"),
+    [
+        ([5, 6, 7], [[5, 6, 7]], "111"),
+        ([5, 6, 9, 9, 7], [[5, 6], [7]], "11001"),
+        ([5, 6, 9], [[5, 6, 7, 8]], "110"),  # cut at a stop word, then the tool's text
+        ([9, 5, 6], [[5, 6]], "011"),
+        ([7, 5], [[5], [7]], "01"),  # in order
+        ([256, 1], [[1]], "01"),  # bytes within a number
+        ([3], [], "0"),
+    ],
+)
+def test_tokens_of_the_answers_are_found(response: list[int], parts: list[list[int]], found: str) -> None:
+    got = found_in(np.array(response, np.int32), [np.array(part, np.int32) for part in parts])
+    assert "".join(str(int(one)) for one in got) == found
+
+
+def said_of(sample: Sample, *answers: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    noted = Answers((), parts=[(np.array(one, np.int32), np.zeros(len(one), np.int32)) for one in answers])
+    warn_of_unsampled([sample], noted, "--custom-generate-function-path f", Before(np.array(before, np.int32), None))
+    return take_warnings()
+
+
+def test_a_tools_text_without_a_mask_is_told() -> None:
+    (said,) = said_of(Sample(index=3, tokens=[1, 5, 6, 9, 9, 7], response_length=5), [5, 6], [7])
+    assert "2 of the 5 tokens that sample 3 is trained on are in no answer of the engines" in said
+    assert "loss_mask" in said and "f: " in said
+    assert not said_of(Sample(index=4, tokens=[1, 9], response_length=1), [5]), "once for each function"
+
+
+def test_what_is_masked_or_was_sampled_is_not() -> None:
+    assert not said_of(Sample(tokens=[1, 5, 9, 7], response_length=3, loss_mask=[1, 0, 1]), [5], [7])
+    assert not said_of(Sample(tokens=[1, 4, 5], response_length=2), [5], before=[4])
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2, weight_versions=[0, 0]), [5])
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2)), "nobody has asked the engines"
+
+
+def test_a_function_that_posts_and_sets_no_mask(json_server: Any, tmp_path: Path) -> None:
+    json_server.answers = [(200, answer([5], "0"))]
+    url = json_server.url
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from fusionrl.plugin_api import post\n"
+        "async def f(args, sample, params):\n"
+        f"    found = await post({url + '/generate'!r}, {{}})\n"
+        "    sample.tokens, sample.response_length = [1, found['meta_info']['output_token_logprobs'][0][1], 7, 7], 3\n"
+        "    sample.status = sample.Status.COMPLETED\n"
+        "    return sample\n"
+    )
+    given = context(engine_urls=[], router_url=url)
+    asyncio.run(custom_generate(given, f"{path}:f", Sample(index=2), {}, False))
+    assert any("2 of the 3 tokens that sample 2 is trained on" in text for text in take_warnings())
