@@ -100,7 +100,8 @@ def _missing(module: str, name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
     # A class may be derived from what begins with a capital letter.
-    return type(name, (), {"__module__": module}) if name[0].isupper() else MagicMock(name=f"{module}.{name}")
+    made = {"__module__": module, "__init__": lambda self, *args, **kwargs: None}
+    return type(name, (), made) if name[0].isupper() else MagicMock(name=f"{module}.{name}")
 
 
 def load(path: str, hooks: list[tuple[str, str]]) -> None:
