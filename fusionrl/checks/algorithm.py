@@ -142,8 +142,8 @@ def _correction_errors(config: Config) -> list[str]:
             "--use-rollout-logprobs takes the engine's log-probs as they are, --use-tis, --rejection-level and"
             " --tis-veto correct for them; leave one out"
         )
-    if a.custom_tis_function_path is not None and corrects:
-        errors.append("--custom-tis-function-path takes the place of --use-tis and rejection; leave one out")
+    if a.custom_tis_function_path is not None and (a.rejection_level is not None or a.tis_veto is not None):
+        errors.append("--custom-tis-function-path takes the place of --rejection-level and --tis-veto; leave one out")
     whole = {
         "--custom-tis-function-path": a.custom_tis_function_path,
         "--custom-pg-loss-reducer-function-path": a.custom_pg_loss_reducer_function_path,

@@ -159,7 +159,10 @@ SAVING = _beside(lambda c: not c.checkpoint.no_save, "with --no-save")
 CHECKS_SAVES = _beside(lambda c: not c.checkpoint.no_save or c.run.resume, "with --no-save")
 DECAY = _beside(lambda c: c.train.lr_decay_style != "constant", "with --lr-decay-style constant")
 WARM_UP = _beside(
-    lambda c: max(c.train.lr_warmup_iters, c.critic.critic_lr_warmup_iters or 0, c.prm.prm_lr_warmup_iters or 0) > 0,
+    lambda c: (
+        max(c.train.lr_warmup_iters, c.critic.critic_lr_warmup_iters or 0, c.prm.prm_lr_warmup_iters or 0) > 0
+        or bool(c.train.lr_warmup_fraction)
+    ),
     "without --lr-warmup-iters",
 )
 EPOCHS = _beside(lambda c: c.run.num_rollout is None, "with --num-rollout")
@@ -219,7 +222,13 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
         (TRAINERS,),
         (
             *("actor_num_nodes", "actor_num_gpus_per_node", "offload_train", "distributed_timeout_minutes"),
-            *("train_num_threads", "debug_random_weights", "megatron_checkpoint", "custom_model_provider_path"),
+            *(
+                "train_num_threads",
+                "debug_random_weights",
+                "megatron_checkpoint",
+                "custom_model_provider_path",
+                "custom_spec_path",
+            ),
             *("transformer_impl", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
             *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
             *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -312,7 +321,14 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     (
         (TRAINS,),
         (
-            *("global_batch_size", "num_steps_per_rollout", "lr", "lr_decay_style", "lr_warmup_iters"),
+            *(
+                "global_batch_size",
+                "num_steps_per_rollout",
+                "lr",
+                "lr_decay_style",
+                "lr_warmup_iters",
+                "lr_warmup_fraction",
+            ),
             *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_skipped_steps"),
             "custom_megatron_before_train_step_hook_path",
         ),

@@ -8,7 +8,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.models.quantization import BlockFp8, read_quantization
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.models.weight_files import check_weight_files
+from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
 
 
 def checked_shape(config: Config) -> ModelShape:
@@ -32,7 +32,7 @@ def checked_shape(config: Config) -> ModelShape:
     names = {path.name for path in Path(folder).iterdir()}
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
         raise ValueError(f"--hf-checkpoint {folder}: it has no tokenizer (tokenizer.json)")
-    if config.model.ref_load is not None:
+    if config.model.ref_load is not None and not is_megatron_folder(config.model.ref_load):
         reference = read_model_shape(config.model.ref_load, "--ref-load")
         if reference != shape:
             raise ValueError(
@@ -60,7 +60,7 @@ def checked_quantization(config: Config) -> BlockFp8 | None:
             f"--sglang-quantization {of_engines}: weights are pushed as --hf-checkpoint has them, and the engines would"
             " quantise theirs once more; leave it out, and give a checkpoint that is quantised (quant_method fp8)"
         )
-    if config.model.ref_load is not None:
+    if config.model.ref_load is not None and not is_megatron_folder(config.model.ref_load):
         read_quantization(config.model.ref_load, "--ref-load")
     return read_quantization(folder)
 

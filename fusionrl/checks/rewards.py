@@ -17,7 +17,8 @@ def reward_errors(config: Config) -> list[str]:
         key = reward.reward_key or ("" if reward.custom_rm_path else None)
         errors += [f"--rm-type {error}" for error in rm_type_errors(config, reward.rm_type, key, "--reward-key")]
     url = reward.rm_url
-    if (reward.rm_type == REMOTE) != (url is not None):
+    is_custom = reward.custom_rm_path is not None  # it may read the address from its args
+    if (reward.rm_type == REMOTE) != (url is not None) and not (is_custom and url is not None):
         errors.append(f"--rm-type {REMOTE} and --rm-url go together; give both")
     if url is not None and not re.match(r"https?://[^/]+", url):
         errors.append(f"--rm-url {url}: an address begins with http:// or https://")

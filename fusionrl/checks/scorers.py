@@ -11,7 +11,7 @@ from fusionrl.config.groups import AlgorithmGroup, PrmGroup, RewardGroup
 from fusionrl.config.parts import estimator_of
 from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape, read_model_shape
-from fusionrl.models.weight_files import check_weight_files
+from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
 from fusionrl.upstream import flags as upstream
 
 _RM_FLAGS = ("rm_input", "rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args")
@@ -112,6 +112,8 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
             "--eval-prompt-data: an evaluation needs a reward, --rm-type or --custom-rm-path; with --eval-config the"
             " sets have rewards of their own, and --use-opd may train without one"
         )
+    if not of_engine and is_megatron_folder(options.opd_teacher_load):
+        return errors  # its shape is compared when the trainers read it
     try:
         model = read_scorer(options.opd_teacher_load, "--opd-teacher-load")
         check_weight_files(options.opd_teacher_load, "--opd-teacher-load")

@@ -25,6 +25,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import check_hook, hook_paths
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.shape_claims import claim_errors
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     errors: list[str] = []
     shape = attempt(errors, lambda: checked_shape(config))
     quantization = attempt(errors, lambda: checked_quantization(config)) if shape else None
-    errors += weight_shape_errors(config)
+    errors += weight_shape_errors(config) + _claim_errors(config, shape)
     errors += missing_flags(config) + mode_errors(config) + engine_size_errors(config, shape)
     errors += rollout_errors(config) + reward_errors(config)
     sandbox = attempt(errors, lambda: sandbox_of_run(config))
@@ -69,8 +70,13 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
 def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
     """List the mistakes that flags and the model's shape show: of a cluster elsewhere nothing else is read."""
     errors = engine_size_errors(config, shape) + rollout_errors(config) + mode_errors(config)
-    errors += flag_length_errors(config, shape)
+    errors += flag_length_errors(config, shape) + _claim_errors(config, shape)
     return errors + algorithm_errors(config) + routing_errors(config, shape)
+
+
+def _claim_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    where = f"the config.json of --hf-checkpoint {config.model.hf_checkpoint}"
+    return [] if shape is None else claim_errors(shape, config.passthrough.slime, where)
 
 
 def _hook_errors(config: Config) -> list[str]:
@@ -85,6 +91,11 @@ def _train_errors(config: Config) -> list[str]:
         for name in ("use_dynamic_batch_size", "balance_data")
         if not getattr(train, name)
     ]
+    if train.lr_warmup_fraction is not None and train.lr_warmup_iters:
+        errors.append(
+            f"--lr-warmup-fraction {train.lr_warmup_fraction:g} and --lr-warmup-iters {train.lr_warmup_iters} say the"
+            " same; leave one out"
+        )
     if train.lr_warmup_init > train.lr:
         errors.append(f"--lr-warmup-init {train.lr_warmup_init:g} is over --lr {train.lr:g}; a warm-up rises to it")
     return errors

@@ -6,8 +6,14 @@ from fusionrl.checks.algorithm import algorithm_warnings
 from fusionrl.checks.chat import chat_warnings
 from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
+from fusionrl.config.slime.translate import accepted_notes
 
 
 def flag_warnings(config: Config) -> list[str]:
     """One text a finding, with flag and cure."""
-    return [*algorithm_warnings(config), *effect_warnings(config), *chat_warnings(config)]
+    return [
+        *algorithm_warnings(config),
+        *effect_warnings(config),
+        *chat_warnings(config),
+        *accepted_notes(config.passthrough.slime),
+    ]

@@ -18,6 +18,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
   fusionrl flags --template                             a commented file of all flags, for --config
+  fusionrl from-slime SCRIPT.sh                         the command that does what a launch script of slime's does
   fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
 
 `fusionrl train --help` and `fusionrl show --help` list the flags."""
@@ -30,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "show": "fusionrl.cli.show",
     "data": "fusionrl.cli.data",
     "flags": "fusionrl.cli.flags",
+    "from-slime": "fusionrl.cli.from_slime",
     "metrics": "fusionrl.cli.metrics",
 }
 

@@ -18,6 +18,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.differences import difference_lines
 from fusionrl.config.parser import CommandLineError, former_flags, read_args, short_resume_error
 from fusionrl.config.plan_flags import imbalance_of
+from fusionrl.config.slime.translate import translate
 from fusionrl.observe.run_dir import last_config
 from fusionrl.plan.auxiliary import auxiliary_config
 from fusionrl.plan.devices import this_machine
@@ -46,6 +47,8 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         raise CommandLineError([*errors, short])  # all flags of a run are missing
     if config.run.resume and (file := former_flags(argv)):
         print(f"--resume: flags that are not given are those of {file}", file=sys.stderr)
+    for note in translate(argv).notes:
+        print(f"slime's flags: {note}", file=sys.stderr)
     config, unavailable = resolve_names(config)
     errors += unavailable
     checked, found = validate(config)

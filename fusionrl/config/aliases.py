@@ -12,10 +12,8 @@ from collections.abc import Iterable
 
 from fusionrl.config.presets import NONZERO_STD
 
-_FROM_CONFIG = "leave it out: it is read from the config.json of --hf-checkpoint"
 _ALWAYS = "leave it out: it is always so here"
 _NO_ADAPTERS = "leave it out: all weights are trained, there are no adapters"
-_NO_WANDB = "leave it out: there is no W&B here; --use-tensorboard, and every run's metrics.jsonl"
 _BATCH = "--rollout-batch-size (prompts of a rollout) or --global-batch-size (samples of an optimizer step)"
 _NO_SUCH_FLAG = "leave it out: there is nothing like it here"
 
@@ -256,69 +254,6 @@ VERL: dict[str, str] = {
     **{f"critic.megatron.{name}": "--critic-" + name.replace("_", "-") for name in _PARALLEL},
 }
 
-# Flags of slime's, and Megatron-LM's that stand in its launch scripts.
-SLIME: dict[str, str] = {
-    "accumulate_allreduce_grads_in_fp32": _ALWAYS,
-    "apply_layernorm_1p": _FROM_CONFIG,
-    "check_weight_update_equal": "--verify-weights always",
-    "critic_save": "leave it out: the critic is in the run's checkpoints",
-    "decoder_last_pipeline_num_layers": "--num-layers-in-last-pipeline-stage",
-    "decoder_first_pipeline_num_layers": "--num-layers-in-first-pipeline-stage",
-    "disable_bias_linear": _FROM_CONFIG,
-    "disable_compute_advantages_and_returns": "leave it out: it follows from --mode",
-    "disable_rollout_global_dataset": "--data-source-path",
-    "distributed_backend": "leave it out: it follows from --device",
-    "dump_details": "leave it out: every sample is in the run's folder, rollouts/",
-    "eval_max_context_len": "--rollout-max-context-len",
-    "eval_max_prompt_len": "--rollout-max-prompt-len",
-    "eval_min_new_tokens": "--rollout-min-response-len",
-    "eval_tool_key": "--tool-key",
-    "get_mismatch_metrics": _ALWAYS,
-    "group_query_attention": _FROM_CONFIG,
-    "kv_lora_rank": _FROM_CONFIG,
-    "load": "--hf-checkpoint, or --megatron-checkpoint; to go on with a run: --run-dir with --resume",
-    "load_debug_rollout_data_subsample": _NO_SUCH_FLAG,
-    "log_multi_turn": _NO_SUCH_FLAG,
-    "log_passrate": "leave it out: an evaluation of several samples a prompt reports it",
-    "log_probs_max_tokens_per_gpu": "--max-tokens-per-gpu",
-    "lr_warmup_fraction": "--lr-warmup-iters",
-    "make_vocab_size_divisible_by": _ALWAYS,
-    "max_position_embeddings": _FROM_CONFIG,
-    "megatron_to_hf_mode": _ALWAYS,
-    "model_name": "--hf-checkpoint",
-    "no_rope_fusion": "--no-apply-rope-fusion",
-    "norm_epsilon": _FROM_CONFIG,
-    "num_experts": _FROM_CONFIG,
-    "offload": "--offload-train and --offload-rollout",
-    "padded_vocab_size": _FROM_CONFIG,
-    "position_embedding_type": _FROM_CONFIG,
-    "q_lora_rank": _FROM_CONFIG,
-    "qk_head_dim": _FROM_CONFIG,
-    "qk_pos_emb_head_dim": _FROM_CONFIG,
-    "qkv_format": _ALWAYS,
-    "ref_ckpt_step": "--ref-load",
-    "rotary_base": _FROM_CONFIG,
-    "rotary_percent": _FROM_CONFIG,
-    "rotary_scaling_factor": _FROM_CONFIG,
-    "save": "--run-dir: checkpoints lie in it (--save-interval); the weights at the end: --save-hf",
-    "save_debug_train_data": "--save-debug-rollout-data",
-    "start_rollout_id": "--resume",
-    "swiglu": _FROM_CONFIG,
-    "tb_experiment_name": "--use-tensorboard",
-    "tb_project_name": "--use-tensorboard",
-    "train_backend": "leave it out: Megatron-core trains",
-    "untie_embeddings_and_output_weights": _FROM_CONFIG,
-    "use_rope_scaling": _FROM_CONFIG,
-    "use_rollout_entropy": "leave it out: train/entropy is always reported",
-    "use_rotary_position_embeddings": _FROM_CONFIG,
-    "use_slime_router": "leave it out: SGLang's router is started (--router-*)",
-    "v_head_dim": _FROM_CONFIG,
-    "vocab_size": _FROM_CONFIG,
-    "wandb_group": _NO_WANDB,
-    "wandb_key": _NO_WANDB,
-    "wandb_project": _NO_WANDB,
-}
-
 # What is said elsewhere in other words, whoever's it is.
 COMMON: dict[str, str] = {
     "batch_size": _BATCH,
@@ -353,7 +288,8 @@ COMMON: dict[str, str] = {
     "warmup": "--lr-warmup-iters",
 }
 
-TABLES: dict[str, dict[str, str]] = {"TRL": TRL, "verl": VERL, "slime": SLIME, "": COMMON}
+# slime's flags have a table of their own: `fusionrl/config/slime/table.py`.
+TABLES: dict[str, dict[str, str]] = {"TRL": TRL, "verl": VERL, "": COMMON}
 _VERL_ROOTS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward_model", "trainer")
 _SETTING = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=.*", re.DOTALL)
 
@@ -421,7 +357,6 @@ VALUES: dict[tuple[str, str], str] = {
     ("rm_type", "remote"): "--rm-type remote_rm with --rm-url",
     ("rm_type", "rm"): "--rm-type reward_model with --rm-model",
     ("transformer_impl", "te"): "--transformer-impl transformer_engine",
-    ("update_weight_transport", "nccl"): "--update-weight-transport broadcast",
     ("update_weight_transport", "tensor"): "--update-weight-transport ipc",
     **{
         (field, value): f"--{field.replace('_', '-')} {own}"

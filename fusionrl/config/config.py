@@ -38,6 +38,20 @@ class PassThrough(Group):
     transformer: dict[str, Any] = Field(default_factory=dict, description="Megatron TransformerConfig fields.")
     optimizer: dict[str, Any] = Field(default_factory=dict, description="Megatron OptimizerConfig fields.")
     ddp: dict[str, Any] = Field(default_factory=dict, description="Megatron DistributedDataParallelConfig fields.")
+    slime: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Flags of slime's launch scripts that are accepted: compared, or without effect.",
+    )
+
+
+def _number(value: object) -> object:
+    """Return the number that a text of the command line is; anything else as it is."""
+    for kind in (int, float):
+        try:
+            return kind(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+    return value
 
 
 class HookArgs(argparse.Namespace):
@@ -106,6 +120,7 @@ class Config(Group):
         flat: dict[str, Any] = {}
         for group in GROUPS:
             flat.update(getattr(self, group).model_dump())
+        flat.update((name, _number(value)) for name, value in self.passthrough.slime.items() if name not in flat)
         for name, value in self.passthrough.sglang.items():
             flat[f"sglang_{name}"] = copy.deepcopy(value)
         flat.update(copy.deepcopy(self.passthrough.custom))

@@ -52,6 +52,8 @@ def differences(former: Mapping[str, object], config: Config) -> dict[str, str]:
             found[name] = f"{flag_of(name)} {_shown(before)} -> {_shown(now[group][name])}{note}"
     passed_before = _section(former, "passthrough")
     for kind, passed in now["passthrough"].items():
+        if kind == "slime":
+            continue  # they change nothing, or say what config.json says
         old, new = _section(passed_before, kind), passed if isinstance(passed, dict) else {}
         prefix = f"--{kind}-" if kind in ("sglang", "router") else "--"
         for name in sorted(old.keys() | new.keys()):

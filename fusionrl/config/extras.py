@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from fusionrl.config.aliases import cure_for, setting_of
 from fusionrl.config.config import PassThrough
 from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.slime.table import TABLE
+from fusionrl.config.slime.translate import take_flag
 from fusionrl.upstream import flags as upstream
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
@@ -16,14 +19,19 @@ COMING: dict[str, str] = {
     "max_staleness": "the asynchronous pipelines",
     "update_weights_interval": "the asynchronous pipelines",
     "multimodal_keys": "multimodal data",
-    "use_wandb": "the W&B adapter (TensorBoard: --use-tensorboard)",
     "rollout_external_engine_addrs": "external engines",
 }
 
 
-def parse_extras(extras: Sequence[str], errors: list[str]) -> PassThrough:
-    """Return what the tokens `extras` pass through; a message for each that no part takes goes to `errors`."""
+def parse_extras(
+    extras: Sequence[str], errors: list[str], of_slime: Mapping[str, object] = MappingProxyType({})
+) -> PassThrough:
+    """Return what the tokens `extras` pass through; a message for each that no part takes goes to `errors`.
+
+    of_slime  flags of slime's that were accepted already
+    """
     found = empty_passthrough()
+    found["slime"].update(of_slime)
     for flag, values in _group_extras(extras):
         if error := parse_extra(flag, values, found):
             errors.append(error)
@@ -40,6 +48,8 @@ def parse_extra(flag: str, values: list[str], found: dict[str, dict[str, object]
     field = flag[2:].replace("-", "_")
     shown = " ".join([flag, *values])
     try:
+        if flag.startswith("--") and (entry := TABLE.get(field)) is not None:
+            return take_flag(field, entry, values, found["slime"])
         if (cure := _cure(flag)) is not None:
             return f"{shown}: {cure}"
         if not flag.startswith("--"):

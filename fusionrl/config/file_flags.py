@@ -20,6 +20,7 @@ from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.plan_flags import PLAN_FLAGS
 from fusionrl.config.presets import with_preset
+from fusionrl.config.slime.table import TABLE
 from fusionrl.upstream import flags as upstream
 
 _PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
@@ -203,6 +204,8 @@ def _take_passthrough(setting: Setting, flags: FileFlags, errors: list[str]) -> 
         if kind.key == "custom" and isinstance(kind.typed, dict):
             if "custom_config_path" not in flags.overridden:
                 _take_custom(kind.entries, flags.custom, errors)
+        elif kind.key == "slime" and isinstance(kind.typed, dict):
+            flags.passthrough["slime"] |= {entry.key: entry.typed for entry in kind.entries if entry.key in TABLE}
         elif kind.key in flags.passthrough and isinstance(kind.typed, dict):
             for entry in kind.entries:
                 name = f"{kind.key}.{entry.key}"

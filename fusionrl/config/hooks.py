@@ -86,6 +86,7 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
         ("pre_process", "post_process", "vp_stage"),
         "provider(pre_process, post_process, vp_stage=None)",
     ),
+    "custom_spec_path": (3, (), "spec(args, config, vp_stage)"),
     "custom_megatron_init_path": (1, (), "init(args)"),
     "custom_megatron_before_log_prob_hook_path": (3, (), "hook(args, model, store_prefix)"),
     "custom_megatron_before_train_step_hook_path": (

@@ -21,6 +21,7 @@ from fusionrl.config.file_reader import UnreadableFile
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import with_preset
+from fusionrl.config.slime.translate import translate
 from fusionrl.config.switches import Switch, normalise_switches, switch_spellings
 from fusionrl.observe.run_dir import own_config_file
 
@@ -98,8 +99,10 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
         CommandLineError: the file of --config cannot be read. Most flags are in it, so no other check makes sense.
     """
     errors: list[str] = []
-    parsed, extras = build_parser(prog).parse_known_args(normalise_switches(argv, switches(), errors))
-    passthrough = parse_extras(extras, errors)
+    of_slime = translate(argv)
+    errors += of_slime.errors
+    parsed, extras = build_parser(prog).parse_known_args(normalise_switches(of_slime.argv, switches(), errors))
+    passthrough = parse_extras(extras, errors, of_slime.accepted)
     values = vars(parsed)
     former = _former_file(values)
     paths = values.pop("config", [former] if former else [])
@@ -112,6 +115,9 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     if file.custom is None:  # else the values are those of a former run
         custom_path = custom_path or file.values.get("custom_config_path")
     custom = _read_custom(str(custom_path), errors) if custom_path else file.custom
+    over = {name: value for name, value in (custom or {}).items() if name in FIELDS and custom_path}
+    custom = {name: value for name, value in (custom or {}).items() if name not in over}
+    values |= over
     for field, value in list(values.items()):
         if value is None or value == []:
             errors.append(f"{flag_of(field)}: it needs a value")
@@ -141,7 +147,7 @@ def former_flags(argv: Sequence[str]) -> str | None:
     A command line that names the model (or a file, with --config) is complete, and taken as it stands: a flag that it
     leaves out has its default. Without --hf-checkpoint it could start nothing, so all that it lacks is the run's.
     """
-    values = vars(build_parser().parse_known_args(normalise_switches(argv, switches(), []))[0])
+    values = vars(build_parser().parse_known_args(normalise_switches(translate(argv).argv, switches(), []))[0])
     return None if "config" in values else _former_file(values)
 
 
@@ -149,7 +155,7 @@ def short_resume_error(argv: Sequence[str], config: Config) -> str | None:
     """Return why --resume does not take the run's flags though it names no model: a config file is read."""
     if not config.run.resume or not config.run.run_dir or config.model.hf_checkpoint is not None:
         return None
-    given = vars(build_parser().parse_known_args(normalise_switches(argv, switches(), []))[0])
+    given = vars(build_parser().parse_known_args(normalise_switches(translate(argv).argv, switches(), []))[0])
     if not given.get("config") or "hf_checkpoint" in given:
         return None
     return (
@@ -180,7 +186,7 @@ def _read_file(paths: Sequence[str | None], overridden: Collection[str], errors:
 
 
 def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
-    """Read the values that --custom-config-path adds to the `args` of hooks."""
+    """Read the values that --custom-config-path adds to the `args` of hooks; those of flags go over the flags."""
     import yaml  # tenths of a second: only where there is such a file
 
     where = f"--custom-config-path {path}"
@@ -193,9 +199,9 @@ def _read_custom(path: str, errors: list[str]) -> dict[str, object]:
         errors.append(f"{where}: it is no mapping of names to values")
         return {}
     for name in found:
-        if reason := own_name_error(name):
+        if name not in FIELDS and (reason := own_name_error(name)):
             errors.append(f"{where}: {reason}")
-    return {str(name): value for name, value in found.items() if name not in FIELDS}
+    return {str(name): value for name, value in found.items() if name != "custom_config_path"}
 
 
 def _field_of(location: tuple[int | str, ...]) -> str:

@@ -24,6 +24,13 @@ class StoredTensor:
     file: Path
 
 
+def is_megatron_folder(folder: str | Path) -> bool:
+    """Return whether the weights there are a checkpoint of Megatron-LM's (torch_dist), slime's or our own."""
+    path = Path(folder)
+    marks = ("latest_checkpointed_iteration.txt", ".metadata", "trainer/.metadata")
+    return any((path / mark).is_file() for mark in marks)
+
+
 def check_weight_files(folder: str | Path, flag: str = "--hf-checkpoint") -> None:
     """Check that every .safetensors file that the folder needs is there and whole.
 

@@ -55,9 +55,12 @@ def auxiliary_config(config: Config, role: Role) -> Config:
         "hf_checkpoint": own or model.hf_checkpoint,
         "megatron_checkpoint": None if own else model.megatron_checkpoint,
         "custom_model_provider_path": None,  # builds the policy alone
+        "custom_spec_path": None,
     }
     given = {name: role_flag(config, role, name) for name in ("lr", "lr_warmup_iters")}
     schedule = {name: getattr(train, name) if value is None else value for name, value in given.items()}
+    if given["lr_warmup_iters"] is not None:
+        schedule["lr_warmup_fraction"] = None
     if schedule["lr"] < train.min_lr:
         schedule["min_lr"] = schedule["lr"]
     return config.model_copy(

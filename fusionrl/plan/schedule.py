@@ -14,7 +14,7 @@ def warm_up_notes(config: Config, num_steps: int) -> list[str]:
     --lr-warmup-init 0 the first step changes nothing.
     """
     train = config.train
-    count, start = train.lr_warmup_iters, min(train.lr_warmup_init, train.lr)
+    count, start = warm_up_steps(train, num_steps), min(train.lr_warmup_init, train.lr)
     if not count or not changes_weights(config):
         return []
     nothing = ", which changes no weights" if start == 0 else ""
@@ -26,6 +26,23 @@ def warm_up_notes(config: Config, num_steps: int) -> list[str]:
             f" --lr {train.lr:g}"
         )
     return notes
+
+
+def warm_up_steps(train: TrainGroup, num_steps: int | None) -> int:
+    """Return the optimizer steps of the warm-up; `num_steps`: of the whole run.
+
+    Raises:
+        ValueError: --lr-warmup-fraction of a run whose length is not known.
+    """
+    if train.lr_warmup_fraction is None:
+        return train.lr_warmup_iters
+    steps = train.lr_decay_iters or num_steps
+    if steps is None:
+        raise ValueError(
+            f"--lr-warmup-fraction {train.lr_warmup_fraction:g}: the length of the run is not known; give"
+            " --lr-decay-iters, or --lr-warmup-iters"
+        )
+    return int(train.lr_warmup_fraction * steps)
 
 
 def lr_decay_steps(train: TrainGroup, num_steps: int | None = None, prefix: str = "") -> int:
@@ -41,12 +58,12 @@ def lr_decay_steps(train: TrainGroup, num_steps: int | None = None, prefix: str 
     """
     steps = train.lr_decay_iters or num_steps
     if train.lr_decay_style == "constant":
-        return max(steps or 1, train.lr_warmup_iters + 1)
+        return max(steps or 1, warm_up_steps(train, num_steps) + 1)
     if steps is None:
         raise ValueError(
             f"--lr-decay-style {train.lr_decay_style}: the length of the run is not known; give --lr-decay-iters"
         )
-    if steps <= train.lr_warmup_iters:
+    if train.lr_warmup_fraction is None and steps <= train.lr_warmup_iters:
         raise ValueError(
             f"--{prefix}lr-warmup-iters {train.lr_warmup_iters} is not below the {steps} steps of the decay; "
             "lower it, or raise --lr-decay-iters"

@@ -283,7 +283,7 @@ def _reason(error: BaseException) -> str:
     return (lines[-1] if lines else type(error).__name__)[:500]
 
 
-def weights_folder(path: str) -> Path:
+def weights_folder(path: str, flag: str = "--megatron-checkpoint") -> Path:
     """The folder with Megatron's files: `path` itself, `path`/trainer of a run's checkpoint, or what
     latest_checkpointed_iteration.txt in `path` names (iter_0000010 or release), as Megatron-LM and slime write it.
 
@@ -292,25 +292,23 @@ def weights_folder(path: str) -> Path:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"--megatron-checkpoint {path}: there is no such folder")
+        raise ValueError(f"{flag} {path}: there is no such folder")
     tracker = folder / TRACKER
     candidates = [folder, folder / "trainer"]
     if tracker.is_file():
         latest = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if not re.fullmatch(r"release|[0-9]{1,9}", latest):
-            raise ValueError(
-                f"--megatron-checkpoint {path}: {TRACKER} holds {latest[:40]!r}, no number and not release"
-            )
+            raise ValueError(f"{flag} {path}: {TRACKER} holds {latest[:40]!r}, no number and not release")
         candidates = [folder / (latest if latest == "release" else f"iter_{int(latest):07d}")]
     for candidate in candidates:
         if (candidate / ".metadata").is_file():
             return candidate
     if any(list(candidate.glob("mp_rank_*")) for candidate in candidates):
         raise ValueError(
-            f"--megatron-checkpoint {path}: it is in Megatron's older format (mp_rank_* folders); "
+            f"{flag} {path}: it is in Megatron's older format (mp_rank_* folders); "
             "save it again with --ckpt-format torch_dist"
         )
-    raise ValueError(f"--megatron-checkpoint {path}: it has no Megatron checkpoint (no .metadata, no {TRACKER})")
+    raise ValueError(f"{flag} {path}: it has no Megatron checkpoint (no .metadata, no {TRACKER})")
 
 
 def _weights_state(modules: list[torch.nn.Module]) -> dict[str, Any]:
@@ -321,7 +319,7 @@ def _weights_state(modules: list[torch.nn.Module]) -> dict[str, Any]:
     }
 
 
-def load_weights(path: str, modules: list[torch.nn.Module]) -> None:
+def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megatron-checkpoint") -> None:
     """Read the weights of a Megatron checkpoint, and nothing else of it, at this layout; collective.
 
     The vocabulary may be padded to any multiple; what stands in its padding is never a token.
@@ -329,7 +327,7 @@ def load_weights(path: str, modules: list[torch.nn.Module]) -> None:
     Raises:
         ValueError: no such checkpoint, one of another model, or a damaged one.
     """
-    folder = weights_folder(path)
+    folder = weights_folder(path, flag)
     state = _weights_state(modules)
     try:
         with only_data():
@@ -338,7 +336,7 @@ def load_weights(path: str, modules: list[torch.nn.Module]) -> None:
             unwrap(module).load_state_dict(loaded[name])
     except (Exception, CheckpointException) as error:  # what misleads fails anywhere in torch and Megatron, in any way
         raise ValueError(
-            f"--megatron-checkpoint {folder}: its weights are not those of --hf-checkpoint's model, or it is damaged "
+            f"{flag} {folder}: its weights are not those of --hf-checkpoint's model, or it is damaged "
             f"({_reason(error)})"
         ) from error
 

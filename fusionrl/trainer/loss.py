@@ -136,8 +136,8 @@ def _constants(a: AlgorithmGroup) -> PolicyLossOptions:
 
 
 def _correction(a: AlgorithmGroup) -> CorrectionOptions | None:
-    if not a.use_tis and a.rejection_level is None and a.tis_veto is None:
-        return None
+    if a.custom_tis_function_path is not None or not (a.use_tis or a.rejection_level or a.tis_veto is not None):
+        return None  # a function of the user's own takes the place of all of it
     return CorrectionOptions(
         level=a.tis_level,
         mode=a.tis_mode if a.use_tis else "none",

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -27,13 +27,15 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, load_function
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.layout import TrainerLayout, model_errors
-from fusionrl.plan.schedule import lr_decay_steps
+from fusionrl.plan.schedule import lr_decay_steps, warm_up_steps
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
@@ -160,12 +162,16 @@ def build_model(
     stages: list[int | None] = list(range(layout.vpp)) if layout.vpp > 1 else [None]
     chunks = []
     for stage in stages:
-        usual = partial(_usual_chunk, transformer, shape, layout, stage)
-        path = config.model.custom_model_provider_path
         args = config.to_args(**plan.answers)
+        spec = _own_spec(args, config.model.custom_spec_path, transformer, stage)
+        usual = partial(_usual_chunk, transformer, shape, layout, stage, spec)
+        path = config.model.custom_model_provider_path
         model = usual() if path is None else _provided_chunk(args, path, transformer, stage, usual)
         chunks.append(_finished(model, transformer, shape, device))
     return chunks, transformer
+
+
+LayerSpec: TypeAlias = "ModuleSpec | TransformerBlockSubmodules"
 
 
 def _provided_chunk(
@@ -188,7 +194,37 @@ def _provided_chunk(
     taken = inspect.signature(load_function(path)).parameters
     extras = {"config": transformer, "args": args, "usual": usual}
     model = call_hook(field, path, **keywords, **{name: value for name, value in extras.items() if name in taken})
+    return _checked_model(f"{field} {path}", model)
+
+
+def _own_spec(
+    args: Namespace, path: str | None, transformer: TransformerConfig, vp_stage: int | None
+) -> LayerSpec | Callable[..., GPTModel] | None:
+    """Return what --custom-spec-path returns: a spec of the layers, or a function that builds a pipeline stage.
+
+    Raises:
+        HookError: the function raised, or returned neither.
+    """
+    if path is None:
+        return None
+    found = call_hook("custom_spec_path", path, args, transformer, vp_stage)
+    is_provider = callable(found) and "pre_process" in inspect.signature(found).parameters
+    if isinstance(found, ModuleSpec | TransformerBlockSubmodules) or is_provider:
+        return found
+    raise HookError(
+        f"--custom-spec-path {path}: it returned {type(found).__name__}; expected Megatron's ModuleSpec, or a function"
+        " that builds a pipeline stage (pre_process, post_process, vp_stage)"
+    )
+
+
+def _checked_model(where: str, model: object) -> GPTModel:
+    """Return a user's model with the outputs that the trainer asks for.
+
+    Raises:
+        HookError: it is no GPTModel.
+    """
     if not isinstance(model, GPTModel):
+        field, _, path = where.partition(" ")
         raise HookError(f"{flag_of(field)} {path}: it returned {type(model).__name__}; expected Megatron's GPTModel")
     if not isinstance(model, ChosenOutputs):
         model.__class__ = type(type(model).__name__, (ChosenOutputs, type(model)), {})
@@ -196,13 +232,28 @@ def _provided_chunk(
 
 
 def _usual_chunk(
-    transformer: TransformerConfig, shape: ModelShape, layout: TrainerLayout, vp_stage: int | None
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    layout: TrainerLayout,
+    vp_stage: int | None,
+    own_spec: LayerSpec | Callable[..., GPTModel] | None = None,
 ) -> GPTModel:
-    if transformer.transformer_impl == "transformer_engine":
+    if own_spec is not None and not isinstance(own_spec, ModuleSpec | TransformerBlockSubmodules):
+        return _checked_model(
+            "custom_spec_path",
+            own_spec(
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                vp_stage=vp_stage,
+            ),
+        )
+    if own_spec is not None:
+        spec = own_spec
+    elif transformer.transformer_impl == "transformer_engine":
         spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         spec = local_block_spec(transformer, vp_stage)
-    if shape.output_norms:
+    if shape.output_norms and own_spec is None:
         add_output_norms(spec)
     return (ValueModel if shape.value_head else PolicyModel)(
         transformer,
@@ -307,7 +358,7 @@ def build_training(
         init_lr=min(train.lr_warmup_init, train.lr),
         max_lr=train.lr,
         min_lr=min(train.min_lr, train.lr),
-        lr_warmup_steps=train.lr_warmup_iters,
+        lr_warmup_steps=warm_up_steps(train, plan.num_steps),
         lr_decay_steps=decay_steps,
         lr_decay_style=train.lr_decay_style,
         start_wd=train.weight_decay,

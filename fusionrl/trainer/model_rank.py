@@ -13,6 +13,7 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
 from fusionrl.models.shape import ModelShape, read_model_shape
+from fusionrl.models.weight_files import is_megatron_folder
 from fusionrl.plan.trainer_plan import TrainerPlan
 
 if TYPE_CHECKING:
@@ -175,18 +176,35 @@ class ModelRank:
             self._offload.reload(only_weights=only_weights)
 
     def read_weights(self, name: str, folder: str, flag: str) -> None:
-        """Keep the weights of a Hugging Face folder in host memory as the set `name`, for `score`.
+        """Keep the weights of a folder (Hugging Face's, or torch_dist) in host memory as the set `name`, for `score`.
 
         Raises:
             ValueError: they are not of this model's shape; names `flag`.
         """
         from fusionrl.trainer.weight_sets import WeightSet
 
+        if is_megatron_folder(folder):
+            self._read_megatron(name, folder, flag)
+            return
+
         shape = read_model_shape(folder, flag)
         if (shape.with_value_head() if self.shape.value_head else shape) != self.shape:
             raise ValueError(f"{flag} {folder}: its config.json describes another shape than --hf-checkpoint's")
         self.reload()
         self.weight_sets[name] = WeightSet(folder, self.trained.chunks, self.shape, flag)
+
+    def _read_megatron(self, name: str, folder: str, flag: str) -> None:
+        """As `read_weights`, of a torch_dist folder: it is read into the model, which then gets its weights back."""
+        from fusionrl.trainer import checkpoint
+        from fusionrl.trainer.model import gather_params
+        from fusionrl.trainer.weight_sets import WeightSet
+
+        self.reload()
+        gather_params(self.trained.chunks)
+        own = WeightSet.of_model(self.trained.chunks, self.shape)
+        checkpoint.load_weights(folder, self.trained.chunks, flag)
+        self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
+        own.put_back()
 
     def keep_weights(self, name: str) -> None:
         """Keep the weights that the model has now in host memory as the set `name`, for `score`."""

@@ -37,6 +37,12 @@ class WeightSet:
         for param, tensor in self._weights:
             tensor.copy_(param.detach())
 
+    def put_back(self) -> None:
+        """Give the model these weights for good."""
+        with torch.no_grad():
+            for param, tensor in self._weights:
+                param.copy_(tensor)
+
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Within it the model computes with these weights. Nothing may be trained or saved there.

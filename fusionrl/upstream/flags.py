@@ -89,6 +89,15 @@ MEGATRON_OWNED: dict[str, str] = {
     "transformer_impl": "--transformer-impl",
 }
 
+# Options that the installed version has under another name: launch scripts keep the older one.
+RENAMED: dict[str, str] = {
+    "--cuda-graph-bs": "--cuda-graph-bs-decode",
+    "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+    "--nsa-prefill-backend": "--dsa-prefill-backend",
+    "--nsa-decode-backend": "--dsa-decode-backend",
+    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+}
+
 
 class UpstreamError(ValueError):
     """A pass-through flag that upstream does not take."""
@@ -136,6 +145,8 @@ def parse_with(
     Raises:
         UpstreamError: unknown to upstream, a value it does not take, or a field that fusionrl owns.
     """
+    if option not in parser._option_string_actions:
+        option = RENAMED.get(option, option)
     action = parser._option_string_actions.get(option)
     if action is None:
         raise UpstreamError(f"{option} is no option of the installed version")

@@ -76,7 +76,6 @@ def test_a_value_by_another_name(field: str, value: str) -> None:
                 "trainer.balance_batch=True: verl's settings are not known here; `fusionrl flags` lists the flags",
             ],
         ),
-        (["--vocab-size", "512"], ["--vocab-size 512: slime's name; leave it out: it is read from"]),
         (["--precision", "float16"], ["did you mean --precision bf16?"]),
         (["--mode", "rejectsampling"], ["did you mean --mode reject-sampling?"]),
         (["--advantage-estimator", "GRPO"], ["did you mean --advantage-estimator grpo?"]),

@@ -100,7 +100,8 @@ def test_a_flag_with_a_value(field: str, tmp_path: Path) -> None:
         if len(texts) == 1:
             assert changed(f"{flag}={texts[0]}") == wanted
     _, errors = read_args([flag])
-    assert errors == [f"{flag}: it needs a value"]
+    alone = field == "offload_train"  # slime's launch scripts have it without a value
+    assert errors == ([] if alone else [f"{flag}: it needs a value"])
 
 
 def test_help_shows_every_flag_as_it_is_taken() -> None:

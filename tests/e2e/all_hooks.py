@@ -129,6 +129,13 @@ def model_provider(pre_process: bool, post_process: bool, vp_stage: Any = None, 
     return usual()
 
 
+def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
+    from fusionrl.upstream.local_spec import local_block_spec
+
+    say(args, "custom_spec_path")
+    return local_block_spec(config, vp_stage)
+
+
 def megatron_init(args: Any) -> None:
     say(args, "custom_megatron_init_path")
 
@@ -165,6 +172,7 @@ HOOKS = {
     "rollout_data_postprocess_path": "postprocess",
     "custom_loss_function_path": "loss",
     "custom_model_provider_path": "model_provider",
+    "custom_spec_path": "layer_spec",
     "custom_megatron_init_path": "megatron_init",
     "custom_megatron_before_log_prob_hook_path": "before_log_prob",
     "custom_megatron_before_train_step_hook_path": "before_train_step",

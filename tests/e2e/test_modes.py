@@ -30,6 +30,7 @@ IN_TRAINERS = {
     "rollout_data_postprocess_path",
     "custom_loss_function_path",
     "custom_model_provider_path",
+    "custom_spec_path",
     "custom_megatron_init_path",
     "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",

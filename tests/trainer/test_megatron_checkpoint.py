@@ -12,7 +12,7 @@ import pytest
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
-from tests.trainer.trainer_worker import Failed, config_of
+from tests.trainer.trainer_worker import Failed, Samples, config_of
 
 
 def convert(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -117,3 +117,24 @@ def test_what_cannot_be_read_is_named(workers, hf, tmp_path):
     done = convert("to-hf", "--hf-checkpoint", str(folder), "--out", str(tmp_path / "x"))
     assert done.returncode == 2
     assert "--megatron-checkpoint" in done.stderr
+
+
+@pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2)], ids=["1", "tp2"])
+def test_a_reference_in_torch_dist(workers, hf, tmp_path, layout):
+    """--ref-load of a Megatron checkpoint: its log-probs are the Hugging Face folder's, and the policy is untouched."""
+    folder, _ = hf("qwen3", True, vocab_size=121)
+    other, _ = hf("qwen3", True, vocab_size=121, seed=9)
+    megatron = tmp_path / "megatron"
+    done = convert("to-megatron", "--hf-checkpoint", str(other), "--out", str(megatron), "--precision", "fp32")
+    assert done.returncode == 0, done.stderr
+    (shard,) = Samples(4, seed=47).shards()
+    found = {}
+    for ref_load in (other, megatron):
+        workers.start(config_of(folder, use_kl_loss=True, kl_loss_coef=0.1, ref_load=str(ref_load)), layout)
+        policy, reference = workers.call("score", shard)[0], workers.call("score", shard, "ref")[0]
+        found[ref_load] = policy, reference, workers.run(trainer_worker.weights)[0]
+    (policy, reference, weights), (policy_2, reference_2, weights_2) = found.values()
+    assert all(np.array_equal(tensor, weights_2[name]) for name, tensor in weights.items())
+    assert all(np.array_equal(a, b) for a, b in zip(policy, policy_2, strict=True))
+    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(reference, reference_2, strict=True))
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(policy, reference, strict=True))

@@ -207,6 +207,24 @@ def test_a_model_of_a_users_own(workers, hf):
     assert set(before) - changed == {"model.layers.0.input_layernorm.weight"}
 
 
+@pytest.mark.parametrize("name", ["layer_spec", "spec_provider"])
+def test_a_spec_of_a_users_own(workers, hf, name):
+    """--custom-spec-path, slime's --spec: the layers' spec, or a function that builds a stage of the pipeline."""
+    folder, _ = hf("llama", True)
+    layout, (shard,) = TrainerLayout(2, pp=2), Samples(4, seed=47).shards()
+    workers.start(config_of(folder), layout)
+    usual = workers.call("score", shard)[0]
+    workers.start(config_of(folder, custom_spec_path=f"{HOOKS}:{name}"), layout)
+    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(workers.call("score", shard)[0], usual, strict=True))
+    workers.train([shard], layout, 0)
+
+
+def test_a_spec_that_is_none(workers, hf):
+    folder, _ = hf("llama", True)
+    with pytest.raises(Failed, match="no_spec: it returned int; expected Megatron's ModuleSpec"):
+        workers.start(config_of(folder, custom_spec_path=f"{HOOKS}:no_spec"), TrainerLayout(1))
+
+
 @pytest.mark.parametrize(
     ("field", "name"),
     [("custom_megatron_init_path", "raises"), ("custom_model_provider_path", "raises_by_name")],

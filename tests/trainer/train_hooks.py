@@ -166,6 +166,43 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
     return model
 
 
+def layer_spec(args: Any, config: Any, vp_stage: Any) -> Any:
+    """Slime's --spec: the layers, from the flags and Megatron's configuration."""
+    from fusionrl.upstream.local_spec import local_block_spec
+
+    assert args.lr >= 0 and config.num_layers > 0
+    return local_block_spec(config, vp_stage)
+
+
+def spec_provider(args: Any, config: Any, vp_stage: Any) -> Any:
+    """The same with a function that builds the stage."""
+    from megatron.core.models.gpt import GPTModel
+
+    from fusionrl.models.shape import read_model_shape
+
+    shape = read_model_shape(args.hf_checkpoint)
+
+    def provider(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
+        return GPTModel(
+            config,
+            layer_spec(args, config, vp_stage),
+            vocab_size=shape.vocab_size + -shape.vocab_size % 8,
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            vp_stage=vp_stage,
+        )
+
+    return provider
+
+
+def no_spec(args: Any, config: Any, vp_stage: Any) -> Any:
+    return 3
+
+
 def no_model(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
     return torch.nn.Linear(1, 1)
 

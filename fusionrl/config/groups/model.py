@@ -29,9 +29,15 @@ class ModelGroup(Group):
     custom_model_provider_path: str | None = Field(
         None, description="Function that builds a pipeline stage of the policy: Megatron's GPTModel, with its names."
     )
+    custom_spec_path: str | None = Field(
+        None,
+        description="Function `spec(args, config, vp_stage)` that returns Megatron's spec of the layers, or a function"
+        " that builds a pipeline stage (slime's --spec).",
+    )
     ref_load: str | None = Field(
         None,
-        description="Hugging Face folder of the reference model of the KL terms. Default: what the run starts with.",
+        description="Folder of the reference model of the KL terms, Hugging Face's or torch_dist. Default: what the run"
+        " starts with.",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Precision of the trainers; auto is bf16 on GPUs and fp32 on a CPU."

@@ -55,7 +55,9 @@ class RunGroup(Group):
         ge=0,
     )
     custom_config_path: str | None = Field(
-        None, description="YAML file of names and values of one's own, which hooks find in their `args`."
+        None,
+        description="YAML file of names and values of one's own, which hooks find in their `args`; names of flags"
+        " go over the command line.",
     )
     debug_rollout_only: bool = Field(False, description="Run the engines and the Buffer alone; nothing is trained.")
     debug_train_only: bool = Field(

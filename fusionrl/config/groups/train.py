@@ -38,6 +38,13 @@ class TrainGroup(Group):
         " one after them --lr.",
         ge=0,
     )
+    lr_warmup_fraction: float | None = Field(
+        None,
+        description="The same as a share of the steps of the decay (--lr-decay-iters, or the whole run), in place of"
+        " --lr-warmup-iters.",
+        ge=0,
+        lt=1,
+    )
     lr_warmup_init: float = Field(
         0.0,
         description="Learning rate of the first optimizer step of a warm-up. At 0, Megatron's and slime's default, that"

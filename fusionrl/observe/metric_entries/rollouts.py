@@ -77,6 +77,12 @@ ROLLOUTS: Table = {
         "buffer/tokens.py",
         "samples with teacher_log_probs",
     ),
+    "rollout/dynamic_filter/drop_<reason>": Entry(
+        "groups",
+        "Groups dropped for that reason, as a user's rollout function counts them by slime's `MetricGatherer`.",
+        "slime_api/filters.py",
+        "a function of the user that reports it",
+    ),
     "rollout/dropped_<reason>": Entry(
         "groups",
         "Groups that were generated and not used, by reason: that of --dynamic-sampling-filter-path, `filtered` "

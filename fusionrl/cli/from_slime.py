@@ -1,0 +1,217 @@
+"""`fusionrl from-slime SCRIPT.sh`: the command of ours that does what a launch script of slime's does.
+
+The script is read, never run. What it takes from commands (`$(nvidia-smi …)`) or from the environment stays in the
+printed command as the script has it, and is named.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fusionrl.checks.validate import validate_flags
+from fusionrl.cli.exits import EXIT_USER, refuse
+from fusionrl.cli.resolve import not_named_yet
+from fusionrl.config.parser import read_args
+from fusionrl.config.slime.defaults import slime_defaults
+from fusionrl.config.slime.page import render_page
+from fusionrl.config.slime.script import Launch, Script, read_script
+from fusionrl.config.slime.shell import left_parts, plain, quoted
+from fusionrl.config.slime.table import SECRETS, TABLE, Kind
+from fusionrl.config.slime.translate import accepted_notes, translate
+
+USAGE = """usage: fusionrl from-slime SCRIPT.sh [--set NAME=VALUE]… [--shim FOLDER]
+
+Print the command that does what the launch script does, with a comment for each flag that differs.
+
+  --set NAME=VALUE  a variable of the environment that the script reads
+  --flags           print the table of slime's flags as Markdown (docs/from-slime-flags.md), and nothing else
+  --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
+
+SHIM = '''"""Take slime's arguments: `python {name}.py …` is `fusionrl train …` with slime's defaults."""
+
+import sys
+
+from fusionrl.cli.from_slime import run_launch
+
+if __name__ == "__main__":
+    raise SystemExit(run_launch(sys.argv[1:]))
+'''
+_WIDTH = 116
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the command; returns the exit code."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return 0 if argv else EXIT_USER
+    if list(argv) == ["--flags"]:
+        print(render_page(), end="")
+        return 0
+    try:
+        path, values, shim = _arguments(argv)
+        if shim is not None:
+            for file in make_shim(shim):
+                print(f"# made {file}")
+        if path is not None:
+            script = read_script(path, values)
+            print("\n".join(render(script, path)))
+    except ValueError as error:
+        return refuse([str(error)])
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str], str | None]:
+    path: str | None = None
+    shim: str | None = None
+    values: dict[str, str] = {}
+    tokens = iter(argv)
+    for token in tokens:
+        if token == "--set":
+            name, equals, value = next(tokens, "").partition("=")
+            if not equals or not name.isidentifier():
+                raise ValueError(f"--set {name}: NAME=VALUE is wanted")
+            values[name] = value
+        elif token == "--shim":
+            shim = next(tokens, "")
+            if not shim:
+                raise ValueError("--shim: it needs a value, the folder to make")
+        elif token.startswith("-"):
+            raise ValueError(f"{token}: unknown; `fusionrl from-slime --help` lists the flags")
+        elif path is not None:
+            raise ValueError(f"{token}: one script at a time")
+        else:
+            path = token
+    if path is None and shim is None:
+        raise ValueError("give a launch script")
+    return path, values, shim
+
+
+def run_launch(argv: Sequence[str]) -> int:
+    """Run `fusionrl train` with the arguments of slime's train.py, and its defaults; returns the exit code."""
+    from fusionrl.cli.train import run as train
+
+    added = _added(argv)
+    if added:
+        print(f"slime's defaults: {' '.join(added)}", file=sys.stderr)
+    return train([*argv, *added])
+
+
+def _added(argv: Sequence[str]) -> list[str]:
+    """Return flags that give a command line slime's defaults."""
+    given = {token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv if token.startswith("--")}
+    return slime_defaults(translate(argv).argv, given)
+
+
+def make_shim(folder: str) -> list[Path]:
+    """Make train.py and train_async.py in `folder`, which take slime's arguments; returns the files.
+
+    Raises:
+        ValueError: another file of that name is there.
+    """
+    made = []
+    for name in ("train", "train_async"):
+        file, text = Path(folder) / f"{name}.py", SHIM.format(name=name)
+        if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
+            raise ValueError(f"--shim {folder}: {file} is there already; give another folder")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        made.append(file)
+    return made
+
+
+def render(script: Script, path: str) -> list[str]:
+    """Return the commands of a script as lines for a shell, each with comments on what differs."""
+    lines = [f"# {path}, for fusionrl"]
+    for note in script.notes:
+        lines += _comment(plain(note))
+    for launch in script.launches:
+        lines += ["", *_command(launch)]
+    return lines
+
+
+def _command(launch: Launch) -> list[str]:
+    translated = translate(launch.argv)
+    lines = []
+    if launch.program == "train_async" and "sft" not in translated.argv:
+        lines += _comment(
+            "train_async.py generates one rollout ahead; here each rollout is trained on by the weights that made it"
+            " (--pipeline on-policy; pipelines that run ahead are still to come)"
+        )
+    for note in translated.notes:
+        lines += _comment(plain(note))
+    for error in translated.errors:
+        lines += _comment(f"NOT HERE {plain(error)}")
+    for error in _to_change([*translated.argv, *_added(launch.argv)]):
+        lines += _comment(f"TO CHANGE {error}")
+    compared = [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]
+    if compared:
+        lines += _comment(
+            f"{len(compared)} flags of the model's shape are left out: config.json of --hf-checkpoint says the same"
+            " (`fusionrl train` compares them where they are given)"
+        )
+    for note in accepted_notes(translated.accepted):
+        lines += _comment(plain(note))
+    for flag in _secrets(launch.argv):
+        lines += _comment(f"{flag}: left out, with its value")
+    unknown = dict.fromkeys(part for word in translated.argv for part in left_parts(word))
+    for part in unknown:
+        lines += _comment(f"{part} is left as the script has it: it is known only where the script runs")
+    lines += _environment(launch.env)
+    if added := _added(launch.argv):
+        lines += _comment(f"slime's defaults, which are others here: {' '.join(added)}")
+    groups: list[list[str]] = []
+    for word in [*translated.argv, *added]:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(quoted(word))
+    return [*lines, " \\\n    ".join(["fusionrl train", *(" ".join(group) for group in groups)])]
+
+
+def _to_change(argv: Sequence[str]) -> list[str]:
+    """Return what keeps the command from running as it stands, as far as its flags alone show it.
+
+    A flag whose value only the machine of the run knows is not looked at.
+    """
+    known = [plain(word) for word in argv]
+    config, errors = read_args(known)
+    unknown = [part for word in argv for part in left_parts(word)]
+    bad = [error for error in errors if not any(part in error for part in unknown)]
+    return [*bad, *not_named_yet(validate_flags(config, None), errors)]
+
+
+def _secrets(argv: Sequence[str]) -> list[str]:
+    names = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    return [name for name in dict.fromkeys(names) if name[2:].replace("-", "_") in SECRETS]
+
+
+def _environment(env: str | None) -> list[str]:
+    """Return comments on the variables that the Ray job sets."""
+    if env is None:
+        return []
+    try:
+        variables = json.loads(plain(env)).get("env_vars", {})
+    except (ValueError, AttributeError):
+        return _comment("the job's environment (--runtime-env-json) is not known; export what your functions need")
+    if not isinstance(variables, Mapping):
+        return []
+    own = [name for name in variables if name not in ("PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")]
+    if not own:
+        return []
+    return _comment(
+        f"the job sets {', '.join(own)}: export what your functions need before the command (secrets: --hook-env)"
+    )
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        _WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,87 @@
+"""docs/from-slime-flags.md, generated from the tables: `fusionrl from-slime --flags`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fusionrl.config.hooks import flag_of
+from fusionrl.config.slime.defaults import DEFAULTS
+from fusionrl.config.slime.same import SAME
+from fusionrl.config.slime.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SHAPES, Entry
+
+_HEAD = """# slime's flags
+
+Made by `fusionrl from-slime --flags`; a test holds it against the code. For users of slime who bring their launch
+scripts.
+
+```
+fusionrl from-slime run-qwen3-4B.sh    # print the command that does the same, and comments on what differs
+fusionrl from-slime --shim shim                # make shim/train.py and shim/train_async.py
+python shim/train.py ${MODEL_ARGS[@]} …        # slime's arguments, and slime's defaults
+```
+
+The script is read, never run. Variables, arrays, sourced model files, conditions, loops and `ray job submit` are
+read; what only the machine of the run knows (`$(nvidia-smi …)`, a variable of the environment) stays in the command
+as the script has it, and is named. `--set NAME=VALUE` gives such a variable a value.
+
+`fusionrl train` takes slime's flags as well, with fusionrl's defaults. The flags of `--sglang-*` and `--router-*` are
+those of SGLang and its router in both, and the fields of Megatron-core's classes (`--recompute-granularity`, …) keep
+their names. `--custom-config-path` may override flags, as there. `train_async.py` generates one rollout ahead; here
+each rollout is trained on by the weights that made it until the pipelines that run ahead are there (`--pipeline`).
+"""
+
+
+def render_page() -> str:
+    """Return the whole page as Markdown."""
+    parts = [_HEAD, "\n## Defaults that differ and change training\n\n"]
+    parts.append("`from-slime` and the shim write slime's value where a script leaves the flag out.\n\n")
+    parts.append("| flag | slime's default | for slime's here | why it is another here |\n|---|---|---|---|\n")
+    for name, default in DEFAULTS.items():
+        written = f"`{' '.join(default.written)}`" if default.written else ""
+        beside = f" (with {' or '.join(map(_beside, default.beside))})" if default.beside else ""
+        parts.append(f"| `{flag_of(name)}` | {default.slime}{beside} | {written} | {_cell(default.reason)} |\n")
+    parts.append("\n## The same name, and something differs\n\n| flag | here |\n|---|---|\n")
+    parts += [f"| `{flag_of(name)}` | {_cell(text)} |\n" for name, text in DIFFERS.items()]
+    parts += _table("Written as another flag", "becomes", RENAMED)
+    parts += _table("Not here", "reason, and what to do", REFUSED)
+    parts.append("\nWith these values they are taken, as they ask for what is so anyway: ")
+    neutral = (f"`{flag_of(name)} {value}`" for name, entry in REFUSED.items() for value in entry.neutral)
+    parts.append(", ".join(neutral) + ".\n")
+    parts += _table("Accepted, without effect", "why; the plan says so, too", NO_EFFECT)
+    parts.append(
+        "\n## The model's shape (`MODEL_ARGS`)\n\nAll of it is read from the config.json of `--hf-checkpoint`. A flag"
+    )
+    parts.append(
+        " that says the same is taken in silence; one that says something else is an error with both values.\n"
+    )
+    parts += _rows("config.json", SHAPES)
+    parts.append("\n## The same\n\n")
+    parts.append(_names(sorted(SAME - DIFFERS.keys() - DEFAULTS.keys())) + "\n")
+    return "".join(parts)
+
+
+def _table(title: str, column: str, entries: Mapping[str, Entry]) -> list[str]:
+    return [f"\n## {title}\n", *_rows(column, entries)]
+
+
+def _rows(column: str, entries: Mapping[str, Entry]) -> list[str]:
+    """Flags with the same text share a row."""
+    rows: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        rows.setdefault(entry.text, []).append(name)
+    return [
+        f"\n| flag | {column} |\n|---|---|\n",
+        *(f"| {_names(names)} | {_cell(text)} |\n" for text, names in rows.items()),
+    ]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{flag_of(name)}`" for name in names)
+
+
+def _beside(name: str) -> str:
+    return "`--mode sft`" if name == "sft" else f"`{flag_of(name)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,308 @@
+"""Every flag of slime's, and of Megatron-LM's that its launch scripts give, that is no flag of fusionrl's own. Pure.
+
+One entry a flag. What becomes of it is its kind:
+
+SHAPE      it says what config.json says: compared, equal is accepted in silence
+RENAMED    it is written as another flag (`text`), which the user could have given as well
+NO_EFFECT  accepted; the plan says that it changes nothing, and why
+REFUSED    it would change something and cannot be honoured: the reason, and what to do instead
+
+A flag that is one of ours as well needs no entry. DIFFERS has those whose meaning or default is another here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class Kind(enum.Enum):
+    """What becomes of a flag."""
+
+    SHAPE = "compared"
+    RENAMED = "renamed"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+class Entry(NamedTuple):
+    """One flag.
+
+    kind     what becomes of it
+    arity    values that it takes: 0, 1, 2, or -1 for all up to the next flag
+    text     for people: the flag to write, or the reason
+    neutral  values of a refused flag that ask for nothing special: with them it has no effect
+    """
+
+    kind: Kind
+    arity: int
+    text: str
+    neutral: tuple[str, ...] = ()
+
+
+def _shape(arity: int, text: str) -> Entry:
+    return Entry(Kind.SHAPE, arity, text)
+
+
+def _renamed(arity: int, text: str) -> Entry:
+    return Entry(Kind.RENAMED, arity, text)
+
+
+def _idle(arity: int, text: str) -> Entry:
+    return Entry(Kind.NO_EFFECT, arity, text)
+
+
+def _refused(arity: int, text: str, *neutral: str) -> Entry:
+    return Entry(Kind.REFUSED, arity, text, neutral)
+
+
+# ------------------------------------------------------------------------------------------------ the model's shape
+_NO_FAMILY = "no family here has it"
+SHAPES: dict[str, Entry] = {
+    "num_layers": _shape(1, "num_hidden_layers"),
+    "hidden_size": _shape(1, "hidden_size"),
+    "ffn_hidden_size": _shape(1, "intermediate_size"),
+    "num_attention_heads": _shape(1, "num_attention_heads"),
+    "group_query_attention": _shape(0, "num_key_value_heads below num_attention_heads"),
+    "num_query_groups": _shape(1, "num_key_value_heads"),
+    "kv_channels": _shape(1, "head_dim"),
+    "vocab_size": _shape(1, "vocab_size"),
+    "normalization": _shape(1, "RMSNorm, in all families"),
+    "norm_epsilon": _shape(1, "rms_norm_eps"),
+    "layernorm_epsilon": _shape(1, "rms_norm_eps"),
+    "swiglu": _shape(0, "hidden_act silu, in all families"),
+    "disable_bias_linear": _shape(0, "no biases but those of queries, keys and values"),
+    "add_qkv_bias": _shape(0, "biases of queries, keys and values"),
+    "qk_layernorm": _shape(0, "norms of queries and keys"),
+    "untie_embeddings_and_output_weights": _shape(0, "tie_word_embeddings false"),
+    "post_self_attn_layernorm": _shape(0, "norms after attention"),
+    "post_mlp_layernorm": _shape(0, "norms after the MLP"),
+    "apply_layernorm_1p": _shape(0, f"norms that add 1 to their weights: {_NO_FAMILY}"),
+    "attention_output_gate": _shape(0, f"a gate after attention: {_NO_FAMILY}"),
+    "use_gated_attention": _shape(0, f"a gate after attention: {_NO_FAMILY}"),
+    "position_embedding_type": _shape(1, "rope, in all families"),
+    "use_rotary_position_embeddings": _shape(0, "rotary embeddings, in all families"),
+    "no_position_embedding": _shape(0, "no learned positions, in all families"),
+    "rotary_base": _shape(1, "rope_theta"),
+    "rotary_percent": _shape(1, "partial_rotary_factor"),
+    "rotary_interleaved": _shape(0, "pairs of neighbours are rotated"),
+    "use_rope_scaling": _shape(0, "rope_scaling of Llama 3"),
+    "rope_scaling_factor": _shape(1, "rope_scaling.factor"),
+    "rotary_scaling_factor": _shape(1, "rope_scaling.factor"),
+    "mscale": _shape(1, "rope_scaling.mscale"),
+    "mscale_all_dim": _shape(1, "rope_scaling.mscale_all_dim"),
+    "multi_latent_attention": _shape(0, "latent attention"),
+    "q_lora_rank": _shape(1, "q_lora_rank"),
+    "kv_lora_rank": _shape(1, "kv_lora_rank"),
+    "qk_head_dim": _shape(1, "qk_nope_head_dim"),
+    "qk_pos_emb_head_dim": _shape(1, "qk_rope_head_dim"),
+    "v_head_dim": _shape(1, "v_head_dim"),
+    "num_experts": _shape(1, "num_experts"),
+    "moe_layer_freq": _shape(1, "the layers that have experts"),
+    "moe_ffn_hidden_size": _shape(1, "moe_intermediate_size"),
+    "moe_router_topk": _shape(1, "num_experts_per_tok"),
+    "moe_shared_expert_intermediate_size": _shape(1, "width of the shared experts"),
+    "moe_shared_expert_gate": _shape(0, "a gate of the shared expert"),
+    "moe_router_score_function": _shape(1, "softmax or sigmoid, by family"),
+    "moe_router_pre_softmax": _shape(0, "norm_topk_prob false"),
+    "moe_router_enable_expert_bias": _shape(0, "a bias of the choice of experts, by family"),
+    "moe_router_num_groups": _shape(1, "n_group"),
+    "moe_router_group_topk": _shape(1, "topk_group"),
+    "moe_router_topk_scaling_factor": _shape(1, "routed_scaling_factor"),
+}
+
+# ------------------------------------------------------------------------------------------------ other names
+RENAMED: dict[str, Entry] = {
+    "save": _renamed(1, "--run-dir: checkpoints lie in the run's folder"),
+    "load": _renamed(
+        1,
+        "--resume where it is the folder of --save; a torch_dist folder: --megatron-checkpoint; a Hugging Face folder:"
+        " --hf-checkpoint; a folder that is not there: left out, as in slime",
+    ),
+    "ckpt_step": _renamed(1, "the folder iter_… of --load"),
+    "ref_ckpt_step": _renamed(1, "the folder iter_… of --ref-load"),
+    "opd_teacher_ckpt_step": _renamed(1, "the folder iter_… of --opd-teacher-load"),
+    "offload": _renamed(0, "--offload-train always --offload-rollout"),
+    "bf16": _renamed(0, "--precision bf16"),
+    "fp8_format": _renamed(1, "--fp8"),
+    "no_rope_fusion": _renamed(0, "--no-apply-rope-fusion"),
+    "decoder_first_pipeline_num_layers": _renamed(1, "--num-layers-in-first-pipeline-stage"),
+    "decoder_last_pipeline_num_layers": _renamed(1, "--num-layers-in-last-pipeline-stage"),
+    "check_weight_update_equal": _renamed(0, "--verify-weights always"),
+    "sglang_router_request_timeout_secs": _renamed(1, "--router-request-timeout-secs"),
+    "spec": _renamed(
+        -1,
+        "--custom-spec-path MODULE.FUNCTION; slime_plugins.models is left out: the family builds it",
+    ),
+}
+
+# ------------------------------------------------------------------------------------------------ nothing to do
+_ALWAYS = "it is always so here"
+_WANDB = "there is no W&B here: metrics.jsonl in the run's folder, --use-tensorboard"
+_TENSORBOARD = "event files lie in the run's folder"
+_FOLDER = "every sample is in the run's folder, rollouts/"
+_CI = "a check of slime's own tests; here --verify-weights and train/logprob metrics watch the same"
+_PROFILE = "no memory or profiler trace is written; timeline.json of the run's folder has the times"
+_CONFIG = "it follows from config.json"
+_BUFFER = "nothing here reads it; a rollout function of your own finds it in its args"
+NO_EFFECT: dict[str, Entry] = {
+    "accumulate_allreduce_grads_in_fp32": _idle(0, _ALWAYS),
+    "attention_backend": _idle(1, "Transformer Engine takes the fastest that fits (flash); on a CPU there is one"),
+    "use_flash_attn": _idle(0, "Transformer Engine takes the fastest that fits (flash)"),
+    "use_distributed_optimizer": _idle(0, _ALWAYS),
+    "no_check_for_nan_in_loss_and_grad": _idle(
+        0, "a step that is not finite never ends the run at once: it is skipped and counted (--max-skipped-steps)"
+    ),
+    "seq_length": _idle(1, "sequences are packed at their own lengths"),
+    "max_position_embeddings": _idle(1, "rotary embeddings have no table of positions"),
+    "make_vocab_size_divisible_by": _idle(1, "the vocabulary is padded as the layout needs it"),
+    "padded_vocab_size": _idle(1, "the vocabulary is padded as the layout needs it"),
+    "enable_experimental": _idle(0, "no layer here is one of Megatron's experimental ones"),
+    "no_save_optim": _idle(0, "checkpoints always hold the optimizer, so that a resume is exact"),
+    "no_load_optim": _idle(0, "--load of another's checkpoint reads the weights alone"),
+    "no_load_rng": _idle(0, "--load of another's checkpoint reads the weights alone"),
+    "finetune": _idle(0, "--load of another's checkpoint reads the weights alone"),
+    "ref_micro_batch_size": _idle(1, "log-prob passes take --max-tokens-per-gpu"),
+    "log_probs_max_tokens_per_gpu": _idle(1, "log-prob passes take --max-tokens-per-gpu"),
+    "recompute_loss_function": _idle(0, "logits are made in slices (--log-probs-chunk-size), none is kept"),
+    "data_pad_size_multiplier": _idle(1, "micro-batches are padded by what the layout needs alone"),
+    "balance_by_flops": _idle(0, _ALWAYS),
+    "megatron_to_hf_mode": _idle(1, "one table of names serves both directions"),
+    "qkv_format": _idle(1, "sequences are always packed (thd)"),
+    "model_name": _idle(1, _CONFIG),
+    "qwen_gdn_backend": _idle(1, "no family here has linear attention"),
+    "allgather_cp": _idle(
+        0, "a layout of context parallelism for sparse attention, which no family here has; the others have one layout"
+    ),
+    "prefill_num_servers": _idle(1, "each engine prefills and decodes: the same tokens at another speed"),
+    "freeze_indexer": _idle(0, "no family here has an indexer"),
+    "keep_old_actor": _idle(0, "a rollout is trained on by the weights that made it: they are the old actor"),
+    "mtp_num_layers": _idle(
+        1,
+        "the layer of multi-token prediction is not loaded: it trains nothing without"
+        " --enable-mtp-training, and engines have the checkpoint's",
+    ),
+    "mtp_loss_scaling_factor": _idle(1, "it belongs to --enable-mtp-training"),
+    "use_rollout_entropy": _idle(0, "train/entropy is always reported"),
+    "get_mismatch_metrics": _idle(0, "they are always reported"),
+    "critic_save": _idle(1, "the critic is in the run's checkpoints"),
+    "use_wandb": _idle(0, _WANDB),
+    **dict.fromkeys(
+        (
+            f"wandb_{name}"
+            for name in (*("mode", "dir", "key", "host", "team", "group", "project", "run_id", "exp_name", "entity"),)
+        ),
+        _idle(1, _WANDB),
+    ),
+    "disable_wandb_random_suffix": _idle(0, _WANDB),
+    "wandb_always_use_train_step": _idle(0, _WANDB),
+    "tb_project_name": _idle(1, _TENSORBOARD),
+    "tb_experiment_name": _idle(1, _TENSORBOARD),
+    "tensorboard_dir": _idle(1, _TENSORBOARD),
+    "log_multi_turn": _idle(0, f"numbers of turns are not reported; {_FOLDER}"),
+    "log_passrate": _idle(0, "an evaluation of several samples a prompt reports it"),
+    "log_reward_category": _idle(1, f"rewards are not reported by category; {_FOLDER}"),
+    "log_correct_samples": _idle(0, _FOLDER),
+    "save_debug_train_data": _idle(1, f"train data are not written; {_FOLDER}"),
+    "dump_details": _idle(1, _FOLDER),
+    "memory_snapshot_dir": _idle(1, _PROFILE),
+    "memory_snapshot_num_steps": _idle(1, _PROFILE),
+    "memory_recorder": _idle(1, _PROFILE),
+    "memory_snapshot_path": _idle(1, _PROFILE),
+    "record_memory_history": _idle(0, _PROFILE),
+    "profile_target": _idle(-1, _PROFILE),
+    "use_pytorch_profiler": _idle(0, _PROFILE),
+    "profile": _idle(0, _PROFILE),
+    "profile_step_start": _idle(1, _PROFILE),
+    "profile_step_end": _idle(1, _PROFILE),
+    "http_proxy": _idle(1, "nothing reads it in slime either"),
+    "use_distributed_post": _idle(0, "requests are posted by one process, with a limit for each engine"),
+    "use_slime_router": _idle(0, "SGLang's router is started (--router-*)"),
+    "rollout_buffer_url": _idle(1, _BUFFER),
+    "fetch_trajectory_retry_times": _idle(1, _BUFFER),
+    "min_batch_collection_ratio": _idle(1, _BUFFER),
+    "rollout_task_type": _idle(1, _BUFFER),
+    "ci_test": _idle(0, _CI),
+    "ci_disable_kl_checker": _idle(0, _CI),
+    "ci_train_rollout_logprob_abs_diff_threshold": _idle(1, _CI),
+    "ci_save_grad_norm": _idle(1, _CI),
+    "ci_load_grad_norm": _idle(1, _CI),
+}
+
+# ------------------------------------------------------------------------------------------------ not here
+_ALL_TRAINED = "all weights are trained here; leave it out"
+_ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out"
+_ASYNC = "not available yet (the asynchronous pipelines are still to come); leave it out"
+_DEEPGEMM = "trainers have no DeepGEMM forward pass; leave it out"
+REFUSED: dict[str, Entry] = {
+    "train_backend": _refused(1, "Megatron-core trains; leave it out", "megatron"),
+    "optimizer": _refused(1, "the optimizer is Adam (--adam-beta1, --adam-beta2, --adam-eps); leave it out", "adam"),
+    "fp16": _refused(0, "there is no training in fp16; use --precision bf16"),
+    "distributed_backend": _refused(1, "it follows from --device: nccl on GPUs, gloo on a CPU", "nccl"),
+    "train_env_vars": _refused(
+        1, "trainers get the environment of the command; export the variables before it", "{}", "null"
+    ),
+    "release_train": _refused(0, "trainers stay, and give their memory back by --offload-train always; use that"),
+    "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
+    "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
+    "update_weights_interval": _refused(1, _ASYNC, "1"),
+    "rollout_data_transport": _refused(1, "rollouts travel by Ray's object store; leave it out", "object-store"),
+    "rollout_external_engine_addrs": _refused(-1, "not available yet (external engines are still to come)"),
+    "disable_rollout_global_dataset": _refused(
+        0, "prompts come from --prompt-data, or from a class of your own: --data-source-path"
+    ),
+    "multimodal_keys": _refused(1, "not available yet (multimodal data is still to come); leave it out"),
+    "start_rollout_id": _refused(1, "a run that goes on starts after its checkpoint (--resume); leave it out", "0"),
+    "eval_tool_key": _refused(1, "evaluation sets have --tool-key, or tool_key of their own in --eval-config"),
+    "eval_max_prompt_len": _refused(1, "evaluation sets have --rollout-max-prompt-len; leave it out"),
+    "eval_max_context_len": _refused(1, "evaluation sets have --rollout-max-context-len; leave it out"),
+    "eval_min_new_tokens": _refused(
+        1, "evaluation sets have --rollout-min-response-len, or min_new_tokens of their own in --eval-config", "0"
+    ),
+    "megatron_config_path": _refused(1, "a critic has flags of its own: --critic-lr, --critic-load and their like"),
+    "ref_update_interval": _refused(1, "the reference model stays as it is; leave it out"),
+    "disable_compute_advantages_and_returns": _refused(
+        0,
+        "advantages follow from --advantage-estimator; for your own: --custom-advantage-function-path. Conversations"
+        " are trained on by --mode sft, where nothing computes them",
+    ),
+    "reset_optimizer_states": _refused(0, "the optimizer keeps its states over all rollouts; leave it out"),
+    "use_stateless_adam": _refused(0, "Adam keeps its states; --optimizer-cpu-offload takes them off the GPU"),
+    "enable_mtp_training": _refused(
+        0,
+        "layers of multi-token prediction are not trained; leave it out (engines still speculate with the"
+        " checkpoint's: --sglang-speculative-algorithm)",
+    ),
+    "load_forge_rollout_data": _refused(1, "saved rollouts are trained on without engines: --load-debug-rollout-data"),
+    "load_debug_rollout_data_subsample": _refused(1, "all of a saved rollout is trained on; leave it out", "1", "1.0"),
+    "megatron_deepgemm_forward_layers": _refused(-1, _DEEPGEMM),
+    "megatron_deepgemm_forward_modules": _refused(-1, _DEEPGEMM),
+    "megatron_deepgemm_moe_forward_layers": _refused(-1, _DEEPGEMM),
+    "megatron_deepgemm_moe_forward_modules": _refused(-1, _DEEPGEMM),
+    "sglang_config": _refused(1, "all engines of the policy are alike: --sglang-* and --rollout-num-gpus"),
+    "sglang_router_ip": _refused(1, _ONE_ROUTER),
+    "sglang_router_port": _refused(1, _ONE_ROUTER),
+}
+
+TABLE: dict[str, Entry] = SHAPES | RENAMED | NO_EFFECT | REFUSED
+SECRETS = frozenset({"wandb_key"})  # neither shown nor kept
+
+# ------------------------------------------------------------------------------------------------ ours, but otherwise
+DIFFERS: dict[str, str] = {
+    "ref_load": "without --load, slime starts the policy with it, too; here a torch_dist folder does so (it becomes"
+    " --megatron-checkpoint), and a Hugging Face folder is the reference alone: the policy starts with --hf-checkpoint",
+    "offload_train": "takes auto, always or never; --offload-train and --no-offload-train alone are always and never",
+    "micro_batch_size": "beside --use-dynamic-batch-size slime does not read it, and it is left out; alone it is the"
+    " most samples of a micro-batch",
+    "use_dynamic_batch_size": "always so",
+    "balance_data": "always so",
+    "update_weight_transport": "nccl is auto: ipc when colocated, else broadcast",
+    "log_probs_chunk_size": "-1 is left out: logits are made in slices of about 32 MiB",
+    "rollout_function_path": "slime's sft_rollout is --mode sft",
+    "opd_type": "sglang starts the teacher's engines itself, from --opd-teacher-load",
+    "load_debug_rollout_data": "wants --debug-train-only beside it, which slime sets by itself",
+    "use_fault_tolerance": "a dead engine is started anew before the next push",
+    "custom_config_path": "values go over the flags of the command line, as there",
+    "sglang_dp_size": "with --sglang-enable-dp-attention left out: tensor parallelism alone divides an engine",
+    "sglang_enable_dp_attention": "with --sglang-dp-size left out: tensor parallelism alone divides an engine",
+}

@@ -1,0 +1,166 @@
+"""`fusionrl from-slime` and the shim, from the outside: a script in, a command out, which the plan takes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fusionrl.cli import main
+from fusionrl.cli.from_slime import make_shim
+from fusionrl.config.parser import read_args
+
+SCRIPT = """\
+set -ex
+NUM_GPUS=${NUM_GPUS:-2}
+HAS_NVLINK=$(nvidia-smi topo -m | grep -c NV)
+source "$(dirname -- "${BASH_SOURCE[0]}")/models/tiny.sh"
+CKPT_ARGS=(
+   --hf-checkpoint "${MODEL:-/models/tiny}"
+   #--hf-checkpoint /models/other
+   --save /runs/tiny/
+   --load /runs/tiny/
+   --save-interval 20
+)
+ARGS=(
+   --prompt-data "$DATA/train.jsonl"
+   --rollout-batch-size 4 --num-rollout 2 --rollout-max-response-len 8
+   --rm-type math
+   --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.98
+   --optimizer adam
+   --attention-backend flash
+   --use-wandb --wandb-key ${WANDB_KEY}
+)
+ray job submit --address="http://127.0.0.1:8265" \\
+   --runtime-env-json="{\\"env_vars\\": {\\"PYTHONPATH\\": \\"/x\\", \\"JUDGE\\": \\"${HAS_NVLINK}\\"}}" \\
+   -- python3 train.py \\
+   --actor-num-gpus-per-node ${NUM_GPUS} \\
+   ${MODEL_ARGS[@]} "${CKPT_ARGS[@]}" \\
+   ${ARGS[@]}
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text("MODEL_ARGS=(--swiglu --num-layers $((1 + 1)))\n")
+    file = tmp_path / "run.sh"
+    file.write_text(SCRIPT)
+    return file
+
+
+def test_the_printed_command(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["from-slime", str(script), "--set", "MODEL=/my model"]) == 0
+    out = capsys.readouterr().out
+    comments = " ".join(line.lstrip("# ") for line in out.splitlines() if line.startswith("#"))
+    command = "\n".join(line for line in out.splitlines() if not line.startswith("#"))
+    for text in (
+        *("--save /runs/tiny/: it is --run-dir /runs/tiny/", "it is --resume", "2 flags of the model's shape"),
+        *("--attention-backend flash", "--optimizer adam", "there is no W&B here", "--wandb-key: left out"),
+        *("the job sets JUDGE", "slime's defaults, which are others here: --no-calculate-per-token-loss"),
+        "${DATA} is left as the script has it",
+    ):
+        assert text in comments, (text, comments)
+    assert "WANDB_KEY" not in out and '"${DATA}/train.jsonl"' in command
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:2] == ["fusionrl", "train"] and "/my model" in words
+    config, errors = read_args(words[2:])
+    assert errors == [] and config.passthrough.slime == {}
+    assert (config.run.run_dir, config.run.resume, config.train.weight_decay) == ("/runs/tiny/", True, 0.1)
+    assert (config.data.tool_key, config.algorithm.calculate_per_token_loss) == ("tools", False)
+    assert config.cluster.actor_num_gpus_per_node == 2
+
+
+def test_a_flag_that_is_not_here_is_in_the_comments(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(SCRIPT.replace("--optimizer adam", "--optimizer sgd"))
+    assert main(["from-slime", str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "TO CHANGE" not in out
+    assert "# NOT HERE --optimizer sgd: the optimizer is Adam" in out and "    --optimizer" not in out
+
+
+def test_what_keeps_it_from_running_as_it_stands(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "--rollout-num-gpus-per-engine 16 --max-tokens-per-gpu 8 --seed ${SEED} --lr fast"
+    script.write_text(SCRIPT.replace("--optimizer adam", f"--optimizer adam {more}"))
+    assert main(["from-slime", str(script)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# TO CHANGE")]
+    assert [line.split()[3] for line in lines] == ["--lr", "--rollout-num-gpus-per-engine", "--max-tokens-per-gpu"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["no.sh"], "no.sh: it cannot be read"),
+        (["--set", "X"], "--set X: NAME=VALUE is wanted"),
+        (["a.sh", "b.sh"], "b.sh: one script at a time"),
+        (["--flag"], "--flag: unknown"),
+        (["--shim"], "--shim: it needs a value"),
+    ],
+)
+def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["from-slime", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_shim_takes_slimes_arguments(tmp_path: Path) -> None:
+    """`python train.py …` is `fusionrl train …`: here up to the checks, which name what is wrong."""
+    train, other = make_shim(str(tmp_path))
+    assert [train.name, other.name] == ["train.py", "train_async.py"] and make_shim(str(tmp_path)) == [train, other]
+    for file in (train, other):
+        argv = ["--swiglu", "--save", str(tmp_path / "run"), "--hf-checkpoint", str(tmp_path / "no"), "--fp16"]
+        done = subprocess.run([sys.executable, str(file), *argv], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "--fp16: there is no training in fp16" in done.stderr and "there is no such folder" in done.stderr
+        assert "slime's defaults: --no-calculate-per-token-loss" in done.stderr
+    train.write_text("mine\n")
+    with pytest.raises(ValueError, match="is there already"):
+        make_shim(str(tmp_path))
+
+
+@pytest.fixture
+def launch(tiny_model: Path, write_rows: Callable[..., Path], tmp_path: Path) -> list[str]:
+    """The arguments of a launch script of slime's, for a model that is there."""
+    data = write_rows([{"input": f"{i}+1=", "label": str(i + 1)} for i in range(10)])
+    shape = json.loads((tiny_model / "config.json").read_text())
+    return [
+        *("--num-layers", str(shape["num_hidden_layers"]), "--hidden-size", str(shape["hidden_size"]), "--swiglu"),
+        *("--vocab-size", str(shape["vocab_size"]), "--qk-layernorm", "--disable-bias-linear"),
+        *("--hf-checkpoint", str(tiny_model), "--ref-load", str(tiny_model), "--use-kl-loss"),
+        *("--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")),
+        *("--prompt-data", str(data), "--label-key", "label", "--rm-type", "math", "--num-rollout", "2"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"),
+        *("--lr", "1e-6", "--lr-decay-style", "linear", "--lr-warmup-fraction", "0.5", "--optimizer", "adam"),
+        *("--attention-backend", "flash", "--accumulate-allreduce-grads-in-fp32", "--data-pad-size-multiplier", "4096"),
+        *("--no-check-for-nan-in-loss-and-grad", "--use-wandb", "--wandb-project", "p", "--device", "cpu"),
+    ]
+
+
+def test_the_plan_says_what_became_of_a_launch(
+    launch: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *launch]) == 0
+    out, err = capsys.readouterr()
+    assert f"slime's flags: --save {tmp_path}/run: it is --run-dir {tmp_path}/run" in err
+    for text in (
+        *("no effect: there is no W&B here", "--use-wandb, --wandb-project p", "--data-pad-size-multiplier 4096"),
+        *("--max-skipped-steps", "learning rate 0 at optimizer step 1"),
+    ):
+        assert text in out, text
+    assert "--num-layers" not in out + err and "--swiglu" not in out + err, "what is equal is accepted in silence"
+
+
+def test_a_shape_that_differs_is_an_error_with_both_values(
+    launch: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = dict(pairwise(launch))
+    assert main(["plan", *launch, "--num-layers", "36", "--add-qkv-bias"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(lines) == 2
+    assert f"--num-layers 36: the config.json of --hf-checkpoint {shape['--hf-checkpoint']} has" in lines[0]
+    assert f"has {shape['--num-layers']};" in lines[0] and "--add-qkv-bias: " in lines[1]
