@@ -99,7 +99,9 @@ class StandIns:
 def _missing(module: str, name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
-    return MagicMock(name=f"{module}.{name}")
+    # A class may be derived from what begins with a capital letter.
+    made = {"__module__": module, "__init__": lambda self, *args, **kwargs: None}
+    return type(name, (), made) if name[0].isupper() else MagicMock(name=f"{module}.{name}")
 
 
 def load(path: str, hooks: list[tuple[str, str]]) -> None:

@@ -36,23 +36,29 @@ class ListField:
         sample.__dict__[self.name] = value
 
 
-class LazyField:
-    """A field that is None in most samples, and read as an object of `make` that stays in the sample."""
+class RareField:
+    """A field that most samples leave as it is: such a sample does not hold it, so it costs nothing to copy or send.
 
-    def __init__(self, name: str, make: Callable[[], object]) -> None:
-        self.name, self.make = name, make
+    default  what reads an absent field
+    make     makes it where it is read instead, and it stays in the sample: a dict, say, that a hook writes into
+    """
+
+    def __init__(self, name: str, default: object = None, make: Callable[[], object] | None = None) -> None:
+        self.name, self.default, self.make = name, default, make
 
     def __get__(self, sample: object, owner: type | None = None) -> Any:
-        """Return the field; made now if it is None."""
+        """Return the field."""
         if sample is None:
             return self
-        value = sample.__dict__.get(self.name)
-        if value is None:
-            value = sample.__dict__[self.name] = self.make()
-        return value
+        if self.make is not None and self.name not in sample.__dict__:
+            sample.__dict__[self.name] = self.make()
+        return sample.__dict__.get(self.name, self.default)
 
     def __set__(self, sample: object, value: object) -> None:
-        sample.__dict__[self.name] = value
+        if value is None or value is self.default:
+            sample.__dict__.pop(self.name, None)
+        else:
+            sample.__dict__[self.name] = value
 
 
 class PromptField:

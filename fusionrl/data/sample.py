@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, TypeAlias
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from fusionrl.data.counts import PrefixCacheInfo, SpecInfo
-from fusionrl.data.lists import LazyField, ListField, PromptField
+from fusionrl.data.lists import ListField, PromptField, RareField
 from fusionrl.observe.values import to_jsonable
 
 
@@ -47,12 +47,17 @@ _ARRAY_DTYPES = {
     "prompt_tokens": np.int32,
 }
 LIST_FIELDS = ("tokens", "loss_mask", "rollout_log_probs")  # lists to a hook, arrays elsewhere
-# slime's fields that most samples leave as they are, and then are not written to files.
-_RARE = frozenset(
-    ("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id", "apply_chat_template_kwargs")
-    + ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "non_generation_time", "spec_info")
-    + ("prefix_cache_info",)
-)
+# slime's fields that most samples leave as they are, and then do not hold: default, and what makes them when read.
+_RARE: dict[str, tuple[object, Callable[[], object] | None]] = {
+    "multimodal_inputs": (None, None),
+    "multimodal_train_inputs": (None, None),
+    "multimodal_train_input_id": (None, None),
+    "apply_chat_template_kwargs": (None, dict),
+    "rollout_top_p_token_ids": (None, None),
+    "rollout_top_p_token_offsets": (None, None),
+    "non_generation_time": (0.0, None),
+    **{name: (None, kind) for name, kind in COUNTS.items()},
+}
 
 
 @dataclass(eq=False, repr=False)  # arrays have no single truth value to compare by; a sample is equal to itself
@@ -302,9 +307,7 @@ class Sample:
         """As `to_dict`, with what runs over the tokens as arrays: for `json_line`, which writes those quickly."""
         out: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if is_unset(name, value):
-                continue
-            if isinstance(value, SpecInfo | PrefixCacheInfo):
+            if name in COUNTS:
                 out[name] = value.to_dict()
             elif name in _ARRAY_DTYPES and value is not None:
                 out[name] = np.asarray(value)
@@ -334,21 +337,14 @@ class Sample:
 # After the dataclass is made, so that these stand for its plain fields.
 for _name in LIST_FIELDS:
     setattr(Sample, _name, ListField(_name))
-for _name, _make in {"apply_chat_template_kwargs": dict, **COUNTS}.items():
-    setattr(Sample, _name, LazyField(_name, _make))
+for _name, (_default, _make) in _RARE.items():
+    setattr(Sample, _name, RareField(_name, _default, _make))
 Sample.prompt = PromptField()  # type: ignore[assignment]
 
 
 def of_turns(versions: object) -> bool:
     """Return whether weight versions are slime's, one text for each turn: they begin as []."""
     return isinstance(versions, list) and all(isinstance(version, str) for version in versions)
-
-
-def is_unset(name: str, value: object) -> bool:
-    """Return whether a field is one of those that most samples leave as they are, and holds nothing."""
-    if name not in _RARE or isinstance(value, np.ndarray):
-        return False
-    return value is None or value == 0.0 or value == {} or value in (SpecInfo(), PrefixCacheInfo())
 
 
 def is_trained_on(sample: Sample) -> bool:

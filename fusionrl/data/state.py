@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from fusionrl.data.sample import COUNTS, Sample, Status, is_unset
+from fusionrl.data.sample import COUNTS, Sample, Status
 from fusionrl.observe.values import to_jsonable
 
 
@@ -47,7 +47,7 @@ class SourceState(TypedDict):
 
 def pack_sample(sample: Sample) -> dict[str, object]:
     """All attributes of a sample, those that hooks added too, as values for JSON (NaN and infinities stay)."""
-    values = {name: one for name, one in vars(sample).items() if name != "status" and not is_unset(name, one)}
+    values = {name: value for name, value in vars(sample).items() if name != "status"}
     for name in COUNTS:
         if name in values:
             values[name] = values[name].to_dict()

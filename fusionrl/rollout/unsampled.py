@@ -30,7 +30,7 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, b
         if versions is not None and len(versions):
             continue  # of functions that name the version of each token, and so know what was sampled
         try:
-            response = np.asarray(sample.tokens, np.int32)[len(sample.tokens) - sample.response_length :]
+            response = np.asarray(sample.array("tokens"), np.int32)[sample.num_tokens - sample.response_length :]
             trained = response_mask(sample) > 0
         except (TypeError, ValueError, OverflowError):
             continue  # fields that do not fit are for `check_samples` to name

@@ -110,7 +110,7 @@ class Session:
         if added:
             text = segments.tokenizer.decode(added)
             sample.append_response_tokens(tokens=added, trainable=False, text=text)
-        num_asked = len(sample.tokens)
+        num_asked = sample.num_tokens
         segment.is_busy = True
         try:
             said, answer = await self._turn(asked, segment, sample, params, num_asked)
@@ -149,11 +149,11 @@ class Session:
         """Refuse a request that leaves no room for a token of an answer."""
         left = room(self._args, segment.sample, params)
         longest = self._args.rollout_max_prompt_len
-        is_too_long = not segment.messages and longest is not None and len(segment.sample.tokens) > longest
+        is_too_long = not segment.messages and longest is not None and segment.sample.num_tokens > longest
         if num_added < left and not (is_too_long and self._args.rollout_max_context_len is None):
             return
-        count = len(segment.sample.tokens) + num_added
-        limit = longest if is_too_long and left > 0 else len(segment.sample.tokens) + left
+        count = segment.sample.num_tokens + num_added
+        limit = longest if is_too_long and left > 0 else segment.sample.num_tokens + left
         self.lacks_room = True
         if segment.messages:
             note_no_room(segment.sample)
