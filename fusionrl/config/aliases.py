@@ -384,7 +384,7 @@ def cure_for(name: str) -> str | None:
             cure = table[plain]
             use = cure if cure.startswith("leave it out") else f"use {cure}"
             return f"{owner}'s name; {use}" if owner else use
-    if "." in plain and plain.partition(".")[0] in _VERL_ROOTS:
+    if plain.partition(".")[0] in _VERL_ROOTS:
         return "verl's settings are not known here; `fusionrl flags` lists the flags"
     return None
 

@@ -103,5 +103,7 @@ def _did_you_mean(flag: str) -> str:
         names = upstream.option_names(upstream.router_parser(), "router")
     else:
         names += [flag_of(field) for fields in upstream.megatron_fields().values() for field in fields]
+    # Whoever writes --trainer does not mean --no-trainer.
+    names = [name for name in names if name.startswith("--no-") == flag.startswith("--no-")]
     close = difflib.get_close_matches(flag, names, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close and close[0] != flag else ""

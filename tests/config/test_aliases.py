@@ -76,6 +76,8 @@ def test_a_value_by_another_name(field: str, value: str) -> None:
                 "trainer.balance_batch=True: verl's settings are not known here; `fusionrl flags` lists the flags",
             ],
         ),
+        (["--trainer", "x"], ["--trainer x: verl's settings are not known here"]),
+        (["--colocat"], ["did you mean --colocate?"]),
         (["--precision", "float16"], ["did you mean --precision bf16?"]),
         (["--mode", "rejectsampling"], ["did you mean --mode reject-sampling?"]),
         (["--advantage-estimator", "GRPO"], ["did you mean --advantage-estimator grpo?"]),
@@ -87,6 +89,12 @@ def test_messages(argv: list[str], messages: list[str]) -> None:
     assert len(errors) == len(messages), errors
     for error, message in zip(errors, messages, strict=True):
         assert message in error
+
+
+def test_nobody_is_sent_to_the_opposite() -> None:
+    for flag in ("--savee", "--trainers", "--sav"):
+        (error,) = read_args([flag])[1]
+        assert "--no-" not in error, error
 
 
 def test_what_no_table_has() -> None:
