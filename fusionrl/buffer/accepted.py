@@ -13,6 +13,7 @@ from fusionrl.config.groups import RolloutGroup
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.token_rows import token_columns
 from fusionrl.observe.values import json_line, write_atomically
+from fusionrl.rollout.unsampled import UNSAMPLED
 
 
 class AcceptedSamples:
@@ -55,6 +56,7 @@ class AcceptedSamples:
 
         considered        all of them
         unfinished        truncated, aborted or failed, or without a token to train on
+        unsampled         trained on tokens that no engine sampled: a function put a tool's text in, and set no mask
         below_threshold   finished, but with a lower reward
         duplicates        good, but the same answer to the same prompt stands there
         surplus           good, but the prompt has `per_prompt` better ones
@@ -63,13 +65,22 @@ class AcceptedSamples:
         if not self._is_clean:
             self.forget_after(rollout_id - 1)
             self._is_clean = True
-        counts = {"considered": len(samples), "unfinished": 0, "below_threshold": 0, "duplicates": 0, "surplus": 0}
+        counts = {
+            "considered": len(samples),
+            "unfinished": 0,
+            "unsampled": 0,
+            "below_threshold": 0,
+            "duplicates": 0,
+            "surplus": 0,
+        }
         known = self._answers()
         groups: dict[Any, list[tuple[float, Sample]]] = {}
         for sample, reward in zip(samples, rewards, strict=True):
             is_untrained = sample.response_length > 0 and not response_mask(sample).any()
             if sample.status != Status.COMPLETED or is_untrained:
                 counts["unfinished"] += 1
+            elif sample.metadata.get(UNSAMPLED):  # as an answer of the assistant, it would be a tool's or a user's
+                counts["unsampled"] += 1
             elif reward < self.threshold:
                 counts["below_threshold"] += 1
             else:

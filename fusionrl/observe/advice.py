@@ -275,7 +275,7 @@ def nothing_accepted(metrics: Mapping[str, float], settings: AdviceSettings, ste
     """--mode reject-sampling: what to say where not one sample of a rollout was accepted."""
     if settings.threshold is None or metrics.get("rollout/accepted") != 0:
         return None
-    names = ("unfinished", "below_threshold", "duplicates")
+    names = ("unfinished", "unsampled", "below_threshold", "duplicates")
     counts = ", ".join(f"{metrics.get(f'rollout/{name}', 0):.0f} {name.replace('_', ' ')}" for name in names)
     return (
         f"no sample of this rollout was accepted: {counts} (--reject-sampling-threshold {settings.threshold:g})"

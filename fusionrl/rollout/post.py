@@ -18,8 +18,12 @@ async def post(
     answer is noted, so that the samples that a generate or rollout function makes of it get their weight versions.
 
     Raises:
+        ValueError: a request to /generate without a token, of which an engine dies.
         RuntimeError: a 4xx answer, or the last failed try; with the server's text.
     """
+    ids = payload.get("input_ids")
+    if url.endswith("/generate") and isinstance(ids, list) and (not ids or [] in ids):
+        raise ValueError(f"post to {url}: input_ids is empty; give the tokens of the prompt")
     answer = await _post(url, payload, max_retries, headers)
     note_answer(url, answer)
     return answer

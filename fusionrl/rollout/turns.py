@@ -67,7 +67,16 @@ async def generate_sample(settings: TurnSettings, sample: Sample, params: Sampli
 async def take_turn(
     settings: TurnSettings, sample: Sample, params: SamplingParams, done: int = 0, longest: int | None = None
 ) -> Generation | None:
-    """Take one turn; see `sglang_rollout.generate_turn`."""
+    """Take one turn; see `sglang_rollout.generate_turn`.
+
+    Raises:
+        ValueError: the sample has no tokens; an engine that is asked to go on from none dies.
+    """
+    if not sample.num_tokens:
+        raise ValueError(
+            f"sample {sample.index} has no tokens to go on from: call begin(args, sample) first, or set sample.tokens"
+            " to the tokens of the prompt"
+        )
     payload = _payload(settings, sample, params, done)
     if payload is None:
         return None

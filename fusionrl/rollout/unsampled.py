@@ -13,9 +13,13 @@ import numpy as np
 from fusionrl.data.sample import Sample, response_mask
 from fusionrl.rollout.versions import Answers, Before, warn_once
 
+UNSAMPLED = "unsampled_tokens"  # metadata of a sample: its trained tokens that stand in no answer
+
 
 def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, before: Before) -> None:
     """Warn, once for each function `where`, of trained tokens that stand in none of the engines' answers.
+
+    Each sample that has some says how many in its metadata (`UNSAMPLED`): --mode reject-sampling does not accept it.
 
     Args:
         samples: as the function left them.
@@ -40,13 +44,13 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, b
             (trained & ~found_in(response, [before.response, *(tokens for tokens, _ in answers.parts)])).sum()
         )
         if missing:
+            sample.metadata[UNSAMPLED] = missing
             warn_once(
                 f"unsampled {where}",
                 f"{where}: {missing} of the {int(trained.sum())} tokens that sample {sample.index} is trained on are in"
                 " no answer of the engines: give them 0 in sample.loss_mask, or append them by append_text; or, if a"
                 " tokenizer made them anew of the answer's text, take the tokens of the answer (docs/multi-turn.md)",
             )
-            return
 
 
 def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from fusionrl.base.environment import child_environment
 from fusionrl.config import hooks
 from fusionrl.config.hook_files import find_beside
 from fusionrl.rollout.loops import process_loop, run
@@ -90,12 +91,13 @@ def decode_int32_meta_array(meta_info: Mapping[str, object], keys: str | Iterabl
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Run a command of bash; return what it printed if that is captured.
+    """Run a command of bash, which gets no secrets of the environment; return what it printed if that is captured.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    done = subprocess.run(["bash", "-c", cmd], check=True, capture_output=capture_output, text=True)
+    env = child_environment("reward-worker")
+    done = subprocess.run(["bash", "-c", cmd], check=True, capture_output=capture_output, text=True, env=env)
     return done.stdout if capture_output else None
 
 

@@ -14,6 +14,7 @@ from fusionrl.config.groups import RolloutGroup
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
+from fusionrl.rollout.unsampled import UNSAMPLED
 
 
 def sample(group: int, response: str, status: Status = Status.COMPLETED) -> Sample:
@@ -35,7 +36,8 @@ def test_each_sample_is_counted_once(tmp_path: Path) -> None:
         *(sample(2, "good"),),
     ]
     counts = accepted.add(3, samples, [0.6, 0.9, 0.9, 0.5, 0.4, 1.0, 1.0, 0.7])
-    wanted = {"considered": 8, "unfinished": 2, "below_threshold": 1, "duplicates": 1, "surplus": 1, "accepted": 3}
+    wanted = {"considered": 8, "unfinished": 2, "unsampled": 0, "below_threshold": 1}
+    wanted |= {"duplicates": 1, "surplus": 1, "accepted": 3}
     assert counts == wanted
     assert rows(tmp_path / "out.jsonl") == [(3, "p0", "best", 0.9), (3, "p0", "good", 0.6), (3, "p2", "good", 0.7)]
     # The same prompt in another epoch, and in another process: only a new answer is accepted.
@@ -138,3 +140,12 @@ def test_nothing_is_accepted_without_a_token_to_train_on(tmp_path: Path) -> None
     samples = [turns(0, [1, 2], [0, 0], "12"), removed]
     counts = AcceptedSamples(tmp_path / "out.jsonl", 0.5, 1).add(0, samples, [1.0, 1.0])
     assert (counts["unfinished"], counts["accepted"]) == (2, 0)
+
+
+def test_a_tools_text_without_a_mask_is_not_accepted(tmp_path: Path) -> None:
+    """As an answer of the assistant, SFT would train on it."""
+    good, wrong = sample(0, "mine"), sample(1, "mine<result>7</result>")
+    wrong.metadata[UNSAMPLED] = 5
+    counts = AcceptedSamples(tmp_path / "out.jsonl", 0.5, 1).add(0, [good, wrong], [1.0, 1.0])
+    assert (counts["unsampled"], counts["accepted"]) == (1, 1)
+    assert [row[2] for row in rows(tmp_path / "out.jsonl")] == ["mine"]

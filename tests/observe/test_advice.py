@@ -138,7 +138,10 @@ def test_nothing_accepted(accepted: float, count: int) -> None:
     assert Watches(SETTINGS).after_step(1, values) == [], "another mode"
     texts = Watches(replace(SETTINGS, threshold=0.5)).after_step(1, values)
     assert len(texts) == count
-    assert not count or "20 unfinished, 12 below threshold, 0 duplicates (--reject-sampling-threshold 0.5)" in texts[0]
+    assert (
+        not count
+        or "20 unfinished, 0 unsampled, 12 below threshold, 0 duplicates (--reject-sampling-threshold 0.5)" in texts[0]
+    )
 
 
 def test_lost_rewards_are_told_at_the_first_rollout_that_lost_some() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import versions
 from fusionrl.rollout.samples import custom_generate
@@ -75,4 +76,25 @@ def test_a_function_that_posts_and_sets_no_mask(json_server: Any, tmp_path: Path
     )
     given = context(engine_urls=[], router_url=url)
     asyncio.run(custom_generate(given, f"{path}:f", Sample(index=2), {}, False))
+    sample = Sample(index=3)
+    asyncio.run(custom_generate(given, f"{path}:f", sample, {}, False))
     assert any("2 of the 3 tokens that sample 2 is trained on" in text for text in take_warnings())
+    assert sample.metadata["unsampled_tokens"] == 2, "of every sample, though it is told once"
+
+
+def test_an_engine_is_not_asked_to_go_on_from_nothing(tmp_path: Path) -> None:
+    """It would die."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from fusionrl.plugin_api import generate_turn, post\n"
+        "async def no_begin(args, sample, params):\n"
+        "    await generate_turn(args, sample, params)\n"
+        "async def posts(args, sample, params):\n"
+        "    await post('http://127.0.0.1:9/generate', {'input_ids': [], 'sampling_params': params})\n"
+    )
+    for name, said in (
+        ("no_begin", r"sample 4 has no tokens to go on from: call begin\(args, sample\) first"),
+        ("posts", "input_ids is empty; give the tokens of the prompt"),
+    ):
+        with pytest.raises(HookError, match=rf"^--custom-generate-function-path {path}:{name}: .*{said}"):
+            asyncio.run(custom_generate(context(), f"{path}:{name}", Sample(index=4), {"max_new_tokens": 4}, False))

@@ -161,6 +161,12 @@ ROLLOUTS: Table = {
         "buffer/accepted.py",
         "--mode reject-sampling",
     ),
+    "rollout/unsampled": Entry(
+        "samples",
+        "Not accepted: trained tokens stand in no answer of the engines (a tool's text without a mask).",
+        "buffer/accepted.py",
+        "--mode reject-sampling",
+    ),
     "rollout/below_threshold": Entry(
         "samples",
         "Not accepted: reward below --reject-sampling-threshold.",
