@@ -63,7 +63,7 @@ def test_what_is_masked_or_was_sampled_is_not() -> None:
 
 
 def test_a_function_that_posts_and_sets_no_mask(json_server: Any, tmp_path: Path) -> None:
-    json_server.answers = [(200, answer([5], "0"))]
+    json_server.answers = [(200, answer([5], "0")), (200, answer([5], "0"))]
     url = json_server.url
     path = tmp_path / "mine.py"
     path.write_text(
