@@ -90,13 +90,17 @@ def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) 
     assert len(seen) == len(set(seen)) == 8 * (done + 1)
 
 
-def test_ctrl_c_leaves_nothing(rl_flags: list[str], tmp_path: Path) -> None:
-    """SIGINT while everything starts."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_whole_group_leaves_nothing(
+    rl_flags: list[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """While everything starts; as a terminal, `timeout` or a scheduler sends it."""
     launched: Launched = launch(
         [*rl_flags, "--num-rollout", "1", "--run-dir", str(tmp_path / "run"), "--no-save"], tmp_path
     )
     launched.wait_for(lambda: "starting 1 engine" in launched.output())
     launched.wait_for(lambda: bool(launched.find(r"fusionrl\.engines\.launch_server")))
-    os.kill(launched.process.pid, signal.SIGINT)
-    assert launched.wait(60) == 130
+    os.killpg(launched.process.pid, number)
+    assert launched.wait(60) == code, launched.output()[-2000:]
+    assert "GCS" not in launched.output()
     launched.assert_nothing_left()
