@@ -18,6 +18,8 @@ from fusionrl.models.scorers import has_chat_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FEW_ROWS = 20_000  # prompts that are tokenized within seconds
+
 
 def check_prompts(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None = None) -> int:
     """Read the prompt data, and return its number of prompts, 0 where it is not known; mistakes go to `errors`."""
@@ -98,7 +100,8 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
     if len(errors) > num_errors:
         return 0  # how many rows of a bad set are prompts is nothing to count epochs by
     is_filtered = data.rollout_max_prompt_len is not None and not is_sft
-    if is_filtered and config.run.num_rollout is None and _has_template(config) is not None:
+    must_count = config.run.num_rollout is None or total <= FEW_ROWS
+    if is_filtered and must_count and _has_template(config) is not None:
         return _count_prompts(config, specs, columns, errors)
     return total
 
@@ -106,7 +109,8 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
 def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, errors: list[str]) -> int:
     """Return the number of prompts that are not too long.
 
-    It costs the reading of a tokenizer: only where epochs are counted by it.
+    It costs the reading of a tokenizer: only where epochs are counted by it, or where the rows are few, to see that the
+    limit leaves any.
     """
     from fusionrl.data.tokenizer import load_tokenizer
 

@@ -420,6 +420,15 @@ def test_health_checks_belong_to_fault_tolerance(errors: Errors) -> None:
     assert all("--use-fault-tolerance; add it" in error for error in found)
 
 
+def test_a_limit_that_leaves_no_prompt_is_told(
+    tiny_model: Path, write_rows: Callable[..., Path], errors: Callable[..., list[str]]
+) -> None:
+    rows = write_rows([{"input": "1 + 1 = ", "label": "2"}, {"input": "2 + 2 + 2 + 2 =", "label": "8"}])
+    values = {"hf_checkpoint": str(tiny_model), "prompt_data": str(rows), "num_rollout": 1}
+    one(errors(**values, rollout_max_prompt_len=1), "no prompt is left (2 are over --rollout-max-prompt-len)")
+    assert errors(**values, rollout_max_prompt_len=50) == []
+
+
 def test_a_distance_that_weighs_nothing_is_told() -> None:
     measured = {"use_kl_loss": True, "n_samples_per_prompt": 2}
     (text,) = algorithm_warnings(Config.from_flat(measured))
