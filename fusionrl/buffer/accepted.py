@@ -13,7 +13,7 @@ from fusionrl.config.groups import RolloutGroup
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.data.token_rows import token_columns
 from fusionrl.observe.values import json_line, write_atomically
-from fusionrl.rollout.unsampled import UNSAMPLED
+from fusionrl.rollout.unsampled import num_unsampled
 
 
 class AcceptedSamples:
@@ -79,7 +79,7 @@ class AcceptedSamples:
             is_untrained = sample.response_length > 0 and not response_mask(sample).any()
             if sample.status != Status.COMPLETED or is_untrained:
                 counts["unfinished"] += 1
-            elif sample.metadata.get(UNSAMPLED):  # as an answer of the assistant, it would be a tool's or a user's
+            elif num_unsampled(sample):  # as an answer of the assistant, it would be a tool's or a user's
                 counts["unsampled"] += 1
             elif reward < self.threshold:
                 counts["below_threshold"] += 1

@@ -10,16 +10,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fusionrl.data.sample import Sample, response_mask
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
 from fusionrl.rollout.versions import Answers, Before, warn_once
 
-UNSAMPLED = "unsampled_tokens"  # metadata of a sample: its trained tokens that stand in no answer
+_FEW = 2  # tokens that a function may add by hand: an end of the text, a line's end
+_ATTRIBUTE = "num_unsampled"
+
+
+def num_unsampled(sample: Sample) -> int:
+    """Return how many trained tokens are surely no engine's; --mode reject-sampling accepts no such sample."""
+    return int(vars(sample).get(_ATTRIBUTE, 0))
 
 
 def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, before: Before) -> None:
     """Warn, once for each function `where`, of trained tokens that stand in none of the engines' answers.
 
-    Each sample that has some says how many in its metadata (`UNSAMPLED`): --mode reject-sampling does not accept it.
+    Only of samples in which at least one whole answer stands: others were made of something else than these answers (by
+    another client, or the answers were a judge's), or were tokenized anew.
 
     Args:
         samples: as the function left them.
@@ -27,56 +34,68 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, b
         where: flag and path of the function.
         before: the sample's response before the function had it: an earlier rollout's tokens were sampled.
     """
-    if not any(len(tokens) for tokens, _ in answers.parts):
+    for sample in samples:
+        vars(sample).pop(_ATTRIBUTE, None)
+    parts = [tokens for tokens, _ in answers.parts]
+    if not parts or not all(len(tokens) for tokens in parts):
         return
     for sample in samples:
-        versions = sample.weight_versions
-        if versions is not None and len(versions):
-            continue  # of functions that name the version of each token, and so know what was sampled
         try:
-            response = np.asarray(sample.array("tokens"), np.int32)[sample.num_tokens - sample.response_length :]
+            response = np.asarray(sample.tokens, np.int32)[len(sample.tokens) - sample.response_length :]
             trained = response_mask(sample) > 0
         except (TypeError, ValueError, OverflowError):
             continue  # fields that do not fit are for `check_samples` to name
-        if len(trained) != len(response):
+        if len(trained) != len(response) or _names_versions(sample):
             continue
-        missing = int(
-            (trained & ~found_in(response, [before.response, *(tokens for tokens, _ in answers.parts)])).sum()
+        sampled, has_whole = found_in(response, parts)
+        size = len(before.response)
+        if np.array_equal(response[:size], before.response):
+            sampled[:size] = True
+        missing = int((trained & ~sampled).sum())
+        if not missing or not has_whole:
+            continue
+        if missing > _FEW:
+            vars(sample)[_ATTRIBUTE] = missing
+        warn_once(
+            f"unsampled {where}",
+            f"{where}: {missing} of the {int(trained.sum())} tokens that sample {sample.index} is trained on are in"
+            " no answer of the engines: give them 0 in sample.loss_mask, or append them by append_text; or, if a"
+            " tokenizer made them anew of the answer's text, take the tokens of the answer (docs/multi-turn.md)",
         )
-        if missing:
-            sample.metadata[UNSAMPLED] = missing
-            warn_once(
-                f"unsampled {where}",
-                f"{where}: {missing} of the {int(trained.sum())} tokens that sample {sample.index} is trained on are in"
-                " no answer of the engines: give them 0 in sample.loss_mask, or append them by append_text; or, if a"
-                " tokenizer made them anew of the answer's text, take the tokens of the answer (docs/multi-turn.md)",
-            )
 
 
-def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """[n] bool: which tokens of `response` [n] belong to one of `parts`, which stand in it in order.
+def _names_versions(sample: Sample) -> bool:
+    """Return whether the function has named the version of each token, and so knows what was sampled."""
+    versions = sample.weight_versions
+    if versions is None or len(versions) != sample.response_length or not len(versions):
+        return False
+    return all(isinstance(one, (int, np.integer)) and one != UNKNOWN_VERSION for one in versions)
 
-    Of a part that was cut at its end, the longest beginning counts.
+
+def found_in(response: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, bool]:
+    """Return which tokens of `response` [n] belong to one of `parts`, [n] bool, and whether a whole part stands in it.
+
+    Wherever a part stands as a whole, it counts. A stretch that is left may begin with a part that was cut.
     """
-    found, start = np.zeros(len(response), bool), 0
-    text, size = response.astype(np.int32).tobytes(), 4
-
-    def place_of(part: bytes) -> int | None:
-        place = text.find(part, start * size)
-        while place >= 0 and place % size:  # within a number
-            place = text.find(part, place + 1)
-        return place // size if place >= 0 else None
-
+    found, text, size = np.zeros(len(response), bool), response.astype(np.int32).tobytes(), 4
+    has_whole = False
     for tokens in parts:
         part = np.asarray(tokens, np.int32).tobytes()
-        short, long = 0, len(tokens)  # a beginning of `short` tokens stands there; one of more than `long` does not
-        while short < long:
-            middle = (short + long + 1) // 2
-            if place_of(part[: middle * size]) is None:
-                long = middle - 1
-            else:
-                short = middle
-        if short and (place := place_of(part[: short * size])) is not None:
-            found[place : place + short] = True
-            start = place + short
-    return found
+        place = text.find(part)
+        while place >= 0:
+            if place % size == 0:  # else within a number
+                found[place // size : place // size + len(tokens)] = True
+                has_whole = True
+            place = text.find(part, place + 1)
+    starts = [i for i in np.flatnonzero(~found) if i == 0 or found[i - 1]]
+    for start in starts:
+        cut = max((_common_prefix(response[start:], np.asarray(part)) for part in parts), default=0)
+        found[start : start + cut] = True
+    return found, has_whole
+
+
+def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of tokens with which both begin."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size

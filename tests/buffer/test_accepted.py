@@ -14,7 +14,7 @@ from fusionrl.config.groups import RolloutGroup
 from fusionrl.data.prompts import PromptColumns, check_file, load_conversations
 from fusionrl.data.sample import Sample, Status, response_mask
 from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
-from fusionrl.rollout.unsampled import UNSAMPLED
+from fusionrl.rollout.unsampled import _ATTRIBUTE
 
 
 def sample(group: int, response: str, status: Status = Status.COMPLETED) -> Sample:
@@ -145,7 +145,7 @@ def test_nothing_is_accepted_without_a_token_to_train_on(tmp_path: Path) -> None
 def test_a_tools_text_without_a_mask_is_not_accepted(tmp_path: Path) -> None:
     """As an answer of the assistant, SFT would train on it."""
     good, wrong = sample(0, "mine"), sample(1, "mine<result>7</result>")
-    wrong.metadata[UNSAMPLED] = 5
+    vars(wrong)[_ATTRIBUTE] = 5
     counts = AcceptedSamples(tmp_path / "out.jsonl", 0.5, 1).add(0, [good, wrong], [1.0, 1.0])
     assert (counts["unsampled"], counts["accepted"]) == (1, 1)
     assert [row[2] for row in rows(tmp_path / "out.jsonl")] == ["mine"]

@@ -14,7 +14,7 @@ from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import versions
 from fusionrl.rollout.samples import custom_generate
-from fusionrl.rollout.unsampled import found_in, warn_of_unsampled
+from fusionrl.rollout.unsampled import found_in, num_unsampled, warn_of_unsampled
 from fusionrl.rollout.versions import Answers, Before, take_warnings
 from tests.rollout.test_versions import answer, context
 
@@ -26,20 +26,24 @@ def nothing_is_warned_of_yet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "parts", "found"),
+    ("response", "parts", "found", "has_whole"),
     [
-        ([5, 6, 7], [[5, 6, 7]], "111"),
-        ([5, 6, 9, 9, 7], [[5, 6], [7]], "11001"),
-        ([5, 6, 9], [[5, 6, 7, 8]], "110"),  # cut at a stop word, then the tool's text
-        ([9, 5, 6], [[5, 6]], "011"),
-        ([7, 5], [[5], [7]], "01"),  # in order
-        ([256, 1], [[1]], "01"),  # bytes within a number
-        ([3], [], "0"),
+        ([5, 6, 7], [[5, 6, 7]], "111", True),
+        ([5, 6, 9, 9, 7], [[5, 6], [7]], "11001", True),
+        ([5, 6, 9], [[5, 6, 7, 8]], "110", False),  # cut at a stop word, then the tool's text
+        ([9, 5, 6], [[5, 6]], "011", True),
+        ([7, 5], [[5], [7]], "11", True),  # requests that ran side by side
+        ([256, 1], [[1]], "01", True),  # bytes within a number
+        ([1, 2, 8, 9], [[1, 2, 3, 4], [1, 2, 8, 9]], "1111", True),  # the second of two tries
+        ([8, 9, 1, 3], [[1, 4], [8, 9, 1, 3]], "1111", True),
+        ([3], [[4]], "0", False),
     ],
 )
-def test_tokens_of_the_answers_are_found(response: list[int], parts: list[list[int]], found: str) -> None:
-    got = found_in(np.array(response, np.int32), [np.array(part, np.int32) for part in parts])
-    assert "".join(str(int(one)) for one in got) == found
+def test_tokens_of_the_answers_are_found(
+    response: list[int], parts: list[list[int]], found: str, has_whole: bool
+) -> None:
+    got, whole = found_in(np.array(response, np.int32), [np.array(part, np.int32) for part in parts])
+    assert ("".join(str(int(one)) for one in got), whole) == (found, has_whole)
 
 
 def said_of(sample: Sample, *answers: Sequence[int], before: Sequence[int] = ()) -> list[str]:
@@ -60,10 +64,26 @@ def test_what_is_masked_or_was_sampled_is_not() -> None:
     assert not said_of(Sample(tokens=[1, 4, 5], response_length=2), [5], before=[4])
     assert not said_of(Sample(tokens=[1, 5, 9], response_length=2, weight_versions=[0, 0]), [5])
     assert not said_of(Sample(tokens=[1, 5, 9], response_length=2)), "nobody has asked the engines"
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2), [7, 8]), "the answer was a judge's"
+    assert not said_of(Sample(tokens=[1, 5, 9], response_length=2), [5], []), "of an answer only the text is known"
+
+
+def test_reject_sampling_knows_which_samples_these_are() -> None:
+    tool, ended = [Sample(tokens=[1, 5, *added], response_length=1 + len(added)) for added in ([9, 9, 9], [2])]
+    for sample in (tool, ended):
+        said_of(sample, [5])
+    assert (num_unsampled(tool), num_unsampled(ended)) == (3, 0), "an end that a function adds is no tool's text"
+    tool.loss_mask = [1, 0, 0, 0]
+    said_of(tool, [5])
+    assert num_unsampled(tool) == 0, "made anew, and right"
+
+
+def test_texts_of_turns_are_no_versions_of_tokens() -> None:
+    assert said_of(Sample(tokens=[1, 5, 9], response_length=2, weight_versions=["0"]), [5])
 
 
 def test_a_function_that_posts_and_sets_no_mask(json_server: Any, tmp_path: Path) -> None:
-    json_server.answers = [(200, answer([5], "0")), (200, answer([5], "0"))]
+    json_server.answers = [(200, answer([5], "0"))]
     url = json_server.url
     path = tmp_path / "mine.py"
     path.write_text(
@@ -76,10 +96,7 @@ def test_a_function_that_posts_and_sets_no_mask(json_server: Any, tmp_path: Path
     )
     given = context(engine_urls=[], router_url=url)
     asyncio.run(custom_generate(given, f"{path}:f", Sample(index=2), {}, False))
-    sample = Sample(index=3)
-    asyncio.run(custom_generate(given, f"{path}:f", sample, {}, False))
     assert any("2 of the 3 tokens that sample 2 is trained on" in text for text in take_warnings())
-    assert sample.metadata["unsampled_tokens"] == 2, "of every sample, though it is told once"
 
 
 def test_an_engine_is_not_asked_to_go_on_from_nothing(tmp_path: Path) -> None:
