@@ -52,6 +52,10 @@ class Collector:
         asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
         return Collected(samples, metrics)
 
+    def finish(self, groups: list[list[Sample]]) -> list[Sample]:
+        """Return the samples of groups that were generated, scored and filtered: chosen and checked."""
+        return self._choose(groups)
+
     def _enough_groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
         """Call the rollout function until there are enough groups; score and filter what it left undone."""
         assert self._plan.batch is not None

@@ -18,6 +18,7 @@ from fusionrl.buffer.collect import Collected, Collector, limits_of
 from fusionrl.buffer.replay import load_samples, save_samples
 from fusionrl.buffer.report import report
 from fusionrl.buffer.scores import score
+from fusionrl.buffer.stream import Batch
 from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
@@ -67,6 +68,18 @@ class RolloutStages:
         if self._config.run.load_debug_rollout_data:
             pushed_version = None  # the versions in the file are those of another run
         return self._pass_on(rollout_id, self._take(rollout_id), pushed_version, since)
+
+    def make_of(self, rollout_id: int, batch: Batch, since: float) -> Rollout:
+        """Make rollout `rollout_id` of what the stream gave.
+
+        Raises:
+            HookError, ValueError: with the flag concerned.
+        """
+        collected = Collected(self._collector.finish(batch.groups), batch.metrics)
+        run = self._config.run
+        if run.save_debug_rollout_data:
+            save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
+        return self._pass_on(rollout_id, collected, batch.version, since)
 
     def _take(self, rollout_id: int) -> Collected:
         """Collect the samples, or read those of --load-debug-rollout-data."""

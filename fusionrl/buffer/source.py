@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, load_function, user_code
+from fusionrl.data.sample import Sample
+from fusionrl.data.state import pack_sample
 from fusionrl.observe.values import write_atomically
 
 KEPT = 3  # rollouts whose state is kept: a checkpoint is of one of them
@@ -73,10 +75,18 @@ class PromptSource:
         """SHA-256 of the state: the cursor, and samples that it holds."""
         return hashlib.sha256(json.dumps(self.state(), sort_keys=True).encode()).hexdigest()
 
-    def keep(self, rollout_id: int) -> None:
-        """Remember the state of now as that right after rollout `rollout_id`."""
+    def keep(self, rollout_id: int, ahead: Sequence[list[Sample]] = ()) -> None:
+        """Remember the state of now as that right after rollout `rollout_id`.
+
+        ahead  groups that were taken and are not trained by then: a run that goes on gets them first
+        """
         if self.hooked is not None:
-            self._states[rollout_id] = self.state()
+            state = self.state()
+            if ahead and state is not None:
+                held = state.get("buffer")
+                state["buffer"] = [[pack_sample(sample) for sample in group] for group in ahead]
+                state["buffer"] += held if isinstance(held, list) else []
+            self._states[rollout_id] = state
             for old in [key for key in self._states if key <= rollout_id - KEPT]:
                 del self._states[old]
 

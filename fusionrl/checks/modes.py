@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fusionrl.config.config import Config
 from fusionrl.config.parts import estimator_of
-from fusionrl.config.pipelines import AVAILABLE
 from fusionrl.data.rows import FORMATS
+from fusionrl.plan.pipeline import stream_errors
 
 
 def missing_flags(config: Config) -> list[str]:
@@ -40,8 +40,7 @@ def mode_errors(config: Config) -> list[str]:
     """List flags that do not go together with the mode, or with one another."""
     errors: list[str] = []
     run, mode = config.run, config.run.mode
-    if run.pipeline not in AVAILABLE:
-        errors.append(f"--pipeline {run.pipeline}: not available yet; available is {', '.join(AVAILABLE)}")
+    errors += stream_errors(config)
     if config.eval.eval_interval and not config.eval.has_sets:
         errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
     if run.debug_train_only and run.debug_rollout_only:

@@ -71,6 +71,27 @@ class BufferHandle:
             logger.warning("%s", text)
         return rollout
 
+    def begin_stream(self, num_trained: int) -> None:
+        """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
+        ray.get(self.actor.begin_stream.remote(num_trained))
+
+    def next_rollout(self, rollout_id: int) -> Started:
+        """Begin to wait for a rollout of the stream: `wait_rollout` goes on with it."""
+        return self._begin(self.actor.next_rollout.remote, rollout_id)
+
+    def rollout_trained(self) -> bool:
+        """Note that the last rollout is trained; returns, when nothing stands in its way, whether a push is due now."""
+        is_due: bool = self._supervisor.wait(self.actor.rollout_trained.remote())
+        return is_due
+
+    def weights_pushed(self, version: int) -> None:
+        """Note that the engines have weights of `version`."""
+        ray.get(self.actor.weights_pushed.remote(version))
+
+    def end_stream(self) -> None:
+        """End what is under way."""
+        ray.get(self.actor.end_stream.remote())
+
     def start_evaluation(self, step: int) -> Started:
         """Begin an evaluation on every set. Does not wait."""
         return self._begin(self.actor.evaluate.remote, step)

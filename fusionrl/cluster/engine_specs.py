@@ -8,6 +8,7 @@ from typing import Literal
 from fusionrl.cluster.ray_cluster import Bundle
 from fusionrl.config.config import Config
 from fusionrl.engines.spec import EngineSpec
+from fusionrl.plan.pipeline import pause_mode
 from fusionrl.plan.plan import Plan
 
 EngineRole = Literal["engine", "reward-model", "teacher"]
@@ -77,7 +78,7 @@ def _server_args(config: Config, plan: Plan, role: EngineRole) -> dict[str, obje
     server_args = dict(config.passthrough.sglang)
     if plan.engines_give_memory:
         server_args.setdefault("enable_memory_saver", True)
-    if config.weights.pause_generation_mode == "in_place":
+    if pause_mode(config, plan) == "in_place":
         # SGLang drops its prefix cache only where no request runs; kept, it would answer from the weights before.
         server_args.setdefault("disable_radix_cache", True)
     if config.algorithm.use_rollout_routing_replay and plan.device == "cuda":

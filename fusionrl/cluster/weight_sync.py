@@ -12,6 +12,7 @@ from fusionrl.cluster.engine_pool import EnginePool
 from fusionrl.cluster.ray_cluster import root_cause
 from fusionrl.cluster.trainers import TrainerGroups
 from fusionrl.config.config import Config
+from fusionrl.plan.pipeline import pause_mode
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
 from fusionrl.sync.disk_push import drop_files, push_by_disk
@@ -110,7 +111,7 @@ class WeightSync:
     def _transfer(self, version: int) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport
         assert transport is not None
-        mode, timeout_s = weights.pause_generation_mode, weights.update_weight_timeout_s
+        mode, timeout_s = pause_mode(self._config, self._plan), weights.update_weight_timeout_s
         if transport == "disk":
             return push_by_disk(
                 self._trainers.actors,

@@ -19,6 +19,7 @@ from fusionrl.config.groups import (
     EvalGroup,
     Group,
     ModelGroup,
+    PipelineGroup,
     PrmGroup,
     RejectSamplingGroup,
     RewardGroup,
@@ -72,6 +73,7 @@ class Config(Group):
     """The whole configuration of a run; frozen. What is derived from it stands in the Plan."""
 
     run: RunGroup = Field(default_factory=RunGroup)
+    pipelining: PipelineGroup = Field(default_factory=PipelineGroup)
     cluster: ClusterGroup = Field(default_factory=ClusterGroup)
     model: ModelGroup = Field(default_factory=ModelGroup)
     data: DataGroup = Field(default_factory=DataGroup)

@@ -16,8 +16,6 @@ from fusionrl.upstream import flags as upstream
 
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {
-    "max_staleness": "the asynchronous pipelines",
-    "update_weights_interval": "the asynchronous pipelines",
     "multimodal_keys": "multimodal data",
     "rollout_external_engine_addrs": "external engines",
 }

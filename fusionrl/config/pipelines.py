@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-PIPELINES: dict[str, bool] = {  # name -> whether it is available
-    "on-policy": True,
-    "stream": False,
-    "async": False,
-    "async-partial": False,
-}
-AVAILABLE = tuple(name for name, is_available in PIPELINES.items() if is_available)
+from fusionrl.control.knobs import PIPELINES
+
+AVAILABLE = tuple(PIPELINES)
+# The loop of one rollout after the other, without a controller.
+IN_TURN = "on-policy"

@@ -43,6 +43,10 @@ class Run:
         self.actors.trainers.offload()
         return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
 
+    def begin_stream(self) -> None:
+        """Begin to generate without pause; the engines have their weights."""
+        self.actors.buffer.begin_stream(self.first_rollout)
+
     def wait_rollout(self, started: Started) -> Rollout:
         """Wait for a rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""
         rollout = self.actors.buffer.wait_rollout(started)

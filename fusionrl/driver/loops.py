@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from fusionrl.buffer.eval_metrics import eval_table
 from fusionrl.config.config import Config
+from fusionrl.config.pipelines import AVAILABLE, IN_TURN
 from fusionrl.driver.context import Run
 
 Loop = Callable[[Run], None]
@@ -32,6 +33,27 @@ def on_policy(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
+
+
+def streamed(run: Run) -> None:
+    """Generation goes on while trainers train; the Buffer's controller says what is trained, and when to push."""
+    values = run.push(run.first_rollout)
+    if run.is_eval_first:
+        values |= run.evaluate(0)
+    run.reporter.record(run.first_rollout, values)
+    run.begin_stream()
+    for step in run.steps():
+        with step:
+            run.reporter.status("generating")
+            rollout = step.fetch()
+            run.reporter.status("training")
+            step.train(rollout)
+            run.reporter.status("pushing weights")
+            step.push_if_due()
+            step.measure("rollout/num_tokens")
+            if run.is_eval_due(step.number):
+                step.values |= run.evaluate(step.number)
+    run.actors.buffer.end_stream()
 
 
 def sft(run: Run) -> None:
@@ -83,7 +105,7 @@ def evaluate_only(run: Run) -> None:
     run.reporter.print(eval_table(values))
 
 
-PIPELINES: dict[str, Loop] = {"on-policy": on_policy}
+PIPELINES: dict[str, Loop] = dict.fromkeys(AVAILABLE, streamed) | {IN_TURN: on_policy}
 MODES: dict[str, Loop] = {"sft": sft, "reject-sampling": reject_sampling, "eval": evaluate_only}
 
 

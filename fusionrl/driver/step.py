@@ -46,6 +46,13 @@ class Step:
         self.values |= rollout.metrics
         return rollout
 
+    def fetch(self) -> Rollout:
+        """Wait for the next rollout of the stream."""
+        run = self._run
+        rollout = run.wait_rollout(run.actors.buffer.next_rollout(self.rollout_id))
+        self.values |= rollout.metrics
+        return rollout
+
     def train(self, rollout: Rollout) -> None:
         """Train on the rollout, as a whole.
 
@@ -59,6 +66,14 @@ class Step:
     def push(self) -> None:
         """Bring the new weights to the engines."""
         self.values |= self._run.push(self.number)
+
+    def push_if_due(self) -> None:
+        """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
+        buffer, start = self._run.actors.buffer, time.perf_counter()
+        if buffer.rollout_trained():
+            self.values["perf/time_drain_s"] = time.perf_counter() - start
+            self.push()
+            buffer.weights_pushed(self.number)
 
     def measure(self, tokens: str) -> None:
         """Note the time since the step began; throughput is of the metric `tokens`."""

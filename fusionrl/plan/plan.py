@@ -10,6 +10,7 @@ from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
 from fusionrl.config.parts import asks_for_routing, uses_engines, uses_trainers
+from fusionrl.control.knobs import Knobs
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
@@ -21,6 +22,7 @@ from fusionrl.plan.hook_args import slime_args
 from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple, stage_layers
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
+from fusionrl.plan.pipeline import is_streamed, knobs_of
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.trainer_plan import TrainerPlan
 
@@ -65,6 +67,7 @@ class Plan:
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
     engines_give_memory: bool = False  # while the trainers work
     trainers_give_memory: bool = False  # while the engines generate
+    knobs: Knobs | None = None  # of the controller; None: one rollout after the other
     answers: dict[str, object] = field(default_factory=dict)  # for hooks: flags that were left open, by their names
 
     @property
@@ -206,6 +209,7 @@ def _plan(
     when = cluster.offload_train
     return replace(
         plan,
+        knobs=knobs_of(config, plan.num_rollout, num_engines) if is_streamed(config) else None,
         engines_give_memory=takes_turns and cluster.offload_rollout,
         trainers_give_memory=when == "always" or (when == "auto" and takes_turns),
         answers=_answers(config, plan),

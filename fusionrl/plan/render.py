@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fusionrl.config.config import Config
 from fusionrl.config.presets import described
 from fusionrl.plan.layout import TrainerLayout, stage_layers
+from fusionrl.plan.pipeline import described as described_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import plan_for_layout, torch_name
 from fusionrl.plan.schedule import warm_up_notes
@@ -25,6 +26,8 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         f"collectives {plan.backend}",
         f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
     ]
+    if plan.knobs:
+        lines.append(f"pipeline   {described_knobs(plan.knobs)}")
     if config.algorithm.algorithm is not None:
         lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
     if plan.layout:

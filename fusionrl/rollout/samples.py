@@ -6,6 +6,7 @@ import asyncio
 import copy
 import inspect
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,7 @@ class SampleContext:
     sample_hooks   --rollout-sample-hook-path
     semaphore      bounds the samples under way
     policy_urls    of the engines and their router
+    on_generated   called when a sample needs no engine any more
     """
 
     args: Namespace
@@ -45,6 +47,7 @@ class SampleContext:
     rewards: RewardSettings
     limits: Limits
     policy_urls: tuple[str, ...]
+    on_generated: Callable[[], None] | None = None
 
     @classmethod
     def of_args(cls, args: Namespace) -> SampleContext:
@@ -76,6 +79,8 @@ async def generate_and_score(
             result = await generate_sample(context.turns, sample, params)
         else:
             result = await custom_generate(context, path, sample, params, evaluation)
+    if context.on_generated is not None:
+        context.on_generated()
     samples = [await _hooked(context, one, evaluation) for one in as_list(result)]
     await _score(context, samples, isinstance(result, list), evaluation)
     return samples if isinstance(result, list) else samples[0]

@@ -11,6 +11,7 @@ from fusionrl.config.groups.algorithm import AlgorithmGroup, CriticGroup, PrmGro
 from fusionrl.config.groups.base import Group
 from fusionrl.config.groups.data import DataGroup, EvalGroup
 from fusionrl.config.groups.model import ModelGroup, WeightsGroup
+from fusionrl.config.groups.pipeline import PipelineGroup
 from fusionrl.config.groups.rollout import RejectSamplingGroup, RewardGroup, RolloutGroup
 from fusionrl.config.groups.run import CheckpointGroup, ClusterGroup, RunGroup
 from fusionrl.config.groups.train import TrainGroup
@@ -25,6 +26,7 @@ __all__ = [
     "EvalGroup",
     "Group",
     "ModelGroup",
+    "PipelineGroup",
     "PrmGroup",
     "RejectSamplingGroup",
     "RewardGroup",
@@ -36,6 +38,7 @@ __all__ = [
 
 GROUPS: dict[str, type[Group]] = {
     "run": RunGroup,
+    "pipelining": PipelineGroup,
     "cluster": ClusterGroup,
     "model": ModelGroup,
     "data": DataGroup,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from fusionrl.config.groups.base import Group
-from fusionrl.config.pipelines import PIPELINES
+from fusionrl.control.knobs import PIPELINES
 
 # The table decides what the flag takes. A type checker cannot read a Literal of a table.
 if TYPE_CHECKING:

@@ -232,7 +232,6 @@ NO_EFFECT: dict[str, Entry] = {
 # ------------------------------------------------------------------------------------------------ not here
 _ALL_TRAINED = "all weights are trained here; leave it out"
 _ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out"
-_ASYNC = "not available yet (the asynchronous pipelines are still to come); leave it out"
 _DEEPGEMM = "trainers have no DeepGEMM forward pass; leave it out"
 REFUSED: dict[str, Entry] = {
     "train_backend": _refused(1, "Megatron-core trains; leave it out", "megatron"),
@@ -245,7 +244,6 @@ REFUSED: dict[str, Entry] = {
     "release_train": _refused(0, "trainers stay, and give their memory back by --offload-train always; use that"),
     "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
     "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
-    "update_weights_interval": _refused(1, _ASYNC, "1"),
     "rollout_data_transport": _refused(1, "rollouts travel by Ray's object store; leave it out", "object-store"),
     "rollout_external_engine_addrs": _refused(-1, "not available yet (external engines are still to come)"),
     "disable_rollout_global_dataset": _refused(

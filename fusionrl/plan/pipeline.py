@@ -1,0 +1,105 @@
+"""The controller's knobs of a run, from --pipeline and the flags that change its preset."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fusionrl.config.config import Config
+from fusionrl.config.pipelines import IN_TURN
+from fusionrl.control.knobs import PIPELINES, Knobs
+
+
+class HasKnobs(Protocol):
+    """The part of the plan that is read here."""
+
+    @property
+    def knobs(self) -> Knobs | None:
+        """Return the controller's settings."""
+
+
+# Knob → the flag's field.
+FLAGS = {
+    "max_staleness": "max_staleness",
+    "lead": "admission_lead",
+    "fetches_per_push": "update_weights_interval",
+    "in_flight": "in_flight",
+    "at_deadline": "at_deadline",
+    "max_samples_in_flight": "max_samples_in_flight",
+}
+
+
+def is_streamed(config: Config) -> bool:
+    """Return whether the run generates without pause, under the controller."""
+    run = config.run
+    return run.mode == "rl" and run.pipeline != IN_TURN and not run.debug_train_only and not run.debug_rollout_only
+
+
+def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs:
+    """Return the knobs: the preset of --pipeline, and over it what the user gives.
+
+    Raises:
+        ValueError: flags that contradict each other, by their names.
+    """
+    rollout, given = config.rollout, vars(config.pipelining)
+    assert rollout.rollout_batch_size is not None
+    values: dict[str, object] = dict(PIPELINES[config.run.pipeline])
+    values["max_samples_in_flight"] = rollout.sglang_server_concurrency * max(1, num_engines)
+    values |= {knob: given[field] for knob, field in FLAGS.items() if given[field] is not None}
+    staleness, lead = values["max_staleness"], values["lead"]
+    if given["admission_lead"] is None and isinstance(staleness, int) and isinstance(lead, float):
+        values["lead"] = min(lead, float(staleness))  # a preset's lead fits any bound
+    try:
+        return Knobs(
+            groups_per_fetch=rollout.rollout_batch_size,
+            num_fetches=num_rollout or None,
+            samples_per_group=rollout.n_samples_per_prompt,
+            **values,  # type: ignore[arg-type]  # of the types that the flags have
+        )
+    except ValueError as error:
+        text = str(error)
+        for knob, field in FLAGS.items():
+            text = text.replace(knob, "--" + field.replace("_", "-"))
+        raise ValueError(f"--pipeline {config.run.pipeline}: {text}") from error
+
+
+def described(knobs: Knobs) -> str:
+    """Return the knobs as the plan shows them."""
+    pushes = "each rollout" if knobs.fetches_per_push == 1 else f"every {knobs.fetches_per_push} rollouts"
+    return (
+        f"staleness at most {knobs.max_staleness}, lead {knobs.lead:g}, a push after {pushes}, in flight:"
+        f" {knobs.in_flight}, at the deadline: {knobs.at_deadline}, {knobs.max_samples_in_flight} samples in flight"
+    )
+
+
+def pause_mode(config: Config, plan: HasKnobs) -> str:
+    """Return what a push does to running requests, as SGLang's /pause_generation calls it."""
+    return (
+        config.weights.pause_generation_mode
+        if plan.knobs is None or plan.knobs.in_flight == "drain"
+        else plan.knobs.in_flight
+    )
+
+
+def stream_errors(config: Config) -> list[str]:
+    """List what does not go together with a pipeline that generates without pause."""
+    if not is_streamed(config):
+        given = [field for field in FLAGS.values() if getattr(config.pipelining, field) is not None]
+        if given and config.run.mode == "rl" and config.run.pipeline == IN_TURN:
+            flags = ", ".join("--" + field.replace("_", "-") for field in given)
+            return [f"{flags}: --pipeline {IN_TURN} has nothing ahead of training; choose another pipeline"]
+        return []
+    rollout, shown = config.rollout, f"--pipeline {config.run.pipeline}"
+    errors = []
+    if config.cluster.colocate:
+        errors.append(f"{shown}: with --colocate engines and trainers work in turn; take --pipeline {IN_TURN}")
+    if rollout.rollout_function_path != type(rollout)().rollout_function_path:
+        errors.append(
+            f"{shown}: --rollout-function-path makes whole batches, which is not available here yet; take"
+            f" --custom-generate-function-path, or --pipeline {IN_TURN}"
+        )
+    for field in ("partial_rollout", "over_sampling_batch_size"):
+        if getattr(rollout, field):
+            flag = "--" + field.replace("_", "-")
+            cure = "--in-flight and --admission-lead do it here"
+            errors.append(f"{shown}: {flag} belongs to --pipeline {IN_TURN}; {cure}")
+    return errors
