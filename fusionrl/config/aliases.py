@@ -350,7 +350,6 @@ VALUES: dict[tuple[str, str], str] = {
     ("rm_type", "gsm8k"): "--rm-type last_number",
     ("rm_type", "ifbench"): "--rm-type ifeval",
     ("rm_type", "math_dapo"): "--rm-type dapo",
-    ("rm_type", "math_verify"): "--rm-type math",
     ("rm_type", "number"): "--rm-type last_number",
     ("rm_type", "prime_math"): "--rm-type math",
     ("rm_type", "regex"): "--rm-type format with --rm-format-regex",
