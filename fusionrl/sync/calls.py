@@ -20,7 +20,7 @@ class Reference(Protocol[T]):
 
 
 def stamp_of(version: int | None) -> dict[str, object]:
-    """Return fields of a request that brings weights: the version (None: more will come), and "empty the cache"."""
+    """Return what a request that brings weights says besides: the version, or None (more will come), and "flush"."""
     return {"version": None if version is None else str(version), "flush_cache": version is not None}
 
 
