@@ -81,7 +81,7 @@ def _run(command: list[str], site: Site, log: Path) -> int:
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
         env=os.environ | site.env,
-        cwd=site.slime,  # where slime's users start; some files name others from there
+        cwd=site.folder,  # not in the checkout, which would hide the names of slime that fusionrl has
         start_new_session=True,
     )
     try:
@@ -162,8 +162,9 @@ def _report(case: Case, root: Path, work: Path, model: Path) -> str:
     if case.packages:
         names = sorted({name.partition("/")[0].removesuffix(".py") for name in case.packages})
         notes.append(f"with stand-ins for {', '.join(names)}")
+    told = f" ({', '.join(notes)})" if notes else ""
     for function in case.functions:
-        print(f"{verdict}  {function}{f' ({', '.join(notes)})' if notes else ''}")
+        print(f"{verdict}  {function}{told}")
     if reason:
         print(f"      {reason}")
     sys.stdout.flush()
