@@ -99,7 +99,7 @@ def _outcome(run_dir: Path, counts: dict[str, int]) -> Outcome:
     def rows(path: Path) -> list[dict]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
-    samples = [row for path in sorted(run_dir.rglob("*.train.*.jsonl")) for row in rows(path)]
+    samples = [row for path in sorted((run_dir / "rollouts").glob("*.train.*.jsonl")) for row in rows(path)]
     return Outcome(rows(run_dir / "metrics.jsonl"), samples, counts)
 
 

@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LONGEST = 8192
-_BONUS = 5.0  # by which the logit of a phrase exceeds that of another token
+_BONUS, _END_BONUS = 5.0, 7.0  # by which the logits of a phrase and of the end exceed that of another token
 
 
 def write_model(folder: Path, texts: Iterable[str]) -> None:
@@ -50,14 +50,16 @@ def write_model(folder: Path, texts: Iterable[str]) -> None:
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
-    likely = [tokenizer.convert_tokens_to_ids(phrase) for phrase in PHRASES] + [tokenizer.eos_token_id]
+    likely = [tokenizer.convert_tokens_to_ids(phrase) for phrase in PHRASES]
     with torch.no_grad():
         # The first coordinate is the same for all tokens, so the output layer's first column is a bias.
         model.model.embed_tokens.weight[:, 0] = 1.0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
         model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[likely, 0] = _BONUS / config.hidden_size**0.5
+        largest = config.hidden_size**0.5  # about what the coordinate is behind the last norm
+        model.lm_head.weight[likely, 0] = _BONUS / largest
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = _END_BONUS / largest
     model.save_pretrained(folder)
 
 
