@@ -437,6 +437,12 @@ def test_a_distance_that_weighs_nothing_is_told() -> None:
         assert algorithm_warnings(Config.from_flat(measured | values)) == [], values
 
 
+def test_a_generate_function_may_set_the_rewards(errors: Errors) -> None:
+    generate = "tests/e2e/slime_functions.py:two_answers"
+    assert errors(rm_type=None, custom_generate_function_path=generate) == []
+    one(errors(rm_type=None), "a reward is required in --mode rl")
+
+
 def test_a_group_of_one_that_trains_nothing_is_told() -> None:
     one = {"n_samples_per_prompt": 1}
     for estimator in OF_GROUPS:
