@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 import queue
 from argparse import Namespace
@@ -81,9 +82,9 @@ class AsyncRolloutWorker:
             task = asyncio.create_task(made)
             self._num_begun += 1
             self._flying[task] = blank
-            task.add_done_callback(lambda task, number=number: self._finish(task, number))
+            task.add_done_callback(functools.partial(self._finish, number))
 
-    def _finish(self, task: asyncio.Task[Group], number: int) -> None:
+    def _finish(self, number: int, task: asyncio.Task[Group]) -> None:
         """Keep what a task made: for the queue, or to be begun again."""
         blank = self._flying.pop(task)
         if task.cancelled():
