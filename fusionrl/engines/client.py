@@ -86,6 +86,7 @@ class GenerateClient:
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
         self._waiting: dict[bytes, list[asyncio.Future[Generation]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._parsers = Parsers()
@@ -201,8 +202,12 @@ class GenerateClient:
                         raise EndpointError(url, 502, f"half an event of a stream: {data[:200]!r}") from error
                     yield _checked_event(url, event)
 
-    async def _request(self, payload: Mapping[str, object], routing_key: str | None = None) -> list[Generation]:
-        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    async def _request(
+        self, payload: Mapping[str, object], routing_key: str | None = None, body: bytes | None = None
+    ) -> list[Generation]:
+        """Send `payload`, of which `body` is the JSON if it is made already."""
+        if body is None:
+            body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         asked = Asked.by(payload, self._vocab_size)
         refused: list[str] = []
         async with asyncio.timeout(self._timeout_s):
@@ -222,23 +227,37 @@ class GenerateClient:
         Long answers go alone: the slowest sibling would hold the others back.
         """
         # The router takes one set of sampling parameters a request, so they are part of what siblings share.
+        payload = {"return_logprob": True, **payload}
         key = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS)
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            waiting = self._waiting[key] = []
+            try:
+                await asyncio.sleep(0)  # the siblings ask now
+            except BaseException:  # cancelled: they are answered all the same
+                if waiting:
+                    self._start_answer(payload, waiting)
+                raise
+            finally:
+                del self._waiting[key]
+            if not waiting:
+                return (await self._request(payload, body=key))[0]  # alone: no task and no future, which cost
+            first: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+            waiting.insert(0, first)
+            self._start_answer(payload, waiting)
+            return await first
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        if key not in self._waiting:
-            self._waiting[key] = []
-            asyncio.get_running_loop().call_soon(self._flush, key, payload)
-        self._waiting[key].append(future)
+        waiting.append(future)
         return await future
 
-    def _flush(self, key: bytes, payload: Mapping[str, object]) -> None:
-        task = asyncio.create_task(self._answer(payload, self._waiting.pop(key)))
+    def _start_answer(self, payload: Mapping[str, object], waiting: list[asyncio.Future[Generation]]) -> None:
+        task = asyncio.create_task(self._answer(payload, waiting))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, payload: Mapping[str, object], waiting: list[asyncio.Future[Generation]]) -> None:
-        payload = {"return_logprob": True, **payload}
         if len(waiting) > 1:
-            payload["input_ids"] = [payload["input_ids"]] * len(waiting)
+            payload = {**payload, "input_ids": [payload["input_ids"]] * len(waiting)}
         try:
             answers = await self._request(payload)
         except BaseException as error:  # whatever ended the request ends the wait of everyone who shares it
@@ -296,11 +315,13 @@ class GenerateClient:
 
     async def _before_retry(self, attempt: int, error: RuntimeError) -> None:
         """Count and wait, longer from try to try; raise `error` after the last one."""
-        if attempt + 1 >= self._num_tries:
+        if self._is_closed or attempt + 1 >= self._num_tries:
             raise error
         self.num_retries += 1
         logger.info("try %d of a request failed: %s", attempt + 1, error)
         await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
+        if self._is_closed:  # in the meantime
+            raise error
 
     @staticmethod
     def _headers_of(routing_key: str | None) -> dict[str, str] | None:
@@ -309,6 +330,7 @@ class GenerateClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
+            self._is_closed = False
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 # The whole request has its bound in `generate`; aiohttp's own default is five minutes.
@@ -321,6 +343,7 @@ class GenerateClient:
 
     async def close(self) -> None:
         """Close the connections; what is still under way fails."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
