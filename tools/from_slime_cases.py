@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -112,6 +114,22 @@ def _buffer_server(site: Site) -> Iterator[list[str]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         process.wait()
+
+
+@contextlib.contextmanager
+def _evaluation_sets(site: Site) -> Iterator[list[str]]:
+    """Write the sets that the example's file names, and the file with their places here."""
+    graded = {"choices": ["six", "seven"], "correct_letter": "B"}
+    followed = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    config = (site.slime / "examples/eval_multi_task/multi_task.yaml").read_text(encoding="utf-8")
+    for name, metadata in (("aime", {}), ("gpqa", graded), ("ifbench", followed)):
+        path = site.folder / f"{name}.jsonl"
+        row = {"prompt": "What is 3 + 4?", "label": "B" if name == "gpqa" else "7", "metadata": metadata}
+        path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        config, changed = re.subn(rf"(name: {name}\b.*\n\s+path: ).*", rf"\g<1>{path}", config)
+        assert changed == 1, f"multi_task.yaml has no set {name}"
+    (site.folder / "multi_task.yaml").write_text(config, encoding="utf-8")
+    yield ["--eval-config", str(site.folder / "multi_task.yaml"), "--eval-interval", "1"]
 
 
 def _counted(name: str, least: int = 1) -> tuple[str, Callable[[Outcome], bool]]:
@@ -257,6 +275,13 @@ CASES: Sequence[Case] = (
         ),
         server=_teacher,
         evidence=(_counted("scored", 8), _metric("opd")),
+    ),
+    Case(
+        "eval-multi-task",
+        ("examples/eval_multi_task/multi_task.yaml: its sets, at other places",),
+        ("--rm-type", "deepscaler"),
+        server=_evaluation_sets,
+        evidence=(_metric("eval/aime/"), _metric("eval/gpqa/"), _metric("eval/ifbench/")),
     ),
     Case(
         "coding-agent",

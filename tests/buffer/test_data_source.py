@@ -225,7 +225,7 @@ def test_messages_without_a_template_stay_a_list_for_functions(source: Any) -> N
     messages = [{"role": "user", "content": "1 + 1"}]
     rows = [{"input": messages}, {"input": "text"}]
     made = source(rows, custom_generate_function_path=f"{HOOKS}:any", rollout_max_prompt_len=4)
-    (first,), (second,) = ([group[0]] for group in made.get_samples(2))
+    first = made.get_samples(2)[0][0]
     assert first.prompt == messages and first.prompt_tokens is None
     restored = source(rows, custom_generate_function_path=f"{HOOKS}:any")
     restored.load_state_dict(made.state_dict())
