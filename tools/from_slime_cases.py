@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from from_slime_stubs import STRANDS, TAU_BENCH, WANDB, StubServer, search_answer, teacher_answer
+from from_slime_stubs import IFBENCH, STRANDS, TAU_BENCH, WANDB, StubServer, search_answer, teacher_answer
 
 RETRIEVER_PORT = 8000  # which the example names in its file
 BUFFER_PORT = 8889  # which the plug-in's server takes
@@ -280,6 +280,7 @@ CASES: Sequence[Case] = (
         "eval-multi-task",
         ("examples/eval_multi_task/multi_task.yaml: its sets, at other places",),
         ("--rm-type", "deepscaler"),
+        packages=IFBENCH,
         server=_evaluation_sets,
         evidence=(_metric("eval/aime/"), _metric("eval/gpqa/"), _metric("eval/ifbench/")),
     ),

@@ -261,6 +261,17 @@ class SGLangModel:
 """,
     "strands_sglang/tool_parsers.py": "class HermesToolParser:\n    pass\n",
 }
+IFBENCH = {
+    "evaluation_lib.py": """
+from collections import namedtuple
+
+InputExample = namedtuple("InputExample", "key instruction_id_list prompt kwargs")
+Found = namedtuple("Found", "follow_all_instructions")
+
+def test_instruction_following_strict(asked, responses):
+    return Found("," not in responses[asked.prompt])
+"""
+}
 WANDB = {"wandb.py": "run = None\n\ndef log(*args, **kwargs):\n    pass\n"}
 
 

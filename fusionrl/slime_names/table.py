@@ -230,7 +230,8 @@ MODULES: dict[str, Names] = {
     "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": Here(f"{_REWARDS}.gpqa:compute_gpqa_reward")},
     "slime.rollout.rm_hub.ifbench": {
         "compute_ifbench_reward": Here(
-            f"{_REWARDS}.ifeval:ifeval", "IFEval's instructions, without IFBench's own package"
+            f"{_REWARDS}.ifbench:compute_ifbench_reward",
+            "clones and installs nothing; metadata without instructions is an error",
         )
     },
     "slime.rollout.rm_hub.math_utils": _MATH_UTILS,
