@@ -306,7 +306,7 @@ def test_sentences(text: str, wanted: int) -> None:
 @pytest.mark.parametrize(
     "unit", [".", "\n", " ", "[", "{", "<<", "*", "A", "Answer:", "</think>", r"\boxed{", "<think>"]
 )
-@pytest.mark.parametrize("kind", sorted(set(RM_TYPES) - {"math", "random"}))
+@pytest.mark.parametrize("kind", sorted(set(RM_TYPES) - {"math", "random", "ifbench"}))  # ifbench: another's program
 def test_a_response_that_repeats_itself_is_graded_soon(kind: str, unit: str) -> None:
     """An untrained policy fills its context with one token; no grader may take long over it, or fail."""
     response = unit * (40_000 // len(unit))
