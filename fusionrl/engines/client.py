@@ -17,6 +17,7 @@ from fusionrl.engines.asked import AnswerError, Asked, extremes, num_new_tokens,
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parsers import Parsers
+from fusionrl.engines.siblings import Siblings
 from fusionrl.engines.targets import Targets
 
 __all__ = ["ROUTING_KEY", "GenerateClient", "Generation", "abort_all", "parse_generation"]
@@ -87,8 +88,7 @@ class GenerateClient:
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
-        self._waiting: dict[bytes, list[asyncio.Future[Generation]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._siblings = Siblings(self._request)
         self._parsers = Parsers()
 
     @property
@@ -114,7 +114,7 @@ class GenerateClient:
         if self._stream_responses and is_continuable and payload.get("input_ids") is not None:
             return join([piece async for piece in self.stream(payload, routing_key)])
         if routing_key is None and payload.get("input_ids") is not None and _is_short(payload):
-            return await self._generate_together(payload)
+            return await self._siblings.generate({"return_logprob": True, **payload})
         return (await self._request({"return_logprob": True, **payload}, routing_key))[0]
 
     async def stream(
@@ -220,57 +220,6 @@ class GenerateClient:
                 except AnswerError as error:
                     self._targets.refuse(url, error, refused)
 
-    async def _generate_together(self, payload: Mapping[str, object]) -> Generation:
-        """Send short siblings as one request: equal requests made in one turn of the event loop.
-
-        A request of its own costs about a millisecond more, as much as a few tokens of a small model.
-        Long answers go alone: the slowest sibling would hold the others back.
-        """
-        # The router takes one set of sampling parameters a request, so they are part of what siblings share.
-        payload = {"return_logprob": True, **payload}
-        key = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS)
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            waiting = self._waiting[key] = []
-            try:
-                await asyncio.sleep(0)  # the siblings ask now
-            except BaseException:  # cancelled: they are answered all the same
-                if waiting:
-                    self._start_answer(payload, waiting)
-                raise
-            finally:
-                del self._waiting[key]
-            if not waiting:
-                return (await self._request(payload, body=key))[0]  # alone: no task and no future, which cost
-            first: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-            waiting.insert(0, first)
-            self._start_answer(payload, waiting)
-            return await first
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        waiting.append(future)
-        return await future
-
-    def _start_answer(self, payload: Mapping[str, object], waiting: list[asyncio.Future[Generation]]) -> None:
-        task = asyncio.create_task(self._answer(payload, waiting))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, payload: Mapping[str, object], waiting: list[asyncio.Future[Generation]]) -> None:
-        if len(waiting) > 1:
-            payload = {**payload, "input_ids": [payload["input_ids"]] * len(waiting)}
-        try:
-            answers = await self._request(payload)
-        except BaseException as error:  # whatever ended the request ends the wait of everyone who shares it
-            for future in waiting:
-                if not future.done():
-                    future.set_exception(error if isinstance(error, Exception) else RuntimeError("client closed"))
-            if not isinstance(error, Exception):
-                raise
-            return
-        for future, answer in zip(waiting, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)
-
     def _check_tokens(self, payload: Mapping[str, object]) -> None:
         input_ids = payload.get("input_ids")
         if self._vocab_size is None or input_ids is None:
@@ -344,9 +293,7 @@ class GenerateClient:
     async def close(self) -> None:
         """Close the connections; what is still under way fails."""
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._siblings.close()
         await self._parsers.close()
         if self._session is not None:
             await self._session.close()
