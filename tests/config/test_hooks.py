@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,3 +223,15 @@ def test_a_reward_function_of_another_framework_is_named(tmp_path: Path, paramet
     path.write_text("def rm(args, sample, response=None, label=None): return 1.0\ndef any_name(a, s): return 1.0\n")
     assert check_hook("custom_rm_path", f"{path}:rm") is None
     assert check_hook("custom_rm_path", f"{path}:any_name") is None
+
+
+def test_a_hook_may_import_parsers_of_sglang(tmp_path: Path) -> None:
+    """SGLang imports triton, which a machine without CUDA need not have."""
+    path = tmp_path / "parses.py"
+    path.write_text(
+        "from sglang.srt.function_call.function_call_parser import FunctionCallParser\n"
+        "def rm(args, sample, **kwargs): return 'qwen25' in FunctionCallParser.ToolCallParserEnum\n"
+    )
+    code = f"from fusionrl.config.hooks import load_function; print(load_function('{path}:rm')(None, None))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
