@@ -84,8 +84,8 @@ class PromptSource:
             state = self.state()
             if ahead and state is not None:
                 held = state.get("buffer")
-                state["buffer"] = [[pack_sample(sample) for sample in group] for group in ahead]
-                state["buffer"] += held if isinstance(held, list) else []
+                packed = [[pack_sample(sample) for sample in group] for group in ahead]
+                state["buffer"] = packed + (held if isinstance(held, list) else [])
             self._states[rollout_id] = state
             for old in [key for key in self._states if key <= rollout_id - KEPT]:
                 del self._states[old]

@@ -105,7 +105,7 @@ def evaluate_only(run: Run) -> None:
     run.reporter.print(eval_table(values))
 
 
-PIPELINES: dict[str, Loop] = dict.fromkeys(AVAILABLE, streamed) | {IN_TURN: on_policy}
+PIPELINES: dict[str, Loop] = {**dict.fromkeys(AVAILABLE, streamed), IN_TURN: on_policy}
 MODES: dict[str, Loop] = {"sft": sft, "reject-sampling": reject_sampling, "eval": evaluate_only}
 
 

@@ -437,6 +437,23 @@ def test_a_distance_that_weighs_nothing_is_told() -> None:
         assert algorithm_warnings(Config.from_flat(measured | values)) == [], values
 
 
+def test_a_generate_function_may_set_the_rewards(errors: Errors) -> None:
+    generate = "tests/e2e/slime_functions.py:two_answers"
+    assert errors(rm_type=None, custom_generate_function_path=generate) == []
+    one(errors(rm_type=None), "a reward is required in --mode rl")
+
+
+def test_messages_without_a_template_are_for_functions(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    rows = [{"input": [{"role": "user", "content": "1 + 1"}], "label": "2"}]
+    data = {"prompt_data": str(write_rows(rows, "messages.jsonl")), "apply_chat_template": False}
+    one(errors(**data), "is a list of messages: add --apply-chat-template")
+    generate = "tests/e2e/slime_functions.py:two_answers"
+    assert errors(**data, custom_generate_function_path=generate) == []
+    assert errors(**data, rollout_function_path="tests/e2e/slime_unchanged.py:rollout") == []
+    sets = {"eval_prompt_data": ["mine", data["prompt_data"]]}
+    assert errors(**data, **sets, custom_generate_function_path=generate) == []
+
+
 def test_a_group_of_one_that_trains_nothing_is_told() -> None:
     one = {"n_samples_per_prompt": 1}
     for estimator in OF_GROUPS:
@@ -537,3 +554,18 @@ def test_rows_that_would_end_the_run_later_end_the_plan(errors: Errors, write_ro
         ('{"input": "' + "1+" * 600_000 + '", "label": "2"}', "1,000,000 characters (1,200,000)"),
     ):
         one(errors(prompt_data=str(write_rows([*rows, line], "bad.jsonl"))), "bad.jsonl: line 4: ", part)
+
+
+def test_a_limit_of_prompt_tokens_costs_no_tokenizing_of_many_rows(
+    tiny_model: Path,
+    write_rows: Callable[..., Path],
+    errors: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing is counted by it, the shortest rows tell whether any prompt is left."""
+    monkeypatch.setattr("fusionrl.checks.data.load_prompts", None)
+    rows = write_rows([{"input": "x" * (2000 - n), "label": "2"} for n in range(1500)])
+    values = {"hf_checkpoint": str(tiny_model), "prompt_data": str(rows), "num_rollout": 1}
+    said = "no prompt is left: the shortest are over --rollout-max-prompt-len 500"
+    one(errors(**values, rollout_max_prompt_len=500), said)
+    assert errors(**values, rollout_max_prompt_len=501) == []

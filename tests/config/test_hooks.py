@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,37 @@ def test_a_file_without_its_function_is_told_with_its_functions(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "own.py").write_text("def f(): ...\n")
     assert "write folder/own.py:f" in str(check_hook("custom_rm_path", "folder.own.f"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ("response, label", "response and label"),
+        ("completions, **kwargs", "completions"),
+        ("data_source, solution_str, ground_truth=None, extra_info=None", "data_source and solution_str"),
+        ("args, ground_truth", "ground_truth"),
+    ],
+)
+def test_a_reward_function_of_another_framework_is_named(tmp_path: Path, parameters: str, named: str) -> None:
+    """Bound by position it would run, and compare flags with a sample."""
+    path = tmp_path / "foreign.py"
+    path.write_text(f"def rm({parameters}, **more): return 1.0\n".replace("**kwargs, **more", "*rest, **more"))
+    message = str(check_hook("custom_rm_path", f"{path}:rm"))
+    assert f"is of another framework: {named} would be bound by position to args and sample" in message
+    assert "read sample.prompt, sample.response and sample.label; expected" in message
+    path = tmp_path / "ours.py"
+    path.write_text("def rm(args, sample, response=None, label=None): return 1.0\ndef any_name(a, s): return 1.0\n")
+    assert check_hook("custom_rm_path", f"{path}:rm") is None
+    assert check_hook("custom_rm_path", f"{path}:any_name") is None
+
+
+def test_a_hook_may_import_parsers_of_sglang(tmp_path: Path) -> None:
+    """SGLang imports triton, which a machine without CUDA need not have."""
+    path = tmp_path / "parses.py"
+    path.write_text(
+        "from sglang.srt.function_call.function_call_parser import FunctionCallParser\n"
+        "def rm(args, sample, **kwargs): return 'qwen25' in FunctionCallParser.ToolCallParserEnum\n"
+    )
+    code = f"from fusionrl.config.hooks import load_function; print(load_function('{path}:rm')(None, None))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr

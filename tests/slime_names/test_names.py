@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.slime_names.entries import Absent, Here
@@ -74,13 +75,34 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
         exec("from slime.utils.misc import something_new")
 
 
+def test_each_name_of_slime_s_agents_has_its_own_cure() -> None:
+    """Functions and flags that the cures name are there."""
+    for line, cure in {
+        "from slime.agent.adapters import OpenAIAdapter": "fusionrl.plugin_api.open_session",
+        "from slime.agent.trajectory import TrajectoryManager": "session.samples(reward)",
+        "from slime.agent.sandbox import E2BSandbox": "--agent-path",
+        "from slime.agent.harness import CodexHarness": "OPENAI_BASE_URL",
+        "from slime.agent.parsing import parse_model_output": "--tool-call-parser",
+        "from slime.agent.adapters.common import flatten_content": "`text` of the parts",
+        "from slime.agent.adapters.common import something_new": "is not among slime's names",
+    }.items():
+        with pytest.raises(ImportError) as raised:
+            exec(line)
+        assert cure in str(raised.value), line
+    import fusionrl.plugin_api
+    import fusionrl.rollout.sandbox
+
+    assert fusionrl.plugin_api.open_session and fusionrl.rollout.sandbox.run_python
+    assert {"agent_path", "tool_call_parser"} <= FIELDS.keys()
+
+
 def test_a_path_of_slime_in_a_flag() -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     assert check_hook("dynamic_sampling_filter_path", path) is None
     assert load_function(path) is load_function("fusionrl.rollout.filters.check_reward_nonzero_std")
     assert check_hook("rollout_function_path", "slime.rollout.sglang_rollout.generate_rollout") is None
-    message = str(check_hook("rollout_function_path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"))
-    assert "choose a --pipeline" in message
+    message = str(check_hook("rollout_function_path", "slime.rollout.forge_load.generate_rollout"))
+    assert "use tools/bench for timings" in message
 
 
 def test_it_never_hides_an_installed_slime(tmp_path: Path) -> None:
@@ -110,6 +132,21 @@ def test_a_folder_of_the_name_is_no_installed_slime(tmp_path: Path) -> None:
         "print(load_function('slime/examples/mine.py:rm')(None, Sample()))"
     )
     assert python(code, tmp_path) == "True"
+
+
+def test_a_program_beside_a_run_gets_the_names(tmp_path: Path) -> None:
+    """A server that a user starts himself imports slime, and what stands beside it."""
+    (tmp_path / "helper.py").write_text("NAME = 'beside'\n")
+    (tmp_path / "server.py").write_text(
+        "import sys\nfrom helper import NAME\n"
+        "from slime.rollout.rm_hub import get_deepscaler_rule_based_reward as grade\n"
+        "if __name__ == '__main__': print(NAME, sys.argv[1:], grade('</think>\\\\boxed{7}', '7'))\n"
+    )
+    command = [sys.executable, "-m", "fusionrl.slime_names", str(tmp_path / "server.py"), "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == "beside ['--port', '1'] 1.0", done.stderr
+    done = subprocess.run([*command[:3], str(tmp_path / "none.py")], capture_output=True, text=True)
+    assert done.returncode == 1 and "name a program that exists" in done.stderr
 
 
 def test_importing_names_loads_neither_torch_nor_megatron(tmp_path: Path) -> None:

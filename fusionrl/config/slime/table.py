@@ -130,6 +130,7 @@ RENAMED: dict[str, Entry] = {
     "decoder_last_pipeline_num_layers": _renamed(1, "--num-layers-in-last-pipeline-stage"),
     "check_weight_update_equal": _renamed(0, "--verify-weights always"),
     "sglang_router_request_timeout_secs": _renamed(1, "--router-request-timeout-secs"),
+    "sglang_router_port": _renamed(1, "--router-port"),
     "spec": _renamed(
         -1,
         "--custom-spec-path MODULE.FUNCTION; slime_plugins.models is left out: the family builds it",
@@ -231,7 +232,7 @@ NO_EFFECT: dict[str, Entry] = {
 
 # ------------------------------------------------------------------------------------------------ not here
 _ALL_TRAINED = "all weights are trained here; leave it out"
-_ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out"
+_ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out (--router-port chooses the port)"
 _DEEPGEMM = "trainers have no DeepGEMM forward pass; leave it out"
 REFUSED: dict[str, Entry] = {
     "train_backend": _refused(1, "Megatron-core trains; leave it out", "megatron"),
@@ -279,7 +280,6 @@ REFUSED: dict[str, Entry] = {
     "megatron_deepgemm_moe_forward_modules": _refused(-1, _DEEPGEMM),
     "sglang_config": _refused(1, "all engines of the policy are alike: --sglang-* and --rollout-num-gpus"),
     "sglang_router_ip": _refused(1, _ONE_ROUTER),
-    "sglang_router_port": _refused(1, _ONE_ROUTER),
 }
 
 TABLE: dict[str, Entry] = SHAPES | RENAMED | NO_EFFECT | REFUSED
@@ -297,7 +297,8 @@ DIFFERS: dict[str, str] = {
     "update_weight_transport": "nccl is auto: ipc when colocated, else broadcast",
     "log_probs_chunk_size": "-1 is left out: logits are made in slices of about 32 MiB",
     "rollout_function_path": "slime's sft_rollout is --mode sft",
-    "opd_type": "sglang starts the teacher's engines itself, from --opd-teacher-load",
+    "opd_type": "sglang starts the teacher's engines itself, from --opd-teacher-load; without it your functions ask a"
+    " teacher of yours, as there (--custom-rm-path, --custom-reward-post-process-path)",
     "load_debug_rollout_data": "wants --debug-train-only beside it, which slime sets by itself",
     "use_fault_tolerance": "a dead engine is started anew before the next push",
     "custom_config_path": "values go over the flags of the command line, as there",
