@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fusionrl.algorithms.estimators import ACCURACY, ESTIMATORS, Role, names_where, readers_of
 from fusionrl.algorithms.losses import losses_that_read
 from fusionrl.config.config import Config
-from fusionrl.config.groups import CriticGroup, DataGroup, PrmGroup, RolloutGroup, WeightsGroup
+from fusionrl.config.groups import CriticGroup, DataGroup, PipelineGroup, PrmGroup, RolloutGroup, WeightsGroup
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parts import (
     changes_weights,
@@ -27,7 +27,9 @@ from fusionrl.config.parts import (
     uses_trainers,
     validates,
 )
+from fusionrl.config.pipelines import AVAILABLE, IN_TURN
 from fusionrl.config.presets import NONZERO_STD, PRESETS
+from fusionrl.plan.pipeline import is_streamed
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,13 @@ PRESET = Scope(
 )
 
 
+STREAMED = Scope(
+    is_streamed,
+    f"without a --pipeline that runs ahead ({', '.join(n for n in AVAILABLE if n != IN_TURN)})",
+    of_flags=True,
+)
+
+
 # ------------------------------------------------------------------------------------------------ beside other flags
 def _filters(config: Config) -> bool:
     return "dynamic_sampling_filter_path" in PRESETS.get(str(config.algorithm.algorithm), {})
@@ -102,6 +111,8 @@ def _moves(config: Config) -> bool:
     """Return whether the policy may have moved between the rollout and the loss: after the first step it has."""
     rollout, train = config.rollout, config.train
     total = (rollout.rollout_batch_size or 0) * rollout.n_samples_per_prompt
+    if is_streamed(config):
+        return True
     is_one_step = train.num_steps_per_rollout in (None, 1) and train.global_batch_size in (None, total)
     return policy_loss(config) is None or config.algorithm.use_rollout_logprobs or not is_one_step
 
@@ -237,6 +248,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
         ),
     ),
     ((TRAINERS, OFFLOADS, ON_A_CPU), ("offload_folder",)),
+    ((RL, STREAMED), tuple(PipelineGroup.model_fields)),
     ((PUSHES,), ("colocate",)),
     ((PUSHES, COLOCATED, ON_GPUS), ("offload_rollout",)),
     ((POLICY, REFERENCE), ("ref_load",)),

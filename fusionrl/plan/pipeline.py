@@ -83,10 +83,6 @@ def pause_mode(config: Config, plan: HasKnobs) -> str:
 def stream_errors(config: Config) -> list[str]:
     """List what does not go together with a pipeline that generates without pause."""
     if not is_streamed(config):
-        given = [field for field in FLAGS.values() if getattr(config.pipelining, field) is not None]
-        if given and config.run.mode == "rl" and config.run.pipeline == IN_TURN:
-            flags = ", ".join("--" + field.replace("_", "-") for field in given)
-            return [f"{flags}: --pipeline {IN_TURN} has nothing ahead of training; choose another pipeline"]
         return []
     rollout, shown = config.rollout, f"--pipeline {config.run.pipeline}"
     errors = []
