@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.base.environment import take_secrets
+from fusionrl.base.imports import without_collections
 from fusionrl.buffer.actor import BufferActor
 from fusionrl.config.config import Config
 from fusionrl.engines.engine import EngineActor, EngineSpec
@@ -92,7 +93,8 @@ class _TrainerProcess(ModelRank):
         if settled is not None:
             settled.apply()
         _log_to(log, f"{self.role or 'trainer'}-{rank}", config.run.log_level)
-        import torch
+        with without_collections():
+            import torch
 
         if plan.device == "cuda":
             torch.cuda.set_device(device_id)

@@ -14,9 +14,8 @@ def test_the_collector_rests_and_goes_on_as_before(was_enabled: bool) -> None:
     before = gc.isenabled()
     try:
         (gc.enable if was_enabled else gc.disable)()
-        with pytest.raises(ImportError), without_collections():
+        with without_collections():
             assert not gc.isenabled()
-            raise ImportError
         assert gc.isenabled() is was_enabled
     finally:
         gc.unfreeze()
