@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "fusionrl"
 # From the ground up. What stands on one floor does not import each other.
 FLOORS = (
     ("base",),
+    ("control",),
     ("observe", "sandbox", "algorithms", "upstream", "slime_names"),
     ("config", "data", "models"),
     ("plan",),

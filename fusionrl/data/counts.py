@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
 
 
 @dataclass
-class SpecInfo:
+class _Counts:
+    """Whole numbers by name."""
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        """Return counts of which some may be missing."""
+        return cls(**{field.name: data.get(field.name, 0) for field in fields(cls)})
+
+
+@dataclass
+class SpecInfo(_Counts):
     """Tokens that a draft model proposed (`draft`) and the model took (`accept`), and its looks at them (`verify`)."""
 
     spec_accept_token_num: int = 0
@@ -33,18 +47,9 @@ class SpecInfo:
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
-    def to_dict(self) -> dict[str, int]:
-        """Return the counts by name."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, int]) -> SpecInfo:
-        """Return counts of which some may be missing."""
-        return SpecInfo(**{name: data.get(name, 0) for name in SpecInfo.__dataclass_fields__})
-
 
 @dataclass
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counts):
     """Prompt tokens of all requests, and those among them that the engine had computed before."""
 
     cached_tokens: int = 0
@@ -59,12 +64,3 @@ class PrefixCacheInfo:
         """Add the counts of one answer."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the counts by name."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, int]) -> PrefixCacheInfo:
-        """Return counts of which some may be missing."""
-        return PrefixCacheInfo(**{name: data.get(name, 0) for name in PrefixCacheInfo.__dataclass_fields__})

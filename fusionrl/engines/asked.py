@@ -5,9 +5,9 @@ Pure: no sockets, no processes.
 
 from __future__ import annotations
 
-import array
 import binascii
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,11 +120,11 @@ def token_ids(values: object, field: str, asked: Asked) -> np.ndarray:
         raise AnswerError(f"{field} is {_shown(values)}, not a list of token ids")
     most = _LARGEST_INT32 if asked.vocab_size is None else asked.vocab_size - 1
     try:
-        ids = np.frombuffer(array.array("q", values), np.int64)  # takes whole numbers, true and false
+        ids = _packed(values, "q", np.int64)
         least, largest = extremes(values, ids)
         if least <= 1 and _has_bool(values, ids <= 1):
             raise TypeError
-    except (TypeError, OverflowError):
+    except (TypeError, struct.error):
         raise AnswerError(f"{field} holds something other than whole numbers: {_shown(values)}") from None
     if values and (least < 0 or largest > most):
         wrong = int(ids[(ids < 0) | (ids > most)][0])
@@ -135,7 +135,7 @@ def token_ids(values: object, field: str, asked: Asked) -> np.ndarray:
 
 
 def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[object]]:
-    """(log-probs, float64 [n]; ids, [n]) of SGLang's entries [log-prob, id, text or null].
+    """(log-probs, float32 [n]; ids, [n]) of SGLang's entries [log-prob, id, text or null].
 
     Raises:
         AnswerError: other entries, or a log-prob that is none.
@@ -151,23 +151,21 @@ def log_prob_entries(entries: object, field: str) -> tuple[np.ndarray, list[obje
 
 
 def log_probs(values: list[Any], field: str) -> np.ndarray:
-    """Log-probs as float64 [n].
+    """Log-probs as float32 [n].
 
     Raises:
         AnswerError: one that is null, no number, not finite, or over 0 by more than rounding.
     """
     try:
-        # Takes nothing but numbers, true and false, where numpy reads text and makes NaN of null.
-        found = np.frombuffer(array.array("d", values))
-        total = sum(values)
-        largest = max(values, default=0.0) if len(values) <= _SHORT else np.maximum.reduce(found)
-        if not math.isfinite(total) or (largest >= 0 and _has_bool(values, found >= 0)):
+        found = _packed(values, "f", np.float32)
+        least, largest = extremes(values, found)
+        # NaN is in a sum of all, and is not found by Python's min and max.
+        if not math.isfinite(sum(values)) or (largest >= 0 and _has_bool(values, found >= 0)):
             raise TypeError
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError, struct.error):
         wrong = next((value for value in values if type(value) not in _NUMBERS or not abs(value) < math.inf), values)
         raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is no finite number") from None
-    # Where none is over 0, none is under the sum of all.
-    if largest > LARGEST_LOG_PROB or (total < SMALLEST_LOG_PROB and found.min() < SMALLEST_LOG_PROB):
+    if largest > LARGEST_LOG_PROB or least < SMALLEST_LOG_PROB:
         bad = ~((found >= SMALLEST_LOG_PROB) & (found <= LARGEST_LOG_PROB))
         raise AnswerError(
             f"{field} holds the log-prob {found[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
@@ -190,7 +188,7 @@ def input_log_probs(meta: Mapping[str, object], count: int) -> np.ndarray:
         raise AnswerError(
             f"{field} has {len(entries) if isinstance(entries, list) else 'no'} entries; {count} tokens were to be read"
         )
-    return log_prob_entries(entries[len(entries) - count :], field)[0].astype(np.float32)
+    return log_prob_entries(entries[len(entries) - count :], field)[0]
 
 
 def routed_experts(meta: Mapping[str, object], size: tuple[int, ...], num_experts: int | None) -> np.ndarray:
@@ -239,6 +237,19 @@ def score(answer: object, field: str = "embedding") -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise AnswerError(f"{field}[0] is {_shown(value if values is not None else answer)}, not a finite score")
     return float(value)
+
+
+def _packed(values: list[Any], code: str, dtype: type) -> np.ndarray:
+    """[n] of `struct`'s type `code`, which takes nothing but numbers, true and false: numpy reads text, and makes NaN
+    of null. It also takes half as long as numpy or `array`.
+
+    Raises:
+        struct.error: a value is no number of this type.
+        OverflowError: a float is too large for it.
+    """
+    data = bytearray(len(values) * np.dtype(dtype).itemsize)
+    struct.pack_into(f"={len(values)}{code}", data, 0, *values)
+    return np.frombuffer(data, dtype)
 
 
 def _has_bool(values: Sequence[object], places: np.ndarray) -> bool:

@@ -17,6 +17,7 @@ from fusionrl.engines.asked import AnswerError, Asked, extremes, num_new_tokens,
 from fusionrl.engines.generation import Generation, StreamParser, join, parse_generation
 from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parsers import Parsers
+from fusionrl.engines.siblings import Siblings
 from fusionrl.engines.targets import Targets
 
 __all__ = ["ROUTING_KEY", "GenerateClient", "Generation", "abort_all", "parse_generation"]
@@ -86,8 +87,8 @@ class GenerateClient:
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
-        self._waiting: dict[bytes, list[asyncio.Future[Generation]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._siblings = Siblings(self._request)
         self._parsers = Parsers()
 
     @property
@@ -113,7 +114,7 @@ class GenerateClient:
         if self._stream_responses and is_continuable and payload.get("input_ids") is not None:
             return join([piece async for piece in self.stream(payload, routing_key)])
         if routing_key is None and payload.get("input_ids") is not None and _is_short(payload):
-            return await self._generate_together(payload)
+            return await self._siblings.generate({"return_logprob": True, **payload})
         return (await self._request({"return_logprob": True, **payload}, routing_key))[0]
 
     async def stream(
@@ -201,8 +202,12 @@ class GenerateClient:
                         raise EndpointError(url, 502, f"half an event of a stream: {data[:200]!r}") from error
                     yield _checked_event(url, event)
 
-    async def _request(self, payload: Mapping[str, object], routing_key: str | None = None) -> list[Generation]:
-        body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    async def _request(
+        self, payload: Mapping[str, object], routing_key: str | None = None, body: bytes | None = None
+    ) -> list[Generation]:
+        """Send `payload`, of which `body` is the JSON if it is made already."""
+        if body is None:
+            body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
         asked = Asked.by(payload, self._vocab_size)
         refused: list[str] = []
         async with asyncio.timeout(self._timeout_s):
@@ -214,43 +219,6 @@ class GenerateClient:
                     return await self._parsers.parse(answer, asked)
                 except AnswerError as error:
                     self._targets.refuse(url, error, refused)
-
-    async def _generate_together(self, payload: Mapping[str, object]) -> Generation:
-        """Send short siblings as one request: equal requests made in one turn of the event loop.
-
-        A request of its own costs about a millisecond more, as much as a few tokens of a small model.
-        Long answers go alone: the slowest sibling would hold the others back.
-        """
-        # The router takes one set of sampling parameters a request, so they are part of what siblings share.
-        key = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS)
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        if key not in self._waiting:
-            self._waiting[key] = []
-            asyncio.get_running_loop().call_soon(self._flush, key, payload)
-        self._waiting[key].append(future)
-        return await future
-
-    def _flush(self, key: bytes, payload: Mapping[str, object]) -> None:
-        task = asyncio.create_task(self._answer(payload, self._waiting.pop(key)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, payload: Mapping[str, object], waiting: list[asyncio.Future[Generation]]) -> None:
-        payload = {"return_logprob": True, **payload}
-        if len(waiting) > 1:
-            payload["input_ids"] = [payload["input_ids"]] * len(waiting)
-        try:
-            answers = await self._request(payload)
-        except BaseException as error:  # whatever ended the request ends the wait of everyone who shares it
-            for future in waiting:
-                if not future.done():
-                    future.set_exception(error if isinstance(error, Exception) else RuntimeError("client closed"))
-            if not isinstance(error, Exception):
-                raise
-            return
-        for future, answer in zip(waiting, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)
 
     def _check_tokens(self, payload: Mapping[str, object]) -> None:
         input_ids = payload.get("input_ids")
@@ -296,11 +264,13 @@ class GenerateClient:
 
     async def _before_retry(self, attempt: int, error: RuntimeError) -> None:
         """Count and wait, longer from try to try; raise `error` after the last one."""
-        if attempt + 1 >= self._num_tries:
+        if self._is_closed or attempt + 1 >= self._num_tries:
             raise error
         self.num_retries += 1
         logger.info("try %d of a request failed: %s", attempt + 1, error)
         await asyncio.sleep(min(_FIRST_BACKOFF_S * 2**attempt, _LONGEST_BACKOFF_S))
+        if self._is_closed:  # in the meantime
+            raise error
 
     @staticmethod
     def _headers_of(routing_key: str | None) -> dict[str, str] | None:
@@ -309,6 +279,7 @@ class GenerateClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
+            self._is_closed = False
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 # The whole request has its bound in `generate`; aiohttp's own default is five minutes.
@@ -321,9 +292,8 @@ class GenerateClient:
 
     async def close(self) -> None:
         """Close the connections; what is still under way fails."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._is_closed = True
+        await self._siblings.close()
         await self._parsers.close()
         if self._session is not None:
             await self._session.close()

@@ -84,7 +84,7 @@ def parse_generation(answer: object, asked: Asked = _ANYTHING) -> Generation:
         raise AnswerError(f"text is a {type(text).__name__}")
     return Generation(
         tokens=tokens,
-        log_probs=values.astype(np.float32),
+        log_probs=values,
         text=text or "",
         finish_reason=finish or "abort",
         weight_versions=_version_spans(meta, len(ids)),

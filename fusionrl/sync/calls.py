@@ -20,7 +20,7 @@ class Reference(Protocol[T]):
 
 
 def stamp_of(version: int | None) -> dict[str, object]:
-    """What a request that brings weights says besides: the version and "empty the cache", or None: more will come."""
+    """Return what a request that brings weights says besides: the version, or None (more will come), and "flush"."""
     return {"version": None if version is None else str(version), "flush_cache": version is not None}
 
 

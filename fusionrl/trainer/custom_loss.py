@@ -227,6 +227,9 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        """Compute both, with the other ranks' parts of the vocabulary; without `entropy_grad` no gradient of the
+        entropy is made.
+        """
         group = parallel_state.get_tensor_model_parallel_group()
         width = logits.size(1)
         local = targets - group.rank() * width
@@ -246,6 +249,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of this rank's logits."""
         logits, lse, entropy, local, owned = ctx.saved_tensors
         scores = logits - lse[:, None]
         grad = -scores.exp() * grad_log_probs[:, None]

@@ -213,6 +213,41 @@ def test_a_failed_shared_request_fails_every_sibling() -> None:
     assert all(isinstance(r, RuntimeError) and "no such thing" in str(r) for r in results)
 
 
+def test_a_cancelled_sibling_leaves_the_others_their_answers() -> None:
+    """The first one waits a turn of the loop for the others; they are answered also where it is cancelled then."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        ids = (await request.json())["input_ids"]
+        return web.json_response([_answer_of(2) for _ in ids] if isinstance(ids[0], list) else _answer_of(2))
+
+    async def use(url: str) -> list[Any]:
+        async with GenerateClient(url, None, 30.0, 64) as client:
+            request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
+            tasks = [asyncio.create_task(client.generate(request)) for _ in range(3)]
+            asyncio.get_running_loop().call_soon(tasks[0].cancel)  # after each has begun
+            return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+
+    first, *others = _serve(handler, use)
+    assert isinstance(first, asyncio.CancelledError) and [len(answer.tokens) for answer in others] == [2, 2]
+
+
+@pytest.mark.parametrize("num_asked", [1, 2], ids=["alone", "together"])
+def test_closing_the_client_ends_what_is_under_way(num_asked: int) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError("nobody waits for this")
+
+    async def use(url: str) -> list[Any]:
+        client = GenerateClient(url, None, 30.0, 64)
+        request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
+        tasks = [asyncio.create_task(client.generate(request)) for _ in range(num_asked)]
+        await asyncio.sleep(0.3)
+        await client.close()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+
+    assert all(isinstance(error, RuntimeError) for error in _serve(handler, use))
+
+
 def test_a_routing_key_goes_along_and_keeps_requests_apart() -> None:
     """Siblings that name their sessions are not put into one request, which has one engine."""
     seen = []

@@ -1,0 +1,6 @@
+"""Who is admitted, fetched, trained, pushed, dropped, and whom everything waits for: the pipeline controller.
+
+Pure: it knows no Ray, no clock and no file. `apply(state, knobs, event)` notes what has happened, and
+`decide(state, knobs)` says what to do next, or what it waits for. Every pipeline, the synchronous one too, is a setting
+of `Knobs`. May import nothing but `base`.
+"""

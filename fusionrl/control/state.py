@@ -1,0 +1,160 @@
+"""What the controller knows: the groups and their phases, the versions, and what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Phase = Literal["pending", "running", "scoring", "ready", "leased"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and its samples.
+
+    ordinal      place in the data stream, from 0
+    phase        pending: to be admitted (again); running: samples in flight; scoring: rewards; ready: may be trained;
+                 leased: is being trained
+    born         version of the weights when it was admitted, or of its oldest token, whichever is older
+    num_running  samples in flight
+    num_tries    how often it has been admitted
+    begun        pending, with tokens that were saved: it goes on with them, and is as old as they are
+    """
+
+    ordinal: int
+    phase: Phase
+    born: int
+    num_running: int = 0
+    num_tries: int = 1
+    begun: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Order of dispatch, which is that of training."""
+        return self.born, self.ordinal
+
+
+@dataclass
+class Ended:
+    """Groups that are trained or dropped: all below `frontier`, and those of `beyond`, which are at or above it."""
+
+    frontier: int = 0
+    beyond: set[int] = field(default_factory=set)
+
+    def add(self, ordinal: int) -> None:
+        """Note that a group has ended."""
+        assert ordinal not in self, ordinal
+        self.beyond.add(ordinal)
+        while self.frontier in self.beyond:
+            self.beyond.remove(self.frontier)
+            self.frontier += 1
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal < self.frontier or ordinal in self.beyond
+
+    def __len__(self) -> int:
+        return self.frontier + len(self.beyond)
+
+
+@dataclass
+class State:
+    """All of it. Belongs to one owner, who changes it by `apply` alone.
+
+    groups         ordinal → group, of those that have not ended
+    ended          trained and dropped ones
+    num_dropped    of `ended`, those that were dropped
+    next_ordinal   of the next group that the data stream gives
+    version        of the engines' weights: pushes so far
+    num_fetched    fetches that trainers have begun
+    num_trained    fetches that are trained
+    lease          ordinals of the fetch that is being trained, () where none is
+    pushing        a push is under way; `evaluating`, `saving` likewise
+    last_eval      fetches that were trained when the newest evaluation began; `last_save` likewise
+    num_engines    that live, None: not told
+    stream_ended   the data stream has no further group
+    failures       groups dropped as failed since one became ready
+    failure        why the run must end, "" where it goes on
+    """
+
+    groups: dict[int, Group] = field(default_factory=dict)
+    ended: Ended = field(default_factory=Ended)
+    num_dropped: int = 0
+    next_ordinal: int = 0
+    version: int = 0
+    num_fetched: int = 0
+    num_trained: int = 0
+    lease: tuple[int, ...] = ()
+    pushing: bool = False
+    evaluating: bool = False
+    saving: bool = False
+    last_eval: int = 0
+    last_save: int = 0
+    num_engines: int | None = None
+    stream_ended: bool = False
+    failures: int = 0
+    failure: str = ""
+
+    def of(self, *phases: Phase) -> list[Group]:
+        """Return the groups of these phases, in no order."""
+        return [group for group in self.groups.values() if group.phase in phases]
+
+    def unready(self) -> list[Group]:
+        """Return the groups that have an age and are not ready: those under way, and pending ones that were begun."""
+        return [g for g in self.groups.values() if g.phase in ("running", "scoring") or g.begun]
+
+    @property
+    def samples_in_flight(self) -> int:
+        """Return the samples that engines work on."""
+        return sum(group.num_running for group in self.groups.values())
+
+    @property
+    def committed(self) -> int:
+        """Return the groups that were admitted and not dropped: what is or will be trained."""
+        return len(self.groups) + len(self.ended) - self.num_dropped
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps. Between fetches only: nothing is being trained or pushed."""
+        assert not self.lease and not self.pushing
+        return {
+            "frontier": self.ended.frontier,
+            "beyond": sorted(self.ended.beyond),
+            "num_dropped": self.num_dropped,
+            "next_ordinal": self.next_ordinal,
+            "num_trained": self.num_trained,
+            "last_eval": self.last_eval,
+            "stream_ended": self.stream_ended,
+            "groups": [[g.ordinal, g.phase, g.born, g.num_tries] for g in self.groups.values()],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], fetches_per_push: int, kept: Mapping[int, int] | None = None) -> State:
+        """Return the state of a checkpoint, after the engines have its weights.
+
+        kept  ordinal → version of the oldest token, of the groups whose samples, whole or begun, were saved with it.
+              The others are admitted again from their prompts, under their ordinals.
+        """
+        kept = kept or {}
+        trained = data["num_trained"]
+        state = cls(
+            ended=Ended(data["frontier"], set(data["beyond"])),
+            num_dropped=data["num_dropped"],
+            next_ordinal=data["next_ordinal"],
+            version=trained // fetches_per_push,
+            num_fetched=trained,
+            num_trained=trained,
+            last_eval=data["last_eval"],
+            last_save=trained,
+            stream_ended=data["stream_ended"],
+        )
+        for ordinal, phase, born, num_tries in data["groups"]:
+            is_kept = ordinal in kept
+            now: Phase = "ready" if phase == "ready" and is_kept else "pending"
+            born = min(born, kept[ordinal]) if is_kept else state.version
+            state.groups[ordinal] = Group(ordinal, now, born, 0, num_tries, begun=is_kept and now == "pending")
+        return state
+
+
+def moved(state: State, ordinal: int, **changes: Any) -> None:
+    """Change a group's fields."""
+    state.groups[ordinal] = replace(state.groups[ordinal], **changes)
