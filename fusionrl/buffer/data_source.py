@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.config.hooks import call_hook
+from fusionrl.config.parts import reads_prompts
 from fusionrl.data.mixture import Mixture, PromptSequence
 from fusionrl.data.prompts import PromptColumns, load_conversations, load_prompts
 from fusionrl.data.rows import parse_sets
@@ -64,6 +65,7 @@ class RolloutDataSourceWithBuffer:
             args.apply_chat_template,
             args.apply_chat_template_kwargs,
             args.rollout_max_prompt_len,
+            reads_prompts(args.rollout_function_path, args.custom_generate_function_path),
         )
         if args.mode == "sft":
             return load_conversations(spec, columns).samples

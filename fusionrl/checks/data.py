@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.labels import run_label_check
 from fusionrl.config.config import Config
+from fusionrl.config.parts import reads_prompts
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
 from fusionrl.data.rows import parse_sets, read_rows
 from fusionrl.data.template_probe import TemplateProbe
@@ -44,6 +45,7 @@ def prompt_columns(config: Config) -> PromptColumns:
         data.apply_chat_template,
         data.apply_chat_template_kwargs,
         data.rollout_max_prompt_len,
+        reads_prompts(config.rollout.rollout_function_path, config.rollout.custom_generate_function_path),
     )
 
 

@@ -46,6 +46,7 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
             label_key=one.label_key,
             metadata_key=one.metadata_key,
             tool_key=one.tool_key,
+            keeps_messages=one.custom_generate_function_path is not None,
         )
         key_flag, is_sft = "--eval-input-key" if file is None else "input_key", config.run.mode == "sft"
         probe, tokens = probe_of(config, files, columns), files.special_tokens if files else ()
@@ -75,7 +76,8 @@ def _is_default(config: Config) -> bool:
 def _eval_set_errors(config: Config, one: EvalSet) -> list[str]:
     """List what is wrong with a set of --eval-config; flags that it takes over are checked elsewhere."""
     found = []
-    if _is_default(config) and one.rm_type is None and one.custom_rm_path is None:
+    has_own = one.custom_generate_function_path is not None  # which may set the reward
+    if _is_default(config) and one.rm_type is None and one.custom_rm_path is None and not has_own:
         found.append("it has no reward; give rm_type or custom_rm_path")
     if one.rm_type not in (None, config.reward.rm_type):
         found += [f"rm_type {error}" for error in rm_type_errors(config, one.rm_type, one.reward_key, "reward_key")]

@@ -98,10 +98,10 @@ def _process_model_errors(config: Config, folder: str, shape: ModelShape | None)
 def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
     options, run = config.algorithm, config.run
     errors = [f"--use-opd belongs to --mode rl, not to {run.mode}"] if run.mode != "rl" else []
-    if options.opd_teacher_load is None:
-        return [*errors, "--use-opd needs --opd-teacher-load: the Hugging Face folder of the teacher"]
-    where = f"--opd-teacher-load {options.opd_teacher_load}"
     of_engine = options.opd_type == "sglang"
+    if options.opd_teacher_load is None:
+        return [*errors, *_outside_teacher_errors(config)]
+    where = f"--opd-teacher-load {options.opd_teacher_load}"
     if config.rollout.rollout_temperature != 1 and of_engine:
         errors.append(
             f"--use-opd with --rollout-temperature {config.rollout.rollout_temperature}: engines say the log-probs of"
@@ -138,6 +138,19 @@ def _teacher_errors(config: Config, shape: ModelShape | None) -> list[str]:
             " student's own tokens, so they must agree"
         )
     return errors
+
+
+def _outside_teacher_errors(config: Config) -> list[str]:
+    """Without a teacher of the run's own, a user's function has to give `teacher_log_probs`."""
+    algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
+    own = (reward.custom_reward_post_process_path, reward.custom_rm_path, rollout.custom_generate_function_path)
+    has_own = any(own) or rollout.rollout_function_path != type(rollout)().rollout_function_path
+    if algorithm.opd_type == "sglang" and has_own:
+        return []
+    return [
+        "--use-opd needs --opd-teacher-load: the Hugging Face folder of the teacher; or, without --opd-type megatron, a"
+        " function of yours that sets the teacher_log_probs of the samples (--custom-reward-post-process-path)"
+    ]
 
 
 def _megatron_teacher_errors(folder: str, shape: ModelShape, config: Config) -> list[str]:

@@ -18,9 +18,11 @@ from typing import Any
 from fusionrl.config.hook_files import import_file, register_folder
 from fusionrl.config.user_code import HookError, last_user_line, user_code
 from fusionrl.slime_names import finder
+from fusionrl.upstream import cpu_sglang
 
 # Every process that loads a user's function does so by this module: in each of them the name `slime` is known.
 finder.install()
+cpu_sglang.install()  # a hook may import sglang's parsers, which import triton, on a machine without CUDA
 
 __all__ = [
     "OPTIONAL",

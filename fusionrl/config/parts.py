@@ -70,6 +70,12 @@ def saves(config: Config) -> bool:
     return config.run.mode != "eval" and not config.run.debug_rollout_only
 
 
+def reads_prompts(rollout_function_path: str, custom_generate_function_path: str | None) -> bool:
+    """Return whether a user's function makes tokens of the prompts: it may want lists of messages as they are."""
+    is_default = rollout_function_path == RolloutGroup().rollout_function_path
+    return not is_default or custom_generate_function_path is not None
+
+
 def asks_for_routing(config: Config) -> bool:
     """Return whether the default rollout asks the engines which experts they chose: no function or file tells it."""
     others = (

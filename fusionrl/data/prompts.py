@@ -170,7 +170,7 @@ def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--
 def load_prompts(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, flag: str = "--prompt-data"
 ) -> PromptDataset:
-    """Read, render and tokenize every prompt of a file.
+    """Read, render and tokenize every prompt of a file; with `keeps_messages` messages stay as they are, uncounted.
 
     Raises:
         ValueError: a malformed row (with its line number), or no prompt left under the length limit.
@@ -182,6 +182,10 @@ def load_prompts(
         if problem := checker.error(row):
             raise ValueError(f"{flag} {path}: {place}: {problem}")
         prompt, (metadata, tools) = row[columns.input_key], metadata_and_tools(row, columns)
+        label = row.get(columns.label_key) if columns.label_key else None
+        if columns.keeps_messages and not columns.apply_chat_template and isinstance(prompt, list):
+            samples.append(Sample(prompt=prompt, label=label, metadata=metadata))
+            continue
         try:
             text = render_prompt(prompt, tokenizer, columns, tools)
             if is_surely_too_long(text, columns.max_prompt_len):
@@ -193,7 +197,6 @@ def load_prompts(
         if columns.max_prompt_len is not None and len(tokens) > columns.max_prompt_len:
             too_long += 1
             continue
-        label = row.get(columns.label_key) if columns.label_key else None
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         samples.append(
             Sample(

@@ -36,7 +36,10 @@ AskReward = Callable[[object, Mapping[str, object]], LabelProblem | None]
 
 @dataclass(frozen=True)
 class PromptColumns:
-    """The columns of a row, and the way from a prompt to tokens."""
+    """The columns of a row, and the way from a prompt to tokens.
+
+    keeps_messages  without a chat template a list of messages stays one: a user's function makes tokens of it
+    """
 
     input_key: str
     label_key: str | None = None
@@ -45,6 +48,7 @@ class PromptColumns:
     apply_chat_template: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_len: int | None = None
+    keeps_messages: bool = False
 
 
 class RowChecker:
@@ -273,7 +277,8 @@ class RowChecker:
         if self.is_sft:
             self._check_turns(messages, found)
         elif not self.columns.apply_chat_template:
-            found.append(Finding(f"column {key!r} is a list of messages: add --apply-chat-template"))
+            if not self.columns.keeps_messages:
+                found.append(Finding(f"column {key!r} is a list of messages: add --apply-chat-template"))
             return
         elif messages[-1]["role"] == "assistant":
             cause = f"column {key!r} ends with the assistant's turn"

@@ -59,6 +59,12 @@ async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: objec
     name, path, rm_type = reward_name(grading, sample), reward_path(grading, sample), rm_type_of(grading, sample)
     if path is None and not rm_type and settings.is_optional:
         return 0.0
+    if path is None and not rm_type:
+        raise RewardError(
+            f"sample {sample.index} has no reward: neither --rm-type nor --custom-rm-path is given, so your function"
+            " has to set sample.reward; or give one of them",
+            [sample],
+        )
     if path is None and asks_model(rm_type):
         score = await _model_score(settings, sample, name)
         if isinstance(score, Lost):

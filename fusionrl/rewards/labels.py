@@ -9,6 +9,7 @@ from typing import Any
 from fusionrl.data.findings import LabelProblem
 from fusionrl.rewards.code_labels import read_tests
 from fusionrl.rewards.gpqa import read_choices
+from fusionrl.rewards.ifbench import instructions
 from fusionrl.rewards.ifeval import followed
 from fusionrl.rewards.math_utils import read_truth
 from fusionrl.rewards.registry import REMOTE, parse_rm_type
@@ -25,10 +26,11 @@ _READERS: dict[str, Callable[[Any, Any], object]] = {
     "deepscaler": lambda label, _: read_truth(label),
     "gpqa": read_choices,
     "ifeval": lambda _, metadata: followed("", metadata),
+    "ifbench": lambda _, metadata: instructions(metadata),
     "code": lambda label, _: read_tests(label),
     "code_all": lambda label, _: read_tests(label),
 }
-_OF_METADATA = frozenset({"ifeval"})
+_OF_METADATA = frozenset({"ifeval", "ifbench"})
 _SLOW = frozenset({"ifeval", "code", "code_all"})  # a label of theirs takes up to milliseconds
 BUDGET_S = 5.0
 

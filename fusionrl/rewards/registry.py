@@ -19,6 +19,7 @@ from fusionrl.rewards.code import CodeGrade, code, code_all, grade_all, grade_sh
 from fusionrl.rewards.deepscaler import get_deepscaler_rule_based_reward
 from fusionrl.rewards.format import format_reward
 from fusionrl.rewards.gpqa import compute_gpqa_reward
+from fusionrl.rewards.ifbench import LIBRARY, compute_ifbench_reward
 from fusionrl.rewards.ifeval import ifeval
 from fusionrl.rewards.math_dapo_utils import compute_score
 
@@ -34,6 +35,7 @@ RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
     "deepscaler": get_deepscaler_rule_based_reward,
     "gpqa": compute_gpqa_reward,
     "ifeval": ifeval,
+    "ifbench": compute_ifbench_reward,
     "format": format_reward,
     "code": code,
     "code_all": code_all,
@@ -43,9 +45,15 @@ REMOTE = "remote_rm"  # a server's, by --rm-url: see `remote.py`
 MODEL = "reward_model"  # an engine's, by --rm-model: see `model.py`
 # These say, beside the reward, for which reasons how many tests failed; and they run programs in the sandbox.
 EXPLAINED: dict[str, Callable[[str, Any], CodeGrade]] = {"code": grade_share, "code_all": grade_all}
-NEED_METADATA = frozenset({"gpqa", "ifeval", "format"})  # grade(response, label, metadata)
+NEED_METADATA = frozenset({"gpqa", "ifeval", "ifbench", "format"})  # grade(response, label, metadata)
 READ_BOXES = frozenset({"math", "math_verl", "dapo"})  # with boxed_ these get the box, not what is in it
-PACKAGES = {"math": "math_verify", "math_verl": "math_verify", "deepscaler": "math_verify", "ifeval": "langdetect"}
+PACKAGES = {
+    "math": "math_verify",
+    "math_verl": "math_verify",
+    "deepscaler": "math_verify",
+    "ifeval": "langdetect",
+    "ifbench": LIBRARY,
+}
 DICT_KEY = {"dapo": "score"}  # graders that return a dict, and the number of it that a sum takes
 
 

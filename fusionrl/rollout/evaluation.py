@@ -71,18 +71,19 @@ async def _evaluate_set(args: Namespace, params: SamplingParams, one: EvalSet) -
 def _prompts_of(args: Namespace, one: EvalSet, flag: str) -> list[Sample]:
     kwargs = json.dumps(args.apply_chat_template_kwargs, sort_keys=True)
     keys = (one.input_key, one.label_key, one.metadata_key, one.tool_key)
-    columns = (*keys, args.apply_chat_template, kwargs, args.rollout_max_prompt_len)
+    keeps_messages = one.custom_generate_function_path is not None
+    columns = (*keys, args.apply_chat_template, kwargs, args.rollout_max_prompt_len, keeps_messages)
     return _read_prompts(args.hf_checkpoint, one.path, columns, flag)
 
 
 # Fields of PromptColumns, in their order; the template's arguments as JSON, so that it can be hashed.
-_Columns = tuple[str, str | None, str, str | None, bool, str, int | None]
+_Columns = tuple[str, str | None, str, str | None, bool, str, int | None, bool]
 
 
 @functools.cache
 def _read_prompts(folder: str, path: str, columns: _Columns, flag: str) -> list[Sample]:
-    input_key, label_key, metadata_key, tool_key, template, kwargs, limit = columns
-    made = PromptColumns(input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit)
+    input_key, label_key, metadata_key, tool_key, template, kwargs, limit, keeps = columns
+    made = PromptColumns(input_key, label_key, metadata_key, tool_key, template, json.loads(kwargs), limit, keeps)
     return load_prompts(path, load_tokenizer(folder), made, flag).samples
 
 

@@ -230,7 +230,8 @@ MODULES: dict[str, Names] = {
     "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": Here(f"{_REWARDS}.gpqa:compute_gpqa_reward")},
     "slime.rollout.rm_hub.ifbench": {
         "compute_ifbench_reward": Here(
-            f"{_REWARDS}.ifeval:ifeval", "IFEval's instructions, without IFBench's own package"
+            f"{_REWARDS}.ifbench:compute_ifbench_reward",
+            "clones and installs nothing; metadata without instructions is an error",
         )
     },
     "slime.rollout.rm_hub.math_utils": _MATH_UTILS,
@@ -246,11 +247,13 @@ MODULES: dict[str, Names] = {
     "slime.rollout.on_policy_distillation": {
         **all_from(f"{_API}.distillation", "reward_func", "post_process_rewards"),
     },
-    "slime.rollout.fully_async_rollout": none_of(
-        "rollouts that run ahead are a pipeline here, with a bound of staleness",
-        "leave --rollout-function-path out and choose a --pipeline",
-        *("generate_rollout_fully_async", "AsyncRolloutWorker"),
-    ),
+    "slime.rollout.fully_async_rollout": {
+        name: Here(
+            f"{_API}.fully_async:{name}",
+            "prompts are drawn only while a rollout is asked for; what a group raises ends the run",
+        )
+        for name in ("generate_rollout_fully_async", "AsyncRolloutWorker")
+    },
     "slime.rollout.sample_hooks": none_of(
         "sample hooks are called by generate_and_rm", "call generate_and_rm", "apply_rollout_sample_hooks"
     ),

@@ -89,7 +89,10 @@ def add_advantages(shard: TrainShard, options: AdvantageOptions, device: torch.d
         advantages = whiten(advantages, mask, _added_up(moments(advantages, mask), device))
     if options.opd_coef is not None:
         if "teacher_log_probs" not in columns:
-            raise ValueError("--use-opd: samples of this rollout have no teacher_log_probs")
+            raise ValueError(
+                "--use-opd: samples of this rollout have no teacher_log_probs; let a function set them for every sample"
+                " that trains, or give --opd-teacher-load"
+            )
         student, teacher = columns["log_probs"], columns["teacher_log_probs"]
         gap, excluded = add_reverse_kl(torch.zeros_like(advantages), student, teacher, mask, 1.0)
         advantages = advantages + options.opd_coef * gap

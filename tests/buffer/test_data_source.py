@@ -219,3 +219,15 @@ def test_a_filters_signature_is_checked_before_the_run() -> None:
     assert "expected buffer_filter(args, rollout_id, buffer, num_samples)" in str(
         check_hook("buffer_filter_path", f"{HOOKS}:fill")
     )
+
+
+def test_messages_without_a_template_stay_a_list_for_functions(source: Any) -> None:
+    messages = [{"role": "user", "content": "1 + 1"}]
+    rows = [{"input": messages}, {"input": "text"}]
+    made = source(rows, custom_generate_function_path=f"{HOOKS}:any", rollout_max_prompt_len=4)
+    first = made.get_samples(2)[0][0]
+    assert first.prompt == messages and first.prompt_tokens is None
+    restored = source(rows, custom_generate_function_path=f"{HOOKS}:any")
+    restored.load_state_dict(made.state_dict())
+    with pytest.raises(ValueError, match="add --apply-chat-template"):
+        source(rows)

@@ -123,7 +123,9 @@ def test_the_metadata_of_a_row_counts() -> None:
     assert LabelCheck("exact")("nine", {"rm_type": "last_number"}) is not None, "the row names its own reward"
     assert LabelCheck(None)("nine", {"rm_type": "no_such"}) is not None
     assert LabelCheck("exact", overrides={"rm_type": "random"})("", {}) is None
-    assert {"gpqa", "ifeval", "format"} == NEED_METADATA, "a new reward of metadata needs a reader, or none"
+    assert LabelCheck("ifbench")(None, {"instruction_id_list": ["count:numbers"]}) is None
+    assert LabelCheck("ifbench")(None, {"instruction_id_list": "count:numbers"}) is not None
+    assert {"gpqa", "ifeval", "ifbench", "format"} == NEED_METADATA, "a new reward of metadata needs a reader, or none"
 
 
 @pytest.mark.parametrize(

@@ -437,6 +437,23 @@ def test_a_distance_that_weighs_nothing_is_told() -> None:
         assert algorithm_warnings(Config.from_flat(measured | values)) == [], values
 
 
+def test_a_generate_function_may_set_the_rewards(errors: Errors) -> None:
+    generate = "tests/e2e/slime_functions.py:two_answers"
+    assert errors(rm_type=None, custom_generate_function_path=generate) == []
+    one(errors(rm_type=None), "a reward is required in --mode rl")
+
+
+def test_messages_without_a_template_are_for_functions(errors: Errors, write_rows: Callable[..., Path]) -> None:
+    rows = [{"input": [{"role": "user", "content": "1 + 1"}], "label": "2"}]
+    data = {"prompt_data": str(write_rows(rows, "messages.jsonl")), "apply_chat_template": False}
+    one(errors(**data), "is a list of messages: add --apply-chat-template")
+    generate = "tests/e2e/slime_functions.py:two_answers"
+    assert errors(**data, custom_generate_function_path=generate) == []
+    assert errors(**data, rollout_function_path="tests/e2e/slime_unchanged.py:rollout") == []
+    sets = {"eval_prompt_data": ["mine", data["prompt_data"]]}
+    assert errors(**data, **sets, custom_generate_function_path=generate) == []
+
+
 def test_a_group_of_one_that_trains_nothing_is_told() -> None:
     one = {"n_samples_per_prompt": 1}
     for estimator in OF_GROUPS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,15 @@ def test_a_file_without_its_function_is_told_with_its_functions(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "own.py").write_text("def f(): ...\n")
     assert "write folder/own.py:f" in str(check_hook("custom_rm_path", "folder.own.f"))
+
+
+def test_a_hook_may_import_parsers_of_sglang(tmp_path: Path) -> None:
+    """SGLang imports triton, which a machine without CUDA need not have."""
+    path = tmp_path / "parses.py"
+    path.write_text(
+        "from sglang.srt.function_call.function_call_parser import FunctionCallParser\n"
+        "def rm(args, sample, **kwargs): return 'qwen25' in FunctionCallParser.ToolCallParserEnum\n"
+    )
+    code = f"from fusionrl.config.hooks import load_function; print(load_function('{path}:rm')(None, None))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr

@@ -16,6 +16,7 @@ from fusionrl.models.scorers import ScorerModel, read_scorer, same_tokens
 from tests.tiny_model import make_classifier, make_tiny_qwen3
 
 Errors = Callable[..., list[str]]
+DISTILLATION = "slime.rollout.on_policy_distillation"
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,9 @@ def test_good_configurations(errors: Errors, rm: Path, tiny_model: Path, other_t
     teacher = {"use_opd": True, "opd_teacher_load": str(tiny_model)}
     assert errors(**teacher) == []
     assert errors(**teacher, rm_type=None) == []
+    of_mine = {"use_opd": True, "custom_reward_post_process_path": f"{DISTILLATION}.post_process_rewards"}
+    assert errors(**of_mine) == []  # which asks a teacher of the user's
+    one(errors(**of_mine, opd_type="megatron"), "--use-opd needs --opd-teacher-load")
 
 
 @pytest.mark.parametrize(

@@ -211,3 +211,9 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
     assert vars(for_hook.args) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
     other = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"])).grading
     assert other.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}
+
+
+def test_a_sample_that_nothing_scores_says_so() -> None:
+    """A generate function may set rewards itself; one that does not is told what to do."""
+    with pytest.raises(RewardError, match=r"sample 4 has no reward: .* your function has to set sample\.reward"):
+        score(flags(), Sample(index=4, response="x"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,7 +306,7 @@ def test_sentences(text: str, wanted: int) -> None:
 @pytest.mark.parametrize(
     "unit", [".", "\n", " ", "[", "{", "<<", "*", "A", "Answer:", "</think>", r"\boxed{", "<think>"]
 )
-@pytest.mark.parametrize("kind", sorted(set(RM_TYPES) - {"math", "random"}))
+@pytest.mark.parametrize("kind", sorted(set(RM_TYPES) - {"math", "random", "ifbench"}))  # ifbench: another's program
 def test_a_response_that_repeats_itself_is_graded_soon(kind: str, unit: str) -> None:
     """An untrained policy fills its context with one token; no grader may take long over it, or fail."""
     response = unit * (40_000 // len(unit))
@@ -395,3 +397,28 @@ def test_graders_can_be_sent_to_a_process() -> None:
     functions: list[Callable[..., Any]] = [*RM_TYPES.values(), grade]
     assert pickle.loads(pickle.dumps(functions)) == functions
     assert set(RM_TYPES) >= NEED_METADATA | READ_BOXES | set(PACKAGES) | set(DICT_KEY)
+
+
+IFBENCH = """
+from collections import namedtuple
+InputExample = namedtuple("InputExample", "key instruction_id_list prompt kwargs")
+Found = namedtuple("Found", "follow_all_instructions")
+def test_instruction_following_strict(asked, responses):
+    assert (asked.key, asked.instruction_id_list) == (3, ["count:numbers", "words:last"]), asked
+    assert asked.kwargs == [{"N": 2}, {}], asked
+    return Found(responses[asked.prompt] == "1 2")
+"""
+
+
+def test_ifbench_asks_its_own_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = {"instruction_id_list": ["count:numbers", "words:last"], "record_id": "3", "prompt_text": "Two numbers."}
+    metadata["kwargs"] = [{"N": 2, "word": None}]  # parquet's nulls; and none for the last
+    with pytest.raises(ValueError, match="clone https://github.com/allenai/IFBench"):
+        RM_TYPES["ifbench"]("1 2", None, metadata)
+    (tmp_path / "evaluation_lib.py").write_text(IFBENCH)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert RM_TYPES["ifbench"]("1 2", None, metadata) == 1.0
+    assert RM_TYPES["ifbench"]("1", None, metadata) == 0.0
+    with pytest.raises(ValueError, match="instruction_id_list None"):
+        RM_TYPES["ifbench"]("1", None, {})
+    sys.modules.pop("evaluation_lib")

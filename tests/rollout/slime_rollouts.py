@@ -91,3 +91,20 @@ def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
     """In a process of its own, which knows the name `slime`, too."""
     assert isinstance(sample, Sample) and isinstance(sample.tokens, list)
     return float(len(sample.tokens))
+
+
+async def fails(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    raise RuntimeError("no luck")
+
+
+TRIED: set[Any] = set()
+
+
+async def aborted_at_first(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.index not in TRIED:
+        TRIED.add(sample.index)
+        sample.tokens, sample.response = [1, 2], "half"
+        sample.response_length, sample.status = 1, Sample.Status.ABORTED
+        return sample
+    assert not sample.response
+    return await generate(args, sample, sampling_params)

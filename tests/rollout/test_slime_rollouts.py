@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from aiohttp import web
 
 from fusionrl.buffer.data_source import RolloutDataSource
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import load_function
+from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.sglang_rollout import generate_rollout
+from fusionrl.rollout.types import RolloutAborted
 from fusionrl.slime_api.aiohttp_threaded import run_app_in_thread
 from tests.rollout.engine import EOS
 
@@ -134,3 +136,41 @@ def test_connections_end_with_their_loop(start: Any) -> None:
         gc.collect()
         sys.unraisablehook = hook
     assert not unraisable and not [one for one in said if "Unclosed" in str(one.message)]
+
+
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+def test_the_fully_asynchronous_worker(start: Any) -> None:
+    """Groups stay under way between rollouts: none is lost, none comes twice, and no prompt is drawn meanwhile."""
+    function = load_function(FULLY_ASYNC)
+    args, source = start(sglang_server_concurrency=8)
+    seen: list[int] = []
+    for rollout_id in range(6):
+        args, _ = start(sglang_server_concurrency=8)
+        groups = function(args, rollout_id, source)
+        assert len(groups) == 2 and all(sample.reward == len(sample.tokens) for group in groups for sample in group)
+        seen += [group[0].group_index for group in groups]
+        drawn = source.num_groups
+        time.sleep(0.05)
+        assert source.num_groups == drawn
+    assert len(set(seen)) == len(seen) == 12
+    assert sorted(seen)[-1] <= 12 + 2 * 4, "four groups in flight, and four that wait, at most"
+    with pytest.raises(ValueError, match="does not evaluate; give --eval-function-path"):
+        function(args, 6, source, evaluation=True)
+
+
+def test_a_failing_group_ends_the_fully_asynchronous_rollout(start: Any) -> None:
+    args, source = start(custom_generate_function_path=f"{FILE}:fails", sglang_server_concurrency=8)
+    with pytest.raises(HookError, match="no luck"):
+        load_function(FULLY_ASYNC)(args, 0, source)
+
+
+def test_a_fully_asynchronous_rollout_begins_aborted_groups_again(start: Any) -> None:
+    """What an engine gave up comes again from its start; a run that is told to stop ends the rollout."""
+    args, source = start(custom_generate_function_path=f"{FILE}:aborted_at_first", sglang_server_concurrency=8)
+    groups = load_function(FULLY_ASYNC)(args, 0, source)
+    assert {sample.status for group in groups for sample in group} == {Sample.Status.COMPLETED}
+    args.abort_event.set()
+    with pytest.raises(RolloutAborted):
+        load_function(FULLY_ASYNC)(args, 1, source)

@@ -79,8 +79,8 @@ def test_a_path_of_slime_in_a_flag() -> None:
     assert check_hook("dynamic_sampling_filter_path", path) is None
     assert load_function(path) is load_function("fusionrl.rollout.filters.check_reward_nonzero_std")
     assert check_hook("rollout_function_path", "slime.rollout.sglang_rollout.generate_rollout") is None
-    message = str(check_hook("rollout_function_path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"))
-    assert "choose a --pipeline" in message
+    message = str(check_hook("rollout_function_path", "slime.rollout.forge_load.generate_rollout"))
+    assert "use tools/bench for timings" in message
 
 
 def test_it_never_hides_an_installed_slime(tmp_path: Path) -> None:
@@ -110,6 +110,21 @@ def test_a_folder_of_the_name_is_no_installed_slime(tmp_path: Path) -> None:
         "print(load_function('slime/examples/mine.py:rm')(None, Sample()))"
     )
     assert python(code, tmp_path) == "True"
+
+
+def test_a_program_beside_a_run_gets_the_names(tmp_path: Path) -> None:
+    """A server that a user starts himself imports slime, and what stands beside it."""
+    (tmp_path / "helper.py").write_text("NAME = 'beside'\n")
+    (tmp_path / "server.py").write_text(
+        "import sys\nfrom helper import NAME\n"
+        "from slime.rollout.rm_hub import get_deepscaler_rule_based_reward as grade\n"
+        "if __name__ == '__main__': print(NAME, sys.argv[1:], grade('</think>\\\\boxed{7}', '7'))\n"
+    )
+    command = [sys.executable, "-m", "fusionrl.slime_names", str(tmp_path / "server.py"), "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == "beside ['--port', '1'] 1.0", done.stderr
+    done = subprocess.run([*command[:3], str(tmp_path / "none.py")], capture_output=True, text=True)
+    assert done.returncode == 1 and "name a program that exists" in done.stderr
 
 
 def test_importing_names_loads_neither_torch_nor_megatron(tmp_path: Path) -> None:

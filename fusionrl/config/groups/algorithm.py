@@ -134,7 +134,9 @@ class AlgorithmGroup(Group):
     )
     opd_kl_coef: float = Field(1.0, description="Coefficient of the reverse KL to the teacher.", ge=0)
     opd_teacher_load: str | None = Field(
-        None, description="Hugging Face folder of the teacher; its tokens are those of --hf-checkpoint."
+        None,
+        description="Hugging Face folder of the teacher; its tokens are those of --hf-checkpoint. Default: a function"
+        " of yours sets teacher_log_probs.",
     )
     opd_teacher_num_gpus: int = Field(1, description="Devices of the teacher's engines in all.", ge=1)
     opd_teacher_num_gpus_per_engine: int = Field(

@@ -299,7 +299,8 @@ DIFFERS: dict[str, str] = {
     "update_weight_transport": "nccl is auto: ipc when colocated, else broadcast",
     "log_probs_chunk_size": "-1 is left out: logits are made in slices of about 32 MiB",
     "rollout_function_path": "slime's sft_rollout is --mode sft",
-    "opd_type": "sglang starts the teacher's engines itself, from --opd-teacher-load",
+    "opd_type": "sglang starts the teacher's engines itself, from --opd-teacher-load; without it your functions ask a"
+    " teacher of yours, as there (--custom-rm-path, --custom-reward-post-process-path)",
     "load_debug_rollout_data": "wants --debug-train-only beside it, which slime sets by itself",
     "use_fault_tolerance": "a dead engine is started anew before the next push",
     "custom_config_path": "values go over the flags of the command line, as there",

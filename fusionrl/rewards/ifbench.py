@@ -1,0 +1,59 @@
+"""IFBench's instructions, graded by IFBench's own program: the user's checkout of it, found on PYTHONPATH."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+LIBRARY = "evaluation_lib"  # the module of the checkout that grades
+MISSING = "clone https://github.com/allenai/IFBench, install its requirements, and put the folder on PYTHONPATH"
+
+
+def compute_ifbench_reward(response: str, label: object, metadata: dict[str, Any] | None = None) -> float:
+    """Return 1 where the response follows every instruction, as IFBench's strict program says.
+
+    metadata  `instruction_id_list`; `kwargs`, a dict for each instruction, or one for all; `prompt_text`, `record_id`
+
+    Raises:
+        ValueError: the metadata has no instructions, or the program is not there.
+    """
+    names = instructions(metadata or {})
+    try:
+        library = importlib.import_module(LIBRARY)
+    except ImportError as error:
+        raise ValueError(f"--rm-type ifbench: IFBench's own program is missing ({error}); {MISSING}") from error
+    given = metadata or {}
+    asked = library.InputExample(
+        key=int(given.get("record_id") or 0),
+        instruction_id_list=names,
+        prompt=str(given.get("prompt_text") or ""),
+        kwargs=_arguments(given.get("kwargs"), len(names)),
+    )
+    found = library.test_instruction_following_strict(asked, {asked.prompt: response})
+    return float(found.follow_all_instructions)
+
+
+def instructions(metadata: Mapping[str, object]) -> list[str]:
+    """Return the names of the instructions.
+
+    Raises:
+        ValueError: there are none.
+    """
+    names = metadata.get("instruction_id_list")
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"--rm-type ifbench: instruction_id_list {names!r:.80} of the metadata is no list of names;"
+            " --metadata-key names its column"
+        )
+    return list(names)
+
+
+def _arguments(given: object, count: int) -> list[dict[str, object]]:
+    """Return the arguments of each instruction; a table's column has a null where an instruction has no such one."""
+    each = given if isinstance(given, list | tuple) else [given] * count
+    each = [*each[:count], *[{}] * (count - len(each))]
+    return [
+        {name: value for name, value in one.items() if value is not None} if isinstance(one, Mapping) else {}
+        for one in each
+    ]
