@@ -85,6 +85,18 @@ def test_a_flag_that_is_not_here_is_in_the_comments(script: Path, capsys: pytest
     assert "# NOT HERE --optimizer sgd: the optimizer is Adam" in out and "    --optimizer" not in out
 
 
+def test_a_function_beside_the_script_is_named_by_its_file(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """slime's scripts have their own folder on PYTHONPATH."""
+    (script.parent / "search.py").write_text("async def generate(args, sample, params): ...\n")
+    paths = "--custom-generate-function-path search.generate --custom-rm-path elsewhere.rm"
+    script.write_text(SCRIPT.replace("--rm-type math", paths))
+    assert main(["from-slime", str(script)]) == 0
+    out = capsys.readouterr().out
+    assert f"--custom-generate-function-path {script.parent}/search.py:generate \\" in out
+    assert "--custom-rm-path elsewhere.rm \\" in out
+    assert "# search.generate is beside the script: it is named by its file" in out
+
+
 def test_what_keeps_it_from_running_as_it_stands(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = "--rollout-num-gpus-per-engine 16 --max-tokens-per-gpu 8 --seed ${SEED} --lr fast"
     script.write_text(SCRIPT.replace("--optimizer adam", f"--optimizer adam {more}"))

@@ -21,9 +21,8 @@ def training_version(samples: Sequence[Sample], pushed: int | None = None) -> in
     pushed  version of the last push; None where that is not known, as for samples read from a file: then it is the
             newest version that sampled any of their tokens, and None if no token has a version.
     """
-    known = [
-        int(np.max(s.weight_versions)) for s in samples if s.weight_versions is not None and len(s.weight_versions)
-    ]
+    versions = [sample.array("weight_versions") for sample in samples]
+    known = [int(np.max(one)) for one in versions if one is not None and len(one)]
     newest = max(known, default=UNKNOWN_VERSION)
     newest = max(newest, UNKNOWN_VERSION if pushed is None else pushed)
     return None if newest == UNKNOWN_VERSION else newest
@@ -34,9 +33,9 @@ def is_current(sample: Sample, version: int) -> np.ndarray:
 
     A token of an unknown version counts as current.
     """
-    if sample.weight_versions is None:
+    versions = sample.array("weight_versions")
+    if versions is None:
         return np.ones(sample.response_length, bool)
-    versions = np.asarray(sample.weight_versions, np.int32)
     return (versions >= version) | (versions == UNKNOWN_VERSION)
 
 
@@ -66,12 +65,13 @@ def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) 
         if sample.teacher_log_probs is not None and log_probs is not None:
             teacher = np.asarray(sample.teacher_log_probs, np.float64)
             gaps.append((np.asarray(log_probs, np.float64) - teacher)[trained])
-        if sample.weight_versions is None:
+        versions = sample.array("weight_versions")
+        if versions is None:
             num_unknown += int(trained.sum())
         elif version is not None:
-            versions = np.asarray(sample.weight_versions, np.int64)[trained]
-            known = versions[versions != UNKNOWN_VERSION]
-            num_unknown += len(versions) - len(known)
+            of_trained = versions[trained].astype(np.int64)
+            known = of_trained[of_trained != UNKNOWN_VERSION]
+            num_unknown += len(of_trained) - len(known)
             ages.append(np.maximum(version - known, 0))
     return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
 

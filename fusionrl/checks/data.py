@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.labels import run_label_check
+from fusionrl.checks.long_rows import count_tokens, fewest_bytes
 from fusionrl.config.config import Config
 from fusionrl.config.parts import reads_prompts
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
@@ -19,7 +20,7 @@ from fusionrl.models.scorers import has_chat_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FEW_ROWS = 20_000  # prompts that are tokenized within seconds
+FEW_ROWS = 1_000  # prompts that are tokenized within a second
 
 
 def check_prompts(config: Config, errors: list[str], warnings: list[str], vocab_size: int | None = None) -> int:
@@ -102,9 +103,10 @@ def _check_prompt_data(config: Config, errors: list[str], warnings: list[str], v
     if len(errors) > num_errors:
         return 0  # how many rows of a bad set are prompts is nothing to count epochs by
     is_filtered = data.rollout_max_prompt_len is not None and not is_sft
-    must_count = config.run.num_rollout is None or total <= FEW_ROWS
-    if is_filtered and must_count and _has_template(config) is not None:
-        return _count_prompts(config, specs, columns, errors)
+    if is_filtered and _has_template(config) is not None:
+        if config.run.num_rollout is None or total <= FEW_ROWS:
+            return _count_prompts(config, specs, columns, errors)
+        errors += _without_prompts(config, specs, columns)
     return total
 
 
@@ -123,6 +125,27 @@ def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, err
     except (ValueError, OSError) as error:
         errors.append(str(error))
         return 0
+
+
+def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -> list[str]:
+    """Return a message for each set of which the limit of prompt tokens leaves nothing, as far as its shortest tell.
+
+    Only the rows with the fewest bytes are tokenized, until one fits.
+    """
+    from fusionrl.data.tokenizer import load_tokenizer
+
+    errors = []
+    with quiet():
+        tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
+    for spec in specs:
+        keys = (columns.input_key, columns.tool_key)
+        lengths = (count_tokens(row, tokenizer, columns) for row in fewest_bytes(read_rows(spec), keys))
+        if all(length > (columns.max_prompt_len or 0) for length in lengths):
+            errors.append(
+                f"--prompt-data {spec}: no prompt is left: the shortest are over --rollout-max-prompt-len"
+                f" {columns.max_prompt_len}"
+            )
+    return errors
 
 
 def _has_template(config: Config) -> bool | None:

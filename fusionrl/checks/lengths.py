@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fusionrl.base.quiet import quiet
-from fusionrl.checks.long_rows import LongRow, context_length, first_over, most_bytes
+from fusionrl.checks.long_rows import LongRow, context_length, count_tokens, first_over, most_bytes
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import DataGroup, EvalGroup, RolloutGroup
 from fusionrl.config.parts import estimator_of, evaluates, generates, uses_trainers, validates
-from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
+from fusionrl.data.prompts import PromptColumns, metadata_and_tools
 from fusionrl.data.rows import Row, read_rows
 from fusionrl.data.token_rows import TOKENS, holds_tokens
 from fusionrl.models.scorers import read_scorer, same_tokens
@@ -243,9 +243,7 @@ def _prompt_counter(columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase
     """Return what counts the tokens of a row's prompt; None for a row that the run leaves out."""
 
     def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int | None:
-        tools = metadata_and_tools(row, columns)[1]
-        text = render_prompt(row[columns.input_key], tokenizer, columns, tools)
-        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        num_tokens = count_tokens(row, tokenizer, columns)
         return None if columns.max_prompt_len is not None and num_tokens > columns.max_prompt_len else num_tokens
 
     return count

@@ -6,9 +6,13 @@ import heapq
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from fusionrl.data.prompts import PromptColumns, metadata_and_tools, render_prompt
 from fusionrl.data.rows import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_CANDIDATES = 256  # rows that are tokenized, those with the most bytes first …
 BUDGET_S = 5.0  # … for at most so long
@@ -45,18 +49,32 @@ def most_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) ->
     A tokenizer makes at most one token of a byte, beside the marks that a template adds.
     """
 
-    def sized() -> Iterable[tuple[int, int, str, Row]]:
-        for number, (place, row) in enumerate(rows):
-            values = [row[key] for key in keys if key is not None and row.get(key) is not None]
-            num_messages = sum(len(value) for value in values if isinstance(value, list))
-            num_bytes = sum(
-                len(value.encode() if isinstance(value, str) else json.dumps(value, default=str).encode())
-                for value in values
-            )
-            # The number, so that no two rows of one size are compared by their contents.
-            yield num_bytes + MESSAGE_TOKENS * num_messages + TEMPLATE_TOKENS, -number, place, row
+    return [(size, place, row) for size, _, place, row in heapq.nlargest(NUM_CANDIDATES, _sized(rows, keys))]
 
-    return [(size, place, row) for size, _, place, row in heapq.nlargest(NUM_CANDIDATES, sized())]
+
+def fewest_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> list[Row]:
+    """The rows with the least text in the columns `keys`, shortest first."""
+    return [row for _, _, _, row in heapq.nsmallest(NUM_CANDIDATES, _sized(rows, keys))]
+
+
+def _sized(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> Iterable[tuple[int, int, str, Row]]:
+    for number, (place, row) in enumerate(rows):
+        values = [row[key] for key in keys if key is not None and row.get(key) is not None]
+        num_messages = sum(len(value) for value in values if isinstance(value, list))
+        num_bytes = sum(
+            len(value.encode() if isinstance(value, str) else json.dumps(value, default=str).encode())
+            for value in values
+        )
+        # The number, so that no two rows of one size are compared by their contents.
+        yield num_bytes + MESSAGE_TOKENS * num_messages + TEMPLATE_TOKENS, -number, place, row
+
+
+def count_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> int:
+    """Return the number of tokens of a row's prompt."""
+    tools = metadata_and_tools(row, columns)[1]
+    return len(
+        tokenizer.encode(render_prompt(row[columns.input_key], tokenizer, columns, tools), add_special_tokens=False)
+    )
 
 
 def first_over(

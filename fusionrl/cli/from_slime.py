@@ -15,6 +15,7 @@ from pathlib import Path
 from fusionrl.checks.validate import validate_flags
 from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
+from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
 from fusionrl.config.slime.defaults import slime_defaults
 from fusionrl.config.slime.page import render_page
@@ -41,6 +42,7 @@ if __name__ == "__main__":
     raise SystemExit(run_launch(sys.argv[1:]))
 '''
 _WIDTH = 116
+_HOOK_FLAGS = [[flag_of(field)] for field in SIGNATURES]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -129,13 +131,18 @@ def render(script: Script, path: str) -> list[str]:
     for note in script.notes:
         lines += _comment(plain(note))
     for launch in script.launches:
-        lines += ["", *_command(launch)]
+        lines += ["", *_command(launch, Path(path).parent)]
     return lines
 
 
-def _command(launch: Launch) -> list[str]:
+def _command(launch: Launch, folder: Path) -> list[str]:
+    """Return the command of one launch with its comments; `folder` is the script's."""
     translated = translate(launch.argv)
     lines = []
+    for place, word in enumerate(translated.argv):
+        if file := _beside(word, folder) if translated.argv[place - 1 : place] in _HOOK_FLAGS else None:
+            translated.argv[place] = file
+            lines += _comment(f"{word} is beside the script: it is named by its file")
     if launch.program == "train_async" and "sft" not in translated.argv:
         lines += _comment(
             "train_async.py generates one rollout ahead; here each rollout is trained on by the weights that made it"
@@ -169,6 +176,16 @@ def _command(launch: Launch) -> list[str]:
             groups.append([])
         groups[-1].append(quoted(word))
     return [*lines, " \\\n    ".join(["fusionrl train", *(" ".join(group) for group in groups)])]
+
+
+def _beside(path: str, folder: Path) -> str | None:
+    """Return a function's path by its file where `module.function` names a file in `folder`; None: it does not.
+
+    slime's scripts put their folder on PYTHONPATH; `fusionrl` searches no folder for modules.
+    """
+    module, _, name = path.rpartition(".")
+    file = folder / f"{module.replace('.', '/')}.py"
+    return f"{file}:{name}" if module and ":" not in path and file.is_file() else None
 
 
 def _to_change(argv: Sequence[str]) -> list[str]:

@@ -349,7 +349,6 @@ VALUES: dict[tuple[str, str], str] = {
     ("rm_type", "exact_match"): "--rm-type exact",
     ("rm_type", "gsm8k"): "--rm-type last_number",
     ("rm_type", "math_dapo"): "--rm-type dapo",
-    ("rm_type", "math_verify"): "--rm-type math",
     ("rm_type", "number"): "--rm-type last_number",
     ("rm_type", "prime_math"): "--rm-type math",
     ("rm_type", "regex"): "--rm-type format with --rm-format-regex",

@@ -106,6 +106,16 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 _MUST_BE_ASYNC = frozenset({"custom_generate_function_path"})
 _MAY_BE_ASYNC = frozenset({"rollout_sample_hook_path", "custom_rm_path", "agent_path"})
 
+# Names of the first parameters that reward functions of other frameworks have: bound by position, one of these would
+# get `args` or a sample, and compare it with texts in silence.
+_FOREIGN_REWARD_NAMES = frozenset(
+    {
+        *("response", "responses", "completion", "completions", "prompt", "prompts", "prediction", "predict_str"),
+        *("solution_str", "solution", "model_output", "model_response", "output", "text", "data_source", "query"),
+        *("label", "labels", "ground_truth", "gold", "answer", "answers", "reference", "target", "expected"),
+    }
+)
+
 # What a function is given besides, where its signature names it.
 OPTIONAL: dict[str, tuple[str, ...]] = {"custom_model_provider_path": ("config", "args", "usual")}
 
@@ -229,8 +239,21 @@ def check_hook(field: str, path: str) -> str | None:
         return f"{flag} {path}: its signature {inspect.signature(function)} does not fit ({error}); expected {readable}"
     except ValueError:  # no signature to be had (a builtin): the call itself will tell
         return None
-    problem = _async_problem(field, function)
+    problem = _foreign_problem(field, signature) or _async_problem(field, function)
     return None if problem is None else f"{flag} {path}: {problem}; expected {readable}"
+
+
+def _foreign_problem(field: str, signature: inspect.Signature) -> str | None:
+    """Return what is wrong with a reward function that is written for another framework's call."""
+    if field != "custom_rm_path":
+        return None
+    foreign = [name for name in list(signature.parameters)[:2] if name in _FOREIGN_REWARD_NAMES]
+    if not foreign:
+        return None
+    return (
+        f"its signature {signature} is of another framework: {' and '.join(foreign)} would be bound by position to"
+        " args and sample; write rm(args, sample, **kw), and read sample.prompt, sample.response and sample.label"
+    )
 
 
 def _async_problem(field: str, function: Callable[..., Any]) -> str | None:

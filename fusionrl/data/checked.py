@@ -37,7 +37,7 @@ def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int
             _check(sample, name, SMALLEST_LOG_PROB, LARGEST_LOG_PROB, "fiu", "log-probs are finite and at most 0")
     if vars(sample)["loss_mask"] is not None:
         _check(sample, "loss_mask", 0, 1, "fiub", "1 is trained on, 0 is not")
-    if sample.weight_versions is not None:
+    if vars(sample)["weight_versions"] is not None:
         _check(sample, "weight_versions", -1, _LARGEST_VERSION, "iu", "versions are whole numbers from 0 on")
     if sample.rollout_routed_experts is not None:
         most = np.iinfo(np.int16).max if num_experts is None else num_experts - 1

@@ -4,14 +4,45 @@ A hook reads `sample.tokens`, and it is a list as in slime: `+` joins, `not samp
 what is appended stays. The array of an engine's answer becomes a list at that moment and no sooner: a sample whose
 tokens no hook looks at is never unpacked. `Sample.pack` makes arrays again of lists that a hook left. fusionrl itself
 reads `sample.array(name)`, which unpacks nothing.
+
+`append_response_tokens` extends the list that a hook reads, as in slime. A list that a hook has set may
+stand in other samples, too: it is copied before it grows.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+_owners: dict[int, weakref.ref[Any]] = {}  # id of a list that only one sample holds, so that it may grow in place
+
+
+def own(sample: object, value: list[Any]) -> list[Any]:
+    """Note that no other sample holds the list `value`, and return it."""
+    key = id(value)
+
+    def forget(ref: weakref.ref[object]) -> None:
+        if _owners.get(key) is ref:
+            disown(key)
+
+    _owners[key] = weakref.ref(sample, forget)
+    return value
+
+
+def disown(key: int) -> None:
+    """Forget the owner of the list with the id `key`."""
+    _owners.pop(key, None)
+
+
+def owner_of(value: list[Any], name: str) -> object | None:
+    """Return the sample that owns the list `value` in its field `name`; None where nobody does."""
+    ref = _owners.get(id(value))
+    sample = None if ref is None else ref()
+    # Looked at, because the id may be of a list that is gone.
+    return sample if sample is not None and sample.__dict__.get(name) is value else None
 
 
 class ListField:
@@ -29,10 +60,12 @@ class ListField:
         except KeyError:
             raise AttributeError(self.name) from None
         if type(value) is np.ndarray:
-            value = sample.__dict__[self.name] = value.tolist()
+            value = sample.__dict__[self.name] = own(sample, value.tolist())
         return value
 
     def __set__(self, sample: object, value: object) -> None:
+        if type(value) is list and owner_of(value, self.name) not in (None, sample):
+            value = list(value)  # another sample's, which grows with that one
         sample.__dict__[self.name] = value
 
 

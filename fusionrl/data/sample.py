@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from fusionrl.data.counts import PrefixCacheInfo, SpecInfo
-from fusionrl.data.lists import ListField, PromptField, RareField
+from fusionrl.data.lists import ListField, PromptField, RareField, disown, own, owner_of
 from fusionrl.observe.values import to_jsonable
 
 
@@ -46,7 +46,7 @@ _ARRAY_DTYPES = {
     "rollout_routed_experts": np.int16,
     "prompt_tokens": np.int32,
 }
-LIST_FIELDS = ("tokens", "loss_mask", "rollout_log_probs")  # lists to a hook, arrays elsewhere
+LIST_FIELDS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")  # lists to a hook, arrays elsewhere
 # slime's fields that most samples leave as they are, and then do not hold: default, and what makes them when read.
 _RARE: dict[str, tuple[object, Callable[[], object] | None]] = {
     "multimodal_inputs": (None, None),
@@ -67,10 +67,11 @@ class Sample:
     tokens             prompt and response ids, [prompt + response_length]
     loss_mask          [response_length], 1 = trained on; None: all of the response is
     rollout_log_probs  [response_length], the engine's log-prob of each response token (0 where the mask is 0)
-                       These three are Python lists to whoever reads them, as in slime (`fusionrl.data.lists`); what is
-                       written may be any sequence of numbers. fusionrl's own code reads `array(name)`.
     weight_versions    [response_length], weight version that generated each token, of a tool's tokens that of the token
-                       before; -1: not known. slime has a list with one entry a turn here
+                       before; -1: not known. slime has a list with one text a turn here: a function may append such
+                       texts (`rollout.versions` finds their tokens)
+                       These four are Python lists to whoever reads them, as in slime (`fusionrl.data.lists`); what is
+                       written may be any sequence of numbers. fusionrl's own code reads `array(name)`.
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
                        each of the model's layers (--use-rollout-routing-replay); -1 where that is not known
@@ -120,6 +121,13 @@ class Sample:
         # By what is kept: to print a sample makes no lists of it.
         return f"Sample({', '.join(f'{f.name}={self.__dict__.get(f.name)!r}' for f in fields(self))})"
 
+    def __copy__(self) -> Sample:
+        # With lists of its own: what one sample appends is not the other's.
+        new = object.__new__(type(self))
+        for name, value in vars(self).items():
+            new.__dict__[name] = list(value) if name in LIST_FIELDS and isinstance(value, list) else value
+        return new
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens, of prompt and response."""
@@ -131,29 +139,36 @@ class Sample:
         return self.num_tokens - self.response_length
 
     @property
-    def effective_response_length(self) -> int:
-        """Number of response tokens that the mask trains on."""
+    def effective_response_length(self) -> int | float:
+        """Number of response tokens that the mask trains on: the mask's sum, a float for a mask of shares."""
         mask = self.array("loss_mask")
-        return self.response_length if mask is None else int(mask.sum())
+        return self.response_length if mask is None else mask.sum().item()
 
     def array(self, name: str) -> np.ndarray | None:
         """Return a field as an array, of the dtype that it is packed in; None where it is None. The field stays as is.
 
         Raises:
-            ValueError, TypeError, OverflowError: it holds what is no number.
+            ValueError, TypeError, OverflowError: it holds what is no number, or one that its dtype cannot hold.
         """
         value = self.__dict__[name]
-        return value if value is None or isinstance(value, np.ndarray) else _packed(name, value)
+        if value is None or isinstance(value, np.ndarray):
+            return value
+        try:
+            return _packed(name, value)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"sample {self.index}: {error}") from error
 
     def pack(self) -> None:
         """Make arrays of the lists that a hook read or wrote; of a list that holds no numbers, an error comes later."""
-        if self.weight_versions is not None and not len(self.weight_versions):
+        versions = self.__dict__["weight_versions"]
+        if versions is not None and not len(versions):
             self.weight_versions = None
         for name in LIST_FIELDS:
             value = self.__dict__[name]
             if value is not None and not isinstance(value, np.ndarray):
                 try:
                     self.__dict__[name] = _packed(name, value)
+                    disown(id(value))
                 except (TypeError, ValueError, OverflowError):
                     continue
 
@@ -195,17 +210,21 @@ class Sample:
                 finish_reason = _finish_reason(meta_info)
         if versions is None:
             versions = UNKNOWN_VERSION
-            before = self.weight_versions
-            if not trainable and before is not None and not of_turns(before) and len(before):
+            before = self.__dict__["weight_versions"]
+            if not trainable and before is not None and not names_turns(before) and len(before):
                 versions = int(before[-1])
         self.validate()
+        try:
+            ids = _packed("tokens", tokens)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"sample {self.index}: {error}") from error
         mask = np.full(count, 1 if trainable else 0, np.int32)
         kept = np.zeros(count, np.float32) if log_probs is None or not trainable else np.asarray(log_probs, np.float32)
         version = np.broadcast_to(np.asarray(versions, np.int32), (count,))
         self._extend("loss_mask", mask, 1)
         self._extend("rollout_log_probs", kept, 0)
         self.weight_versions = _joined(self._response_field("weight_versions", UNKNOWN_VERSION), version)
-        self._extend("tokens", np.asarray(tokens, np.int32))
+        self._extend("tokens", ids)
         if count:
             self.teacher_log_probs = None  # the teacher has not seen these tokens: it is asked for all of them
             self.rollout_routed_experts = None  # as an engine's last answer has them, for all tokens
@@ -222,15 +241,12 @@ class Sample:
         The versions are of the response's last tokens, as many as the answer had; call it after each turn, when its
         tokens are in the sample. A finish reason that is none of stop, length and abort leaves the status as it is.
         """
-        if of_turns(self.weight_versions):
-            self.weight_versions = None
-        known = 0 if self.weight_versions is None else len(self.weight_versions)
-        num_new = self.response_length - known
+        before = np.asarray(split_versions(self.__dict__["weight_versions"])[0], np.int32)
+        num_new = self.response_length - len(before)
         if num_new > 0:
             answered = meta_info.get("completion_tokens")
             count = min(num_new, answered) if isinstance(answered, int) else num_new
             unknown = np.full(num_new - count, UNKNOWN_VERSION, np.int32)
-            before = np.zeros(0, np.int32) if not known else np.asarray(self.weight_versions, np.int32)
             self.weight_versions = np.concatenate([before, unknown, token_versions(meta_info, count)])
         self.status = _FINISH_STATUS.get(_finish_reason(meta_info) or "", self.status)
 
@@ -247,9 +263,14 @@ class Sample:
                 self.spec_info.add(meta_info)
 
     def _extend(self, name: str, new: np.ndarray, default: int = 0) -> None:
-        """Extend a field that runs over the tokens or the response: a hook's list in place, as slime does."""
+        """Extend a field that runs over the tokens or the response: a hook's list in place, as slime does.
+
+        A list that other samples may hold as well is copied first.
+        """
         held = self.__dict__[name]
         if isinstance(held, list):
+            if owner_of(held, name) is not self:
+                held = self.__dict__[name] = own(self, list(held))
             held += new.tolist()
         elif name == "tokens":
             self.tokens = _joined(np.asarray(held, np.int32), new)
@@ -258,7 +279,11 @@ class Sample:
 
     def _response_field(self, name: str, default: int) -> np.ndarray:
         value = self.__dict__[name]
-        if value is None or (name == "weight_versions" and of_turns(value)):
+        if name == "weight_versions" and names_turns(value):
+            value = split_versions(value)[0][: self.response_length]
+            missing = np.full(self.response_length - len(value), UNKNOWN_VERSION, np.int32)
+            return np.concatenate([np.asarray(value, np.int32), missing])
+        if value is None:
             return np.full(self.response_length, default, _ARRAY_DTYPES[name])
         return np.asarray(value, _ARRAY_DTYPES[name])
 
@@ -274,7 +299,7 @@ class Sample:
             )
         for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
             value = self.__dict__[name]
-            if name == "weight_versions" and of_turns(value):
+            if name == "weight_versions" and names_turns(value):
                 continue
             if value is not None and len(value) != self.response_length:
                 raise ValueError(
@@ -342,9 +367,17 @@ for _name, (_default, _make) in _RARE.items():
 Sample.prompt = PromptField()  # type: ignore[assignment]
 
 
-def of_turns(versions: object) -> bool:
-    """Return whether weight versions are slime's, one text for each turn: they begin as []."""
-    return isinstance(versions, list) and all(isinstance(version, str) for version in versions)
+def names_turns(versions: object) -> bool:
+    """Return whether weight versions end as slime's do, with one text for each turn: [] does so, too."""
+    return isinstance(versions, list) and (not versions or isinstance(versions[-1], str))
+
+
+def split_versions(versions: object) -> tuple[Sequence[int] | np.ndarray, list[str]]:
+    """Return the versions of tokens, and the texts of turns that a function has appended to them."""
+    if not isinstance(versions, list):
+        return (np.zeros(0, np.int32) if versions is None else np.asarray(versions)), []
+    end = next((place for place, version in enumerate(versions) if isinstance(version, str)), len(versions))
+    return versions[:end], versions[end:]
 
 
 def is_trained_on(sample: Sample) -> bool:
@@ -406,12 +439,26 @@ def _finish_reason(meta_info: Mapping[str, object]) -> str | None:
 
 
 def _packed(name: str, value: object) -> np.ndarray:
-    """A field's numbers as an array; a mask may hold shares between 0 and 1."""
+    """A field's numbers as an array; a mask may hold shares between 0 and 1.
+
+    Raises:
+        ValueError: a whole number that its dtype cannot hold.
+        TypeError: it holds something else.
+    """
     found = np.asarray(value)
     if found.dtype.kind not in "iufb" and found.size:
-        raise TypeError(f"{name} holds what is no number")
+        is_too_long = found.dtype.kind == "O" and all(isinstance(one, int) for one in found.flat)
+        if not is_too_long:
+            raise TypeError(f"{name} holds what is no number")
     is_share = name == "loss_mask" and found.dtype.kind == "f"
-    return found.astype(np.float32 if is_share else _ARRAY_DTYPES[name], copy=False)
+    dtype = np.dtype(np.float32 if is_share else _ARRAY_DTYPES[name])
+    if dtype.kind == "i" and found.size and found.dtype.kind in "iuO" and found.dtype != dtype:
+        least, most = -(1 << 8 * dtype.itemsize - 1), (1 << 8 * dtype.itemsize - 1) - 1
+        wrong = next((one for one in (found.max(), found.min()) if not least <= one <= most), None)
+        if wrong is not None:
+            place = int(np.argmax(found == wrong))
+            raise ValueError(f"{name} holds {wrong} at place {place}; it must be within {least}..{most}")
+    return found.astype(dtype, copy=False)
 
 
 def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:

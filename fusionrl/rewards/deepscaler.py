@@ -10,7 +10,7 @@ def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
     if "</think>" in response:
         solution = response.rpartition("</think>")[2]
     elif "###Response" in response:
-        solution = response.partition("###Response")[2]
+        solution = response.split("###Response")[1]
     else:
         return 0.0
     return float(grade_answer_verl(solution, label))

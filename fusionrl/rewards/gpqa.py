@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from fusionrl.rewards.math_utils import extract_answer
-from fusionrl.rewards.text import after_thinking
-
-_STATED = (  # {noun} said of a letter: "the answer is (C)", "Answer: **C**"
-    r"(?i:{noun})(?i:\s+is|\s*:|\s*=|\s+would\s+be)?[\s*_:(\[{{\"'$]*"
-    r"(?i:\\(?:text|textbf|mathrm|boxed)\{{)?([{letters}])(?![\w'])"
-)
-_ALONE = r"^[ \t*_(\[>#]*([{letters}])(?:[ \t*_)\].]*$|[.):]\s)"
-
-
-def choice_letter(response: str, letters: Sequence[str]) -> str | None:
-    r"""The letter chosen: in the last box, else as last stated ("the answer is (C)"), else alone on the last such line.
-
-    Letters count in upper case alone ("the answer is a matter of taste" chooses nothing); a box may hold either case.
-    """
-    boxed = re.fullmatch(
-        r"(?:\\\w+\{)?\s*\(?([a-zA-Z])\)?[.:]?\s*\}?(?:[.:)]?\s.*)?", extract_answer(response) or "", re.S
+_LINK = r"\s*(?:is|:)?\s*([A-Z])"
+_STATED = [  # how a response names its choice; the first that names a valid letter counts
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"(?:answer|option|choice){_LINK}",
+        r"([A-Z])\s*is\s*(?:the)?\s*correct",
+        rf"final\s*(?:answer|option){_LINK}",
     )
-    if boxed and boxed[1].upper() in letters:
-        return boxed[1].upper()
-    allowed = "".join(letters)
-    for pattern, noun in ((_STATED, "answer"), (_STATED, "option|choice"), (_ALONE, "")):
-        found = re.findall(pattern.format(letters=allowed, noun=noun), response, re.MULTILINE)
-        if found:
-            return str(found[-1])
-    return None
+]
+
+
+def choice_letter(response: str, letters: Collection[str]) -> str | None:
+    """The letter chosen: as first stated ("the answer is (C)", "answer: c"), else the last that stands alone."""
+    for pattern in _STATED:
+        stated = pattern.search(response)
+        if stated and stated[1].upper() in letters:
+            return stated[1].upper()
+    alone = [letter for letter in re.findall(r"\b([A-Z])\b", response) if letter in letters]
+    return str(alone[-1]) if alone else None
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
@@ -41,20 +34,22 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
     metadata  `choices` (a list, or a dict by letter), `correct_letter`; `valid_letters` where they are not A, B, C, …
     label     read where there is no `correct_letter`: a letter, the index of a choice from 0, or a choice's text
 
-    Where no letter can be found, a response that quotes the right choice and no other is right, too.
+    Where no letter can be found, a response that quotes the right choice is right, too: its text, the label's, or
+    `correct_answer` or `answer_text` of the metadata.
 
     Raises:
         ValueError: label and metadata together name no right letter.
     """
     right, letters, texts = read_choices(label, metadata)
-    answer = after_thinking(response)
+    answer = response.rpartition("</think>")[2]
     chosen = choice_letter(answer, letters)
     if chosen is not None:
         return float(chosen == right)
-    quoted = [
-        letter for letter, text in zip(letters, texts, strict=False) if text and f" {text} " in f" {_plain(answer)} "
-    ]
-    return float(quoted == [right])
+    quoted = [text for letter, text in zip(letters, texts, strict=False) if letter == right]
+    quoted += [_plain(str((metadata or {}).get(name) or "")) for name in ("correct_answer", "answer_text")]
+    if isinstance(label, str) and len(label.strip()) > 1:  # a letter is in most words
+        quoted.append(_plain(label))
+    return float(any(text and text in _plain(answer) for text in quoted))
 
 
 def read_choices(label: object, metadata: Mapping[str, Any] | None) -> tuple[str, list[str], list[str]]:
@@ -88,4 +83,4 @@ def _right_letter(label: object, correct: object, letters: list[str], texts: lis
 
 
 def _plain(text: str) -> str:
-    return " ".join(re.findall(r"[a-z0-9]+(?:\.[a-z0-9]+)*", text.lower()))
+    return " ".join(re.findall(r"[a-z0-9]+", text.lower()))

@@ -20,7 +20,8 @@ _READERS: dict[str, Callable[[Any, Any], object]] = {
     "exact": lambda label, _: read_text(label),
     "f1": lambda label, _: label == "" or read_text(label),  # empty: the question has no answer, as in SQuAD 2
     "dapo": lambda label, _: read_text(label),
-    "math": lambda label, _: read_text(label),
+    "math": lambda label, _: read_truth(label),
+    "math_verify": lambda label, _: read_text(label),
     "last_number": lambda label, _: read_number(label),
     "math_verl": lambda label, _: read_truth(label),
     "deepscaler": lambda label, _: read_truth(label),

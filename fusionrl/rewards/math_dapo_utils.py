@@ -1,7 +1,7 @@
 """The scoring of DAPO's mathematical questions (arXiv:2503.14476), whose answers are short, mostly integers.
 
-An answer stands after "Answer:", as DAPO's prompt asks, or else in a box. It is compared as text, after the
-normalisation of Minerva (arXiv:2206.14858, appendix D.1).
+An answer stands after "Answer:", as DAPO's prompt asks. It is compared as text, after the normalisation of Minerva
+(arXiv:2206.14858, appendix D.1).
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def compute_score(solution: str, ground_truth: object, strict_box_verify: bool =
     Returns `{"score": 1.0 or -1.0, "acc": bool, "pred": the answer found, or None}`: choose with --reward-key.
     """
     tail, truth = solution[-TAIL_CHARACTERS:], _without_zero_decimals(str(ground_truth).strip())
-    answers = _ANSWER.findall(tail)
     pred: str | None
-    if answers and not strict_box_verify:
-        pred = normalize_final_answer(answers[-1])
-        is_right = _without_zero_decimals(pred) == normalize_final_answer(truth)
-    else:
+    if strict_box_verify:
         pred = extract_answer(tail[-BOX_TAIL_CHARACTERS:])
-        is_right = pred is not None and _without_zero_decimals(pred) == truth
+        is_right = pred is not None and pred == truth
+    else:
+        answers = _ANSWER.findall(tail)
+        pred = normalize_final_answer(answers[-1]) if answers else None
+        is_right = pred is not None and pred == _without_zero_decimals(normalize_final_answer(truth))
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
 
 

@@ -30,7 +30,7 @@ def math_reward(response: str, label: object) -> float:
         ValueError: the package math-verify is not installed.
     """
     truth = str(label)  # without dollars math-verify sees the numbers in it alone: of 2^{10} a 2
-    return float(_verify(truth if "$" in truth or _BOX.search(truth) else f"${truth}$", response, "math"))
+    return float(_verify(truth if "$" in truth or _BOX.search(truth) else f"${truth}$", response, "math_verify"))
 
 
 def _verify(truth: str, given: str, rm_type: str) -> bool:
@@ -44,8 +44,8 @@ def _verify(truth: str, given: str, rm_type: str) -> bool:
 
 # -------------------------------------------------------------------------------- answers out of a box
 _UNITS = (
-    r"degrees?|percent|dollars?|cents?|mm|cm|km|meters?|metres?|miles?|seconds?|minutes?|hours?|days?|weeks?|months?"
-    r"|years?|feet|foot|ft|inch(?:es)?|yards?|lit(?:er|re)s?|units?|square units?"
+    r"degrees?|percent|cm|(?:centi)?meters?|miles?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|feet|foot"
+    r"|inch(?:es)?|yards?"
 )
 _REWRITES = [
     (r"\\(?:left|right)(?![a-zA-Z])", ""),
@@ -54,11 +54,14 @@ _REWRITES = [
     (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", ""),
     (r"\\?[$%]", ""),
     (r"\{,\}", ","),
-    (r"(?<=[\d})])\s*\\(?:text|textrm|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", ""),  # 5\text{ cm}^2
+    # 5\text{ apples}: a text that begins with a space is a unit.
+    (rf"(?<=[\d}})])\s*\\(?:text|textrm|mathrm|mbox)\{{(?:\s[^{{}}]*|(?:{_UNITS}))\}}(?:\^\{{?\d\}}?)?\s*$", ""),
     (rf"(?<=[\d}}])\s*(?:{_UNITS})(?:\^\{{?\d\}}?)?\s*$", ""),
     (r"\\text\{\s*(?:or|and)\s*\}| (?:or|and) ", ","),
     (r"\\(?:text|textbf|textrm|mathrm|mbox)\{((?:[^{}]|\{[^{}]*\})*)\}", r"\1"),
-    (r"^\s*[a-zA-Z]\w?\s*=", ""),  # x = 5
+    (r"^[a-zA-Z][\w ]?=", ""),  # x = 5
+    (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi"),
+    (r"\*", r"\\cdot "),
     (r"^\s*(-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 3 1/2
     (r"(?<![a-zA-Z0-9])\s+|\s+(?![a-zA-Z0-9])", ""),
     (r"^[({]([^(){},]*)[)}]$", r"\1"),  # (5)
@@ -70,6 +73,7 @@ _REWRITES = [
     (r"(?<=[\w})])\.$", ""),
 ]
 MAX_CHARACTERS = 1000  # longer answers are compared as text alone: no time goes into what cannot be meant
+_IN_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"[-+]?\d+(?:\.0*)?")
@@ -93,16 +97,18 @@ def is_equal_answer(given: str, truth: str) -> bool:
     """
     if len(given) <= MAX_CHARACTERS:
         given, truth = normalize_answer(given), normalize_answer(truth)
-    if given == truth:
+    if given == truth or (bool(truth) and _is_same_text(given, truth)):
         return bool(truth)
-    if not given or not truth or len(given) > MAX_CHARACTERS:
+    if not given or not truth or len(given) > MAX_CHARACTERS or set("=:;") & set(given + truth):
         return False
     brackets = [(text[0], text[-1]) for text in (given, truth) if text[0] in "([" and text[-1] in ")]"]
     if len(brackets) == 2 and "," in given and "," in truth:
+        given, truth = (_IN_THOUSANDS.sub("", text) for text in (given, truth))
         entries = [_entries(text[1:-1]) for text in (given, truth)]
         if brackets[0] != brackets[1] or len(entries[0]) != len(entries[1]):
             return False
         return all(is_equal_answer(a, b) for a, b in zip(*entries, strict=True))
+    given, truth = (_without_exponent(text) for text in (given, truth))
     integers = [_INTEGER.fullmatch(text) for text in (given, truth)]
     if any(integers):
         return all(integers) and float(given) == float(truth)
@@ -114,6 +120,20 @@ def is_equal_answer(given: str, truth: str) -> bool:
     if len(set(re.findall(r"[a-z]", re.sub(r"\\[a-z]+", "", given + truth)))) > 2:
         return False
     return _verify(f"${truth}$", f"${given}$", "deepscaler")
+
+
+def _is_same_text(given: str, truth: str) -> bool:
+    """Return whether two answers without LaTeX are the same but for spaces and braces."""
+    if "\\" in given + truth:
+        return False
+    return re.sub(r"[\s{}]", "", given) == re.sub(r"[\s{}]", "", truth)
+
+
+def _without_exponent(text: str) -> str:
+    """1e3 → 1000, where that is a whole number."""
+    if not re.fullmatch(r"[-+]?\d{1,15}(?:\.\d{0,15})?e\+?\d{1,2}", text):
+        return text
+    return str(int(float(text))) if float(text).is_integer() else text
 
 
 def _entries(text: str) -> list[str]:
@@ -130,7 +150,8 @@ def _entries(text: str) -> list[str]:
 
 def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
     r"""Return whether the last `\boxed{…}` of the solution equals the ground truth, which may be in a box itself."""
-    given, truth = extract_answer(solution_str), str(ground_truth)
+    box, truth = solution_str.rpartition("\\boxed"), str(ground_truth)
+    given = extract_answer("".join(box[1:])) if box[1] and box[2].startswith("{") else None
     if _BOX.search(truth):
         truth = extract_answer(truth) or ""
     return given is not None and is_equal_answer(given, truth)

@@ -29,8 +29,9 @@ RM_TYPES: dict[str, Callable[..., Reward]] = {  # grade(response, label)
     "exact": text.exact,
     "last_number": text.last_number,
     "f1": text.f1,
-    "math": math_utils.math_reward,
-    "math_verl": math_utils.math_verl,
+    "math": math_utils.math_verl,
+    "math_verify": math_utils.math_reward,
+    "math_verl": math_utils.math_verl,  # another name of math
     "dapo": compute_score,
     "deepscaler": get_deepscaler_rule_based_reward,
     "gpqa": compute_gpqa_reward,
@@ -46,11 +47,10 @@ MODEL = "reward_model"  # an engine's, by --rm-model: see `model.py`
 # These say, beside the reward, for which reasons how many tests failed; and they run programs in the sandbox.
 EXPLAINED: dict[str, Callable[[str, Any], CodeGrade]] = {"code": grade_share, "code_all": grade_all}
 NEED_METADATA = frozenset({"gpqa", "ifeval", "ifbench", "format"})  # grade(response, label, metadata)
-READ_BOXES = frozenset({"math", "math_verl", "dapo"})  # with boxed_ these get the box, not what is in it
-PACKAGES = {
-    "math": "math_verify",
-    "math_verl": "math_verify",
-    "deepscaler": "math_verify",
+# With boxed_ these get the answer in the form that they look for, not bare.
+_BOX_FORMS = dict.fromkeys(("math", "math_verify", "math_verl"), r"\boxed{%s}") | {"dapo": "Answer: %s"}
+READ_BOXES = frozenset(_BOX_FORMS)
+PACKAGES = dict.fromkeys(("math", "math_verify", "math_verl", "deepscaler"), "math_verify") | {
     "ifeval": "langdetect",
     "ifbench": LIBRARY,
 }
@@ -178,7 +178,7 @@ def _grade_part(
         if answer is None:
             response = ""
         else:
-            response = f"\\boxed{{{answer}}}" if part.name in READ_BOXES else answer
+            response = _BOX_FORMS.get(part.name, "%s") % answer
     if part.name in EXPLAINED:
         graded = EXPLAINED[part.name](response, label)
         failures.update(graded.failures)

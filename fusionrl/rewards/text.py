@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import string
 from collections import Counter
 
 
@@ -63,19 +64,37 @@ def read_number(label: object) -> float:
     return number
 
 
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WHOLE_ANSWERS = frozenset({"yes", "no", "noanswer"})
+
+
 def f1(response: str, label: object) -> float:
-    """Word-level F1 of the response against the label, as in SQuAD (lower case, no punctuation, no articles)."""
-    predicted, wanted = _words(response), _words(str(label))
-    common = sum((Counter(predicted) & Counter(wanted)).values())
-    if not common:
-        return float(predicted == wanted)
-    precision, recall = common / len(predicted), common / len(wanted)
-    return 2 * precision * recall / (precision + recall)
+    """Word-level F1 of the response against the label, as in SQuAD."""
+    return f1_score(response, str(label))[0]
 
 
-def _words(text: str) -> list[str]:
-    text = re.sub(r"[^\w\s]", "", text.lower())
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
+    """Return F1, precision and recall of the words of an answer, as SQuAD has them.
+
+    An answer or a truth that is yes, no or noanswer counts as a whole: it is equal, or everything is 0.
+    """
+    if prediction is None:
+        return 0.0, 0.0, 0.0
+    given, truth = normalize_answer(prediction), normalize_answer(ground_truth)
+    if given != truth and not _WHOLE_ANSWERS.isdisjoint((given, truth)):
+        return 0.0, 0.0, 0.0
+    words, wanted = given.split(), truth.split()
+    num_common = sum((Counter(words) & Counter(wanted)).values())
+    if not num_common:
+        return 0.0, 0.0, 0.0
+    precision, recall = num_common / len(words), num_common / len(wanted)
+    return 2 * precision * recall / (precision + recall), precision, recall
+
+
+def normalize_answer(s: str) -> str:
+    """Return a text in lower case without punctuation, articles and spare spaces, as SQuAD compares answers."""
+    plain = "".join(char for char in s.lower() if char not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def random_reward(response: str, label: object) -> float:

@@ -107,7 +107,7 @@ async def custom_generate(
     takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
     keywords = {"evaluation": evaluation} if takes_evaluation else {}
     field, before = "custom_generate_function_path", Before.of(sample)
-    if sample.weight_versions is None:
+    if vars(sample)["weight_versions"] is None:
         sample.weight_versions = []  # slime's functions append to it
     with noting_answers(context.policy_urls) as answers:
         result = await awaited_hook(field, path, context.args, sample, copy.deepcopy(params), **keywords)

@@ -58,8 +58,7 @@ class TurnSettings:
 async def generate_sample(settings: TurnSettings, sample: Sample, params: SamplingParams) -> Sample:
     """Generate the response of one sample, or go on with one that was aborted."""
     done = sample.response_length
-    if not done and not sample.num_tokens:  # a hook may have set the prompt's ids
-        sample.tokens = prompt_ids(settings.tokenizer, sample)
+    _begin(settings, sample)
     await take_turn(settings, sample, params, done)
     return sample
 
@@ -72,11 +71,7 @@ async def take_turn(
     Raises:
         ValueError: the sample has no tokens; an engine that is asked to go on from none dies.
     """
-    if not sample.num_tokens:
-        raise ValueError(
-            f"sample {sample.index} has no tokens to go on from: call begin(args, sample) first, or set sample.tokens"
-            " to the tokens of the prompt"
-        )
+    _check_begun(sample)
     payload = _payload(settings, sample, params, done)
     if payload is None:
         return None
@@ -102,8 +97,7 @@ async def stream_sample(
 ) -> AsyncGenerator[Generation, None]:
     """`generate_sample`, piece by piece; see `sglang_rollout.stream_generate`."""
     done = sample.response_length
-    if not done:
-        sample.tokens = prompt_ids(settings.tokenizer, sample)
+    _begin(settings, sample)
     payload = _payload(settings, sample, params, done)
     if payload is None:
         return
@@ -124,6 +118,41 @@ async def stream_sample(
                 answered = np.asarray(sample.array("tokens"))[len(payload["input_ids"]) :]
                 sample.response = before + _decoded(settings, answered, params)
             yield piece
+
+
+def _begin(settings: TurnSettings, sample: Sample) -> None:
+    """Put the prompt's tokens into a sample that has no tokens yet: a hook may have set them.
+
+    Raises:
+        ValueError: the prompt is empty.
+    """
+    if not sample.response_length and not sample.num_tokens:
+        sample.tokens = prompt_ids(settings.tokenizer, sample)
+        if not sample.num_tokens:
+            raise ValueError(_empty_prompt(sample))
+
+
+def _check_begun(sample: Sample) -> None:
+    """Refuse to go on from no tokens, which an engine dies of.
+
+    Raises:
+        ValueError: the prompt is empty, or nobody has put its tokens into the sample.
+    """
+    if sample.num_tokens:
+        return
+    if sample.prompt_tokens is not None and not len(sample.prompt_tokens):
+        raise ValueError(_empty_prompt(sample))
+    raise ValueError(
+        f"sample {sample.index} has no tokens to go on from: call begin(args, sample) first, or set sample.tokens"
+        " to the tokens of the prompt"
+    )
+
+
+def _empty_prompt(sample: Sample) -> str:
+    return (
+        f"sample {sample.index}: its prompt {sample.prompt!r:.80} has no tokens (label {sample.label!r:.80}); give its"
+        " row of the prompt data a text in the column of --input-key, or leave the row out"
+    )
 
 
 def room_left(max_context_len: int | None, sample: Sample, params: SamplingParams) -> int:

@@ -41,7 +41,8 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, b
         return
     for sample in samples:
         try:
-            response = np.asarray(sample.tokens, np.int32)[len(sample.tokens) - sample.response_length :]
+            tokens = np.asarray(sample.array("tokens"), np.int32)
+            response = tokens[len(tokens) - sample.response_length :]
             trained = response_mask(sample) > 0
         except (TypeError, ValueError, OverflowError):
             continue  # fields that do not fit are for `check_samples` to name
@@ -66,7 +67,7 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, b
 
 def _names_versions(sample: Sample) -> bool:
     """Return whether the function has named the version of each token, and so knows what was sampled."""
-    versions = sample.weight_versions
+    versions = vars(sample)["weight_versions"]
     if versions is None or len(versions) != sample.response_length or not len(versions):
         return False
     return all(isinstance(one, (int, np.integer)) and one != UNKNOWN_VERSION for one in versions)

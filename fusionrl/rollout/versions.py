@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, of_turns, response_mask, token_versions
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, response_mask, split_versions, token_versions
 
 _lock = threading.Lock()
 _warned: set[str] = set()
@@ -85,25 +85,37 @@ class Before:
     @classmethod
     def of(cls, sample: Sample) -> Before:
         """Keep what `fill_versions` compares the result with."""
-        versions = sample.weight_versions
-        return cls(_response(sample), None if versions is None else np.array(versions, np.int32))
+        response, versions = _response(sample), split_versions(vars(sample)["weight_versions"])[0]
+        return cls(response, np.array(versions, np.int32) if len(versions) else None)
+
+    def num_kept(self, sample: Sample) -> int:
+        """Return how many tokens of its response stand in the sample as they came."""
+        response = _response(sample)
+        shorter = min(len(response), len(self.response))
+        differs = np.flatnonzero(response[:shorter] != self.response[:shorter])
+        return int(differs[0]) if len(differs) else shorter
 
 
 def fill_versions(samples: Sequence[Sample], answers: Answers, where: str, before: Before | None = None) -> None:
     """Give each sample the versions that its function has not set, from the engines' answers.
 
-    Tokens that no engine sampled get the version of the token before. What stays unknown among trained tokens is -1, or
-    `weight_versions` None where all is; that is warned of once for each function `where`.
+    Texts that the function appended, one for each turn as in slime, tell of what the answers do not, and never of
+    tokens of an earlier rollout. Tokens that no engine sampled get the version of the token before. What stays unknown
+    among trained tokens is -1, or `weight_versions` None where all is; that is warned of once for each function
+    `where`.
     """
     for sample in samples:
+        num_kept = 0
         try:
             known = _known(sample, before)
+            num_kept = 0 if before is None or known is None else before.num_kept(sample)
         except (TypeError, ValueError):  # fields of other types, a version that is no number
             known = None
         if known is None or not len(known):
             continue  # what does not fit is for `check_samples` to say
         if (known == UNKNOWN_VERSION).any():
-            _find(sample, known, answers)
+            _find(_response(sample)[num_kept:], known[num_kept:], answers)
+            _tell_turns(sample, known, num_kept)
             _spread(sample, known)
         found = known != UNKNOWN_VERSION
         sample.weight_versions = known if found.any() else None
@@ -121,25 +133,26 @@ def take_warnings() -> list[str]:
 
 def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
     """[response_length] int32: the versions that the sample has, -1 elsewhere; None where its fields do not fit."""
-    count, versions, mask = int(sample.response_length), sample.weight_versions, vars(sample)["loss_mask"]
+    own = vars(sample)
+    count, versions, mask = int(sample.response_length), own["weight_versions"], own["loss_mask"]
     if count > sample.num_tokens or (mask is not None and len(mask) != count):
         return None
     known = np.full(count, UNKNOWN_VERSION, np.int32)
     if versions is None or not len(versions):
         return known
-    if of_turns(versions) and len(versions) != count:
-        turns = {as_version(version) for version in versions}
-        if len(turns) == 1:
-            known[:] = turns.pop()
+    texts = split_versions(versions)[1]
+    if len(texts) != len(versions):
+        versions = versions[: len(versions) - len(texts)]  # those of tokens; `_tell_turns` reads the texts
+    elif len(versions) != count or _is_longer(sample, before):
+        if before is not None and before.versions is not None:
+            same = before.num_kept(sample)
+            known[:same] = before.versions[:same]
         return known
     is_array = isinstance(versions, np.ndarray) and versions.dtype.kind == "i"
     given = np.asarray(versions if is_array else [as_version(version) for version in versions], np.int32)
     if before is not None and before.versions is not None and np.array_equal(given, before.versions):
         # As it came: right for the tokens that are still there, not for those that were sampled anew.
-        response = _response(sample)
-        shorter = min(len(response), len(before.response))
-        differs = np.flatnonzero(response[:shorter] != before.response[:shorter])
-        same = int(differs[0]) if len(differs) else shorter
+        same = before.num_kept(sample)
         known[:same] = given[:same]
         return known
     if len(given) != count and (mask is None or len(given) > count):
@@ -148,12 +161,38 @@ def _known(sample: Sample, before: Before | None) -> np.ndarray | None:
     return known
 
 
-def _find(sample: Sample, known: np.ndarray, answers: Answers) -> None:
+def _is_longer(sample: Sample, before: Before | None) -> bool:
+    """Return whether the response goes on from one of an earlier rollout: then texts are of turns since."""
+    return before is not None and len(before.response) > 0 and before.num_kept(sample) > 0
+
+
+def _tell_turns(sample: Sample, known: np.ndarray, num_kept: int) -> None:
+    """Fill in what the texts of turns tell of the trained tokens after the first `num_kept`.
+
+    All of them where the texts agree; else where there is a text for each stretch of tokens that are trained on.
+    """
+    versions = [as_version(text) for text in split_versions(vars(sample)["weight_versions"])[1]]
+    new = known[num_kept:]
+    if not versions or len(versions) == len(known):
+        return
+    given = sample.array("loss_mask")
+    trained = np.ones(len(new), bool) if given is None else np.asarray(given)[num_kept:] > 0
+    fits = trained & (new == UNKNOWN_VERSION)
+    if len(set(versions)) == 1:
+        new[fits] = versions[0]
+        return
+    begins = trained & ~np.concatenate([[False], trained[:-1]])
+    if int(begins.sum()) == len(versions):
+        turn = np.cumsum(begins) - 1
+        new[fits] = np.asarray(versions, np.int32)[turn[fits]]
+
+
+def _find(response: np.ndarray, known: np.ndarray, answers: Answers) -> None:
     """Fill in what the answers tell: all of it where they are of one version, else where their tokens stand."""
     if len(answers.versions) == 1:
         known[known == UNKNOWN_VERSION] = next(iter(answers.versions))
         return
-    response, start = _response(sample), 0
+    start = 0
     for tokens, versions in answers.parts:
         place = _index(response, tokens, start)
         if place is None or not len(tokens):

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import string
-from collections import Counter
-
 from fusionrl.rewards import math_utils
+from fusionrl.rewards.text import f1_score, normalize_answer
 
-_CLOSED = ("yes", "no", "noanswer")
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-
-
-def normalize_answer(s: str) -> str:
-    """Return a text in lower case without punctuation, articles and spare spaces, as SQuAD compares answers."""
-    plain = "".join(char for char in s.lower() if char not in string.punctuation)
-    return " ".join(_ARTICLES.sub(" ", plain).split())
-
-
-def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Return F1, precision and recall of the words of an answer, as SQuAD has them.
-
-    An answer or a truth that is yes, no or noanswer counts as a whole: it is equal, or everything is 0.
-    """
-    if prediction is None:
-        return 0.0, 0.0, 0.0
-    given, truth = normalize_answer(prediction), normalize_answer(ground_truth)
-    if given != truth and (given in _CLOSED or truth in _CLOSED):
-        return 0.0, 0.0, 0.0
-    words, wanted = given.split(), truth.split()
-    num_common = sum((Counter(words) & Counter(wanted)).values())
-    if not num_common:
-        return 0.0, 0.0, 0.0
-    precision, recall = num_common / len(words), num_common / len(wanted)
-    return 2 * precision * recall / (precision + recall), precision, recall
+__all__ = [
+    "f1_score",
+    "grade_answer_mathd",
+    "grade_answer_sympy",
+    "last_boxed_only_string",
+    "normalize_answer",
+    "remove_boxed",
+]
 
 
 def last_boxed_only_string(string: str) -> str | None:

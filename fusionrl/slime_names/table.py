@@ -15,6 +15,22 @@ _REWARDS = "fusionrl.rewards"
 _OWN_GRADER = "the graders here normalise answers in one function"
 _TRACE = "no traces of requests are recorded here"
 
+# Reason and cure, for `none_of`.
+_PROXY = (
+    "the session proxy answers both protocols, and records tokens, masks and log-probs",
+    "take base_url and api_key of the agent's function (--agent-path), or of fusionrl.plugin_api.open_session in a"
+    " generate function (docs/sessions.md)",
+)
+_RECORD = (
+    "the session proxy keeps the turns of a conversation, and begins a segment where its history is rewritten",
+    "return session.samples(reward) of fusionrl.plugin_api.open_session (docs/sessions.md)",
+)
+_HARNESS = (
+    "no program of an agent is installed or started here",
+    "start it in the agent's function with OPENAI_BASE_URL or ANTHROPIC_BASE_URL in its environment (--agent-path,"
+    " docs/sessions.md)",
+)
+
 _TYPES: Names = {
     "Sample": Here(
         "fusionrl.data.sample:Sample",
@@ -286,13 +302,44 @@ MODULES: dict[str, Names] = {
     "slime.agent.aiohttp_threaded": all_from(
         f"{_API}.aiohttp_threaded", "FilteredAccessLogger", "AppHandle", "run_app_in_thread"
     ),
+    "slime.agent.adapters": none_of(*_PROXY, "BaseAdapter", "OpenAIAdapter", "AnthropicAdapter"),
+    "slime.agent.adapters.openai": none_of(*_PROXY, "OpenAIAdapter"),
+    "slime.agent.adapters.anthropic": none_of(*_PROXY, "AnthropicAdapter"),
+    "slime.agent.adapters.common": {
+        **none_of(*_PROXY, "BaseAdapter", "Session", "Reply", "call_sglang_generate"),
+        **none_of(*_PROXY, "sid_from_bearer", "sid_from_body", "manager_finish_reason"),
+        **none_of(*_RECORD, "TurnRecord"),
+        **none_of(
+            "the session proxy reads messages of both protocols itself",
+            "in your own code, join the `text` of the parts of a message's content",
+            *("flatten_content", "tool_call_dict"),
+        ),
+    },
+    "slime.agent.trajectory": none_of(*_RECORD, "TrajectoryManager", "TurnRecord", "MessageNode", "DriftKind"),
+    "slime.agent.parsing": none_of(
+        "calls of tools are found by SGLang's parsers",
+        "give --tool-call-parser (docs/agents.md)",
+        *("ParsedModelOutput", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"),
+    ),
+    "slime.agent.sandbox": none_of(
+        "no service of remote sandboxes is built in",
+        "open yours in the agent's function (--agent-path, docs/sessions.md); python code of a model runs in"
+        " fusionrl.rollout.sandbox.run_python (docs/sandbox.md)",
+        *("Sandbox", "E2BSandbox", "exec_and_wait", "ensure_agent_user", "EXIT_TIME_BUDGET_EXCEEDED"),
+    ),
+    "slime.agent.harness": none_of(*_HARNESS, "BaseHarness", "HarnessContext", "ClaudeCodeHarness", "CodexHarness"),
+    "slime.agent.harness.common": none_of(
+        *_HARNESS, "BaseHarness", "HarnessContext", "run_agent", "install_npm_cli", "install_node22"
+    ),
+    "slime.agent.harness.claude_code": none_of(*_HARNESS, "ClaudeCodeHarness"),
+    "slime.agent.harness.codex": none_of(*_HARNESS, "CodexHarness"),
 }
 
 _INSIDE = Absent("it is a part of slime's own machinery", "the run does this itself; remove the import")
 ABSENT_MODULES: dict[str, Absent] = {
     "slime.agent": Absent(
         "agents are trained through the session proxy in front of the router",
-        "point the agent's OpenAI or Anthropic client at it (docs/agents.md)",
+        "point the agent's OpenAI or Anthropic client at it: --agent-path (docs/sessions.md)",
     ),
     "slime.backends": _INSIDE,
     "slime.backends.megatron_utils.kernels": Absent("its kernels are not here", "use --transformer-impl"),

@@ -163,8 +163,9 @@ def build_model(
     chunks = []
     for stage in stages:
         args = config.to_args(**plan.answers)
-        spec = _own_spec(args, config.model.custom_spec_path, transformer, stage)
-        usual = partial(_usual_chunk, transformer, shape, layout, stage, spec)
+        spec_path = config.model.custom_spec_path
+        spec = _own_spec(args, spec_path, transformer, stage)
+        usual = partial(_usual_chunk, transformer, shape, layout, stage, spec, spec_path)
         path = config.model.custom_model_provider_path
         model = usual() if path is None else _provided_chunk(args, path, transformer, stage, usual)
         chunks.append(_finished(model, transformer, shape, device))
@@ -237,10 +238,11 @@ def _usual_chunk(
     layout: TrainerLayout,
     vp_stage: int | None,
     own_spec: LayerSpec | Callable[..., GPTModel] | None = None,
+    spec_path: str | None = None,
 ) -> GPTModel:
     if own_spec is not None and not isinstance(own_spec, ModuleSpec | TransformerBlockSubmodules):
         return _checked_model(
-            "custom_spec_path",
+            f"custom_spec_path {spec_path}",
             own_spec(
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -44,7 +44,6 @@ SGLANG_OWNED: dict[str, str] = {
 ROUTER_OWNED: dict[str, str] = {
     "worker_urls": "the run's own engines",
     "host": "the node's own address",
-    "port": "a free port",
     "api_key": "a key made for the run",
     "log_dir": "the run's folder",
 }

@@ -1,6 +1,6 @@
 """Mathematics with a Python tool, in the manner of ReTool (arXiv 2504.11536).
 
---custom-generate-function-path plugins.agents.retool.generate --apply-chat-template --rm-type math
+--custom-generate-function-path plugins.agents.retool.generate --apply-chat-template --rm-type math_verify
 --rollout-max-context-len 8192 --max-turns 8
 """
 

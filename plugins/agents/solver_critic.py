@@ -1,6 +1,6 @@
 """Two agents in one model: a solver, a critic of its solution, and the solver again, as three samples of one prompt.
 
-    --custom-generate-function-path plugins.agents.solver_critic.generate --apply-chat-template --rm-type math
+    --custom-generate-function-path plugins.agents.solver_critic.generate --apply-chat-template --rm-type math_verify
 
 All three get the reward of the final solution, so that the critic is paid for what its critique brings about. They
 stand in one group, and so share its baseline.

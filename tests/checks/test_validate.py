@@ -554,3 +554,18 @@ def test_rows_that_would_end_the_run_later_end_the_plan(errors: Errors, write_ro
         ('{"input": "' + "1+" * 600_000 + '", "label": "2"}', "1,000,000 characters (1,200,000)"),
     ):
         one(errors(prompt_data=str(write_rows([*rows, line], "bad.jsonl"))), "bad.jsonl: line 4: ", part)
+
+
+def test_a_limit_of_prompt_tokens_costs_no_tokenizing_of_many_rows(
+    tiny_model: Path,
+    write_rows: Callable[..., Path],
+    errors: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing is counted by it, the shortest rows tell whether any prompt is left."""
+    monkeypatch.setattr("fusionrl.checks.data.load_prompts", None)
+    rows = write_rows([{"input": "x" * (2000 - n), "label": "2"} for n in range(1500)])
+    values = {"hf_checkpoint": str(tiny_model), "prompt_data": str(rows), "num_rollout": 1}
+    said = "no prompt is left: the shortest are over --rollout-max-prompt-len 500"
+    one(errors(**values, rollout_max_prompt_len=500), said)
+    assert errors(**values, rollout_max_prompt_len=501) == []

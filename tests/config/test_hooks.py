@@ -203,6 +203,28 @@ def test_a_file_without_its_function_is_told_with_its_functions(
     assert "write folder/own.py:f" in str(check_hook("custom_rm_path", "folder.own.f"))
 
 
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ("response, label", "response and label"),
+        ("completions, **kwargs", "completions"),
+        ("data_source, solution_str, ground_truth=None, extra_info=None", "data_source and solution_str"),
+        ("args, ground_truth", "ground_truth"),
+    ],
+)
+def test_a_reward_function_of_another_framework_is_named(tmp_path: Path, parameters: str, named: str) -> None:
+    """Bound by position it would run, and compare flags with a sample."""
+    path = tmp_path / "foreign.py"
+    path.write_text(f"def rm({parameters}, **more): return 1.0\n".replace("**kwargs, **more", "*rest, **more"))
+    message = str(check_hook("custom_rm_path", f"{path}:rm"))
+    assert f"is of another framework: {named} would be bound by position to args and sample" in message
+    assert "read sample.prompt, sample.response and sample.label; expected" in message
+    path = tmp_path / "ours.py"
+    path.write_text("def rm(args, sample, response=None, label=None): return 1.0\ndef any_name(a, s): return 1.0\n")
+    assert check_hook("custom_rm_path", f"{path}:rm") is None
+    assert check_hook("custom_rm_path", f"{path}:any_name") is None
+
+
 def test_a_hook_may_import_parsers_of_sglang(tmp_path: Path) -> None:
     """SGLang imports triton, which a machine without CUDA need not have."""
     path = tmp_path / "parses.py"

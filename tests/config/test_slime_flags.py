@@ -187,3 +187,8 @@ def test_slimes_defaults_are_written_where_they_are_not_given() -> None:
     assert not {"--weight-decay", "--no-calculate-per-token-loss"} & {*slime_defaults(given, ())}
     for default in DEFAULTS.values():
         assert read_args(default.written)[1] == []
+
+
+def test_the_router_s_port_is_the_port_of_the_run_s_router() -> None:
+    assert translated("--sglang-router-port", "30000") == ["--router-port", "30000"]
+    assert read_args(["--sglang-router-port", "30000"])[0].passthrough.router == {"port": 30000}

@@ -112,3 +112,59 @@ def test_experts_that_an_answer_names() -> None:
     assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (2, 2, 1)
     with pytest.raises(ValueError, match="need the log-probs"):
         sample.append_response_tokens(args, tokens=[4])
+
+
+def test_no_sample_changes_by_another_one_s_append() -> None:
+    """Siblings of a group, the greedy baseline and the prompt's own ids may be one list in a hook."""
+    prompt_ids = [5, 6]
+    first, second = Sample(tokens=prompt_ids), Sample(tokens=prompt_ids)
+    first.append_response_tokens(None, tokens=[7], log_probs=[-1.0])
+    third = copy.copy(first)
+    fourth = Sample(tokens=first.tokens)
+    first.append_response_tokens(None, tokens=[8], log_probs=[-1.0])
+    third.append_response_tokens(None, tokens=[9], log_probs=[-1.0])
+    assert prompt_ids == [5, 6] and second.tokens == [5, 6] and fourth.tokens == [5, 6, 7]
+    assert first.tokens == [5, 6, 7, 8] and third.tokens == [5, 6, 7, 9]
+    fifth = packed_sample()
+    sixth = copy.copy(fifth)
+    fifth.tokens.append(1)  # type: ignore[union-attr]
+    assert sixth.tokens == [5, 6, 7, 8]
+    seventh = Sample(tokens=[1], loss_mask=first.loss_mask, response_length=0)
+    seventh.loss_mask.append(0)  # type: ignore[union-attr]
+    assert first.loss_mask == [1, 1] and seventh.loss_mask == [1, 1, 0]
+    for back in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert type(back.tokens) is list and back.tokens == first.tokens
+
+
+def test_a_mask_of_shares_has_a_sum_of_shares() -> None:
+    sample = Sample(tokens=[1, 2, 3], loss_mask=[0.5, 1.0, 0.25], response_length=3)
+    assert sample.effective_response_length == 1.75
+    whole = packed_sample().effective_response_length
+    assert whole == 2 and type(whole) is int
+
+
+@pytest.mark.parametrize("wrong", [1 << 31, (1 << 32) + 7, -(1 << 40), 1 << 70])
+def test_an_id_that_no_32_bits_hold_is_named(wrong: int) -> None:
+    """It would be another token's id, in silence."""
+    sample = Sample(index=4, tokens=[1, 2, wrong])
+    said = f"sample 4: tokens holds {wrong} at place 2; it must be within -2147483648..2147483647"
+    with pytest.raises(ValueError, match=said):
+        sample.array("tokens")
+    sample = Sample(index=4, tokens=[1])
+    with pytest.raises(ValueError, match=f"sample 4: tokens holds {wrong} at place 0"):
+        sample.append_response_tokens(None, tokens=[wrong], log_probs=[0.0])
+    assert sample.tokens == [1] and sample.response_length == 0
+
+
+def test_versions_are_a_list_to_a_hook() -> None:
+    sample = packed_sample()
+    assert sample.weight_versions == [3, 3]
+    sample.weight_versions.append("4")  # type: ignore[union-attr]
+    sample.tokens, sample.response_length = [5, 6, 7, 8, 9], 3
+    sample.loss_mask, sample.rollout_log_probs = [1, 1, 1], [0.0, 0.0, 0.0]
+    sample.validate()
+    other = copy.deepcopy(sample)
+    sample.append_response_tokens(None, tokens=[10], log_probs=[-1.0], versions=5)
+    assert sample.weight_versions == [3, 3, -1, 5]
+    other.update_from_meta_info(None, {"weight_version": "4", "finish_reason": {"type": "stop"}})
+    assert other.weight_versions == [3, 3, 4]

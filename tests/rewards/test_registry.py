@@ -40,8 +40,8 @@ def test_grades(kind: str, response: str, label: object, wanted: float) -> None:
 )
 def test_labels_of_math(label: object, right: str, wrong: str) -> None:
     pytest.importorskip("math_verify")
-    assert RM_TYPES["math"](rf"so \boxed{{{right}}}", label) == 1.0
-    assert RM_TYPES["math"](rf"so \boxed{{{wrong}}}", label) == 0.0
+    assert RM_TYPES["math_verify"](rf"so \boxed{{{right}}}", label) == 1.0
+    assert RM_TYPES["math_verify"](rf"so \boxed{{{wrong}}}", label) == 0.0
 
 
 def test_math_in_a_thread() -> None:
@@ -50,10 +50,10 @@ def test_math_in_a_thread() -> None:
     grades: list[float] = []
 
     def run() -> None:
-        grades.append(RM_TYPES["math"](r"so the answer is \boxed{\frac{1}{2}}", "0.5"))
-        grades.append(RM_TYPES["math"](r"so the answer is \boxed{3}", r"\frac{6}{2}"))
-        grades.append(RM_TYPES["math"](r"so the answer is \boxed{4}", "5"))
-        grades.append(RM_TYPES["math"]("no answer", "5"))
+        grades.append(RM_TYPES["math_verify"](r"so the answer is \boxed{\frac{1}{2}}", "0.5"))
+        grades.append(RM_TYPES["math_verify"](r"so the answer is \boxed{3}", r"\frac{6}{2}"))
+        grades.append(RM_TYPES["math_verify"](r"so the answer is \boxed{4}", "5"))
+        grades.append(RM_TYPES["math_verify"]("no answer", "5"))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -113,8 +113,8 @@ def test_deepscaler(response: str, wanted: float) -> None:
         (r"Answer: \boxed{34}", 34.0, 1.0, "34"),
         (r"Answer: \frac12", r"\frac{1}{2}", 1.0, r"\frac{1}{2}"),
         ("Answer: 35", "34", -1.0, "35"),
-        (r"hence \boxed{34}", "34", 1.0, "34"),
-        (r"hence \boxed{34}" + "." * 100, "34", -1.0, None),  # not at the end
+        (r"hence \boxed{34}", "34", -1.0, None),  # the prompt asks for "Answer:", as in slime
+        (r"Answer: 34.0", "34", -1.0, "34.0"),
         ("Answer: 34" + "." * 300, "34", -1.0, None),
         ("34", "34", -1.0, None),
     ],
@@ -144,13 +144,14 @@ CHOICES = {"choices": ["blue light", "red light", "no light", "a mirror"]}
         (r"\boxed{\text{(c) no light}}", "C", 1.0),
         ("The correct answer is option C", "C", 1.0),
         ("The answer is C. Option D is wrong.", "C", 1.0),
-        ("The answer is B. No: the answer is C.", "C", 1.0),
-        ("The answer is a matter of optics.\nC", "C", 1.0),
+        ("The answer is B. No: the answer is C.", "C", 0.0),  # the first counts, as in slime
+        ("The answer is a matter of optics.\nC", "C", 0.0),  # an A
         ("A mirror would help.\nC) no light", "C", 1.0),
         ("<think>The answer is C</think>The answer is D", "C", 0.0),
-        ("<think>The answer is C", "C", 0.0),
+        ("<think>The answer is C", "C", 1.0),
         ("I would say no light.", "C", 1.0),
-        ("red light, or no light", "C", 0.0),  # names two
+        ("red light, or no light", "C", 1.0),
+        ("i see no colour", "C", 0.0),  # a letter within a word is no choice
         ("", "C", 0.0),
     ],
 )
@@ -306,7 +307,9 @@ def test_sentences(text: str, wanted: int) -> None:
 @pytest.mark.parametrize(
     "unit", [".", "\n", " ", "[", "{", "<<", "*", "A", "Answer:", "</think>", r"\boxed{", "<think>"]
 )
-@pytest.mark.parametrize("kind", sorted(set(RM_TYPES) - {"math", "random", "ifbench"}))  # ifbench: another's program
+@pytest.mark.parametrize(
+    "kind", sorted(set(RM_TYPES) - {"math_verify", "random", "ifbench"})
+)  # ifbench: another's program
 def test_a_response_that_repeats_itself_is_graded_soon(kind: str, unit: str) -> None:
     """An untrained policy fills its context with one token; no grader may take long over it, or fail."""
     response = unit * (40_000 // len(unit))

@@ -565,6 +565,31 @@ def test_a_sample_of_two_engines(function: str, start: Any, tokenizer: Any) -> N
     assert served.keys == ["session", "session"]
 
 
+@pytest.mark.parametrize("function", ["generate", "stream_generate"])
+def test_tokens_of_a_hook_are_kept_and_an_empty_prompt_is_told(function: str, start: Any) -> None:
+    args, _ = start(rollout_max_response_len=4)
+    served = Engine([97, 98, 99, 100], 3)
+
+    async def use(url: str) -> Sample:
+        async def ask(sample: Sample) -> Sample:
+            if function == "generate":
+                return await generate(args, sample, sampling_params(args))
+            async for _ in stream_generate(args, sample, sampling_params(args)):
+                pass
+            return sample
+
+        async with GenerateClient(url) as args.generate_client:
+            for ids in (None, np.zeros(0, np.int32)):
+                said = r"sample 3: its prompt '' has no tokens \(label '9'\); give its row of the prompt data a text"
+                with pytest.raises(ValueError, match=said):
+                    await ask(Sample(index=3, label="9", prompt_tokens=ids))
+            return await ask(Sample(tokens=[1, 2, 3], prompt_tokens=np.array([1, 2], np.int32)))
+
+    sample = serve(served, use)
+    assert sample.tokens == [1, 2, 3, 97, 98, 99, 100]
+    assert len(served.asked) == 1, "an engine that is asked to go on from nothing dies"
+
+
 def test_leaving_a_stream_keeps_what_came(start: Any) -> None:
     args, _ = start(rollout_max_response_len=4, rollout_max_context_len=6)
     served = Engine([97, 98, 99, 100], 2)

@@ -127,6 +127,59 @@ def test_a_sample_of_an_earlier_rollout() -> None:
     assert filled(anew, answer([5, 8], "3"), before=before) == [2, 3]
 
 
+def test_a_text_for_a_turn_is_of_that_turn_alone() -> None:
+    """slime's functions append one; what an earlier rollout sampled keeps its versions."""
+
+    def resumed(*texts: str, mask: list[int] | None = None, held: list[int] | None = None) -> tuple[Sample, Before]:
+        first = by_hand(([5, 6], 1))
+        first.weight_versions = np.array([2, 3], np.int32)
+        before = Before.of(first)
+        longer = by_hand(([5, 6, 7, 8, 9], 1))
+        longer.loss_mask = mask
+        longer.weight_versions = [*([2, 3] if held is None else held), *texts]
+        return longer, before
+
+    sample, before = resumed("7")
+    assert filled(sample, before=before) == [2, 3, 7, 7, 7]
+    sample, before = resumed("7", held=[])
+    assert filled(sample, before=before) == [2, 3, 7, 7, 7], "a list of its own: texts are of turns since"
+    sample, before = resumed("6", "7", held=[], mask=[1, 1, 1, 0, 1])
+    assert filled(sample, before=before) == [2, 3, 6, 6, 7], "a text for each turn"
+    sample, before = resumed("7")
+    assert filled(sample, answer([7, 8, 9], "8"), before=before) == [2, 3, 8, 8, 8], "the engine knows better"
+    sample, before = resumed("7", mask=[1, 1, 1, 0, 1])
+    assert filled(sample, answer([7], "6"), answer([9], "7"), before=before) == [2, 3, 6, 6, 7]
+    fresh = by_hand(([5, 6], 1), ([7], 0), ([8], 1))
+    fresh.weight_versions = ["4", "5"]  # type: ignore[list-item]
+    assert filled(fresh) == [4, 4, 4, 5]
+    unknown = by_hand(([5, 6, 7], 1))
+    assert filled(unknown, answer([7], "4"), before=Before.of(by_hand(([5, 6], 1)))) == [-1, -1, 4]
+
+
+def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: Path) -> None:
+    path = tmp_path / "turns.py"
+    path.write_text(
+        "async def f(args, sample, params):\n"
+        "    sample.tokens += [7]\n"
+        "    sample.loss_mask += [1]\n"
+        "    sample.rollout_log_probs += [-1.0]\n"
+        "    sample.response_length += 1\n"
+        "    sample.weight_versions.append('3')\n"
+        "    sample.status = sample.Status.COMPLETED\n"
+        "    return sample\n"
+    )
+    for former in (None, np.array([2, 2], np.int32)):
+        sample = by_hand(([5, 6], 1))
+        sample.weight_versions = former
+        sample.status = Sample.Status.ABORTED
+        made = asyncio.run(custom_generate(context(), f"{path}:f", sample, {}, False))
+        assert isinstance(made, Sample)
+        assert made.weight_versions == ([2, 2, 3] if former is not None else [-1, -1, 3])
+    named = by_hand(([5, 6], 1))
+    named.weight_versions = ["default", "2"]  # type: ignore[list-item]
+    assert Before.of(named).versions is None, "texts, as a rollout function of slime's leaves them"
+
+
 def test_only_the_policys_engines_are_heard() -> None:
     with noting_answers(URLS) as noted:
         for number, url in enumerate(("http://judge:1", "http://engine:11", "http://engine:2", URL)):

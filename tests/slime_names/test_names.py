@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusionrl.config.fields import FIELDS
 from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.slime_names.entries import Absent, Here
@@ -72,6 +73,27 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
     assert not hasattr(space["types"], "__wrapped__")
     with pytest.raises(ImportError, match="is not among slime's names"):
         exec("from slime.utils.misc import something_new")
+
+
+def test_each_name_of_slime_s_agents_has_its_own_cure() -> None:
+    """Functions and flags that the cures name are there."""
+    for line, cure in {
+        "from slime.agent.adapters import OpenAIAdapter": "fusionrl.plugin_api.open_session",
+        "from slime.agent.trajectory import TrajectoryManager": "session.samples(reward)",
+        "from slime.agent.sandbox import E2BSandbox": "--agent-path",
+        "from slime.agent.harness import CodexHarness": "OPENAI_BASE_URL",
+        "from slime.agent.parsing import parse_model_output": "--tool-call-parser",
+        "from slime.agent.adapters.common import flatten_content": "`text` of the parts",
+        "from slime.agent.adapters.common import something_new": "is not among slime's names",
+    }.items():
+        with pytest.raises(ImportError) as raised:
+            exec(line)
+        assert cure in str(raised.value), line
+    import fusionrl.plugin_api
+    import fusionrl.rollout.sandbox
+
+    assert fusionrl.plugin_api.open_session and fusionrl.rollout.sandbox.run_python
+    assert {"agent_path", "tool_call_parser"} <= FIELDS.keys()
 
 
 def test_a_path_of_slime_in_a_flag() -> None:

@@ -223,6 +223,9 @@ def test_a_spec_that_is_none(workers, hf):
     folder, _ = hf("llama", True)
     with pytest.raises(Failed, match="no_spec: it returned int; expected Megatron's ModuleSpec"):
         workers.start(config_of(folder, custom_spec_path=f"{HOOKS}:no_spec"), TrainerLayout(1))
+    said = f"--custom-spec-path {HOOKS}:builds_none: it returned int; expected Megatron's GPTModel"
+    with pytest.raises(Failed, match=said):
+        workers.start(config_of(folder, custom_spec_path=f"{HOOKS}:builds_none"), TrainerLayout(1))
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,13 @@ def no_spec(args: Any, config: Any, vp_stage: Any) -> Any:
     return 3
 
 
+def builds_none(args: Any, config: Any, vp_stage: Any) -> Any:
+    def provider(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
+        return 3
+
+    return provider
+
+
 def no_model(pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
     return torch.nn.Linear(1, 1)
 

@@ -99,7 +99,7 @@ def test_typed_by_upstream(ask: Ask, argv: list[str], wanted: dict[str, Any]) ->
         (["--sglang-pipeline-parallel-size", "2"], ["use --rollout-num-gpus-per-engine: "]),
         (["--sglang-nccl-port", "2"], ["set by fusionrl (a free port)"]),
         (["--sglang-model-path", "x"], ["set by fusionrl", "use --hf-checkpoint"]),
-        (["--router-port", "3"], ["set by fusionrl (a free port)"]),
+        (["--router-host", "h"], ["set by fusionrl (the node's own address)"]),
         (["--router-policy", "zzz"], ["--router-policy zzz", "round_robin"]),
         (["--router-polcy", "random"], ["did you mean --router-policy?"]),
         (["--no-bf16"], ["use --precision"]),

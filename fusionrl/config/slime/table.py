@@ -130,6 +130,7 @@ RENAMED: dict[str, Entry] = {
     "decoder_last_pipeline_num_layers": _renamed(1, "--num-layers-in-last-pipeline-stage"),
     "check_weight_update_equal": _renamed(0, "--verify-weights always"),
     "sglang_router_request_timeout_secs": _renamed(1, "--router-request-timeout-secs"),
+    "sglang_router_port": _renamed(1, "--router-port"),
     "spec": _renamed(
         -1,
         "--custom-spec-path MODULE.FUNCTION; slime_plugins.models is left out: the family builds it",
@@ -231,7 +232,7 @@ NO_EFFECT: dict[str, Entry] = {
 
 # ------------------------------------------------------------------------------------------------ not here
 _ALL_TRAINED = "all weights are trained here; leave it out"
-_ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out"
+_ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out (--router-port chooses the port)"
 _ASYNC = "not available yet (the asynchronous pipelines are still to come); leave it out"
 _DEEPGEMM = "trainers have no DeepGEMM forward pass; leave it out"
 REFUSED: dict[str, Entry] = {
@@ -281,7 +282,6 @@ REFUSED: dict[str, Entry] = {
     "megatron_deepgemm_moe_forward_modules": _refused(-1, _DEEPGEMM),
     "sglang_config": _refused(1, "all engines of the policy are alike: --sglang-* and --rollout-num-gpus"),
     "sglang_router_ip": _refused(1, _ONE_ROUTER),
-    "sglang_router_port": _refused(1, _ONE_ROUTER),
 }
 
 TABLE: dict[str, Entry] = SHAPES | RENAMED | NO_EFFECT | REFUSED

@@ -22,6 +22,7 @@ _DIRECT = {
     "decoder_first_pipeline_num_layers": "--num-layers-in-first-pipeline-stage",
     "decoder_last_pipeline_num_layers": "--num-layers-in-last-pipeline-stage",
     "fp8_format": "--fp8",
+    "sglang_router_port": "--router-port",
     "sglang_router_request_timeout_secs": "--router-request-timeout-secs",
 }
 _SWITCHES = {
