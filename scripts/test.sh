@@ -40,7 +40,8 @@ elif [ $# -gt 0 ]; then
   run_tests "$@"
 else
   # The machine's cores wait for processes to start most of the time: two at a time, but for what measures time.
-  run_tests -m "not e2e and not timed" -n 2 --dist loadfile
+  # In the order of tests/conftest.py, the longest files first: xdist's own begins with those of the most tests.
+  run_tests -m "not e2e and not timed" -n 2 --dist loadfile --no-loadscope-reorder
   echo "== pytest, what measures time"
   run_tests -m timed
   # Whole runs wait for each other's processes more than they compute: two at a time.

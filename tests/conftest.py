@@ -22,6 +22,36 @@ hypothesis.settings.register_profile("fusionrl", deadline=None)
 hypothesis.settings.load_profile("fusionrl")
 
 
+# Files that take longest, the longest first: a worker that begins with one last keeps all others waiting.
+_LONG = (
+    "sandbox/test_sandbox.py",
+    "engines/test_engine.py",
+    "cluster/test_supervisor.py",
+    "trainer/test_checkpoint.py",
+    "tools/test_memory_check.py",
+    "cluster/test_recovery.py",
+    "trainer/test_parity.py",
+    "sync/test_push_processes.py",
+    "tools/test_make_quickstart.py",
+    "trainer/test_megatron_checkpoint.py",
+    "trainer/test_losses.py",
+    "sandbox/test_escapes.py",
+    "trainer/test_parallel.py",
+    "trainer/test_routing_replay.py",
+    "trainer/test_train_hooks.py",
+    "engines/test_answers.py",
+    "tools/test_bench_loss.py",
+    "cluster/test_open_ray.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files; within a file, and among the others, the order stays."""
+    here = Path(__file__).parent
+    ranks = {here / name: rank for rank, name in enumerate(_LONG)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Stop where a test file imports Megatron-core as it is collected: the CPU layer has to be there before it."""
     if "megatron.core" not in sys.modules:

@@ -1,6 +1,6 @@
 """Hold the memory estimate of `fusionrl plan` against Megatron-core: parameter bytes by rank, and autograd's tensors.
 
-    python tools/memory_check.py [--states] [--activations] [--step] [--published] [--only TEXT]
+    python tools/memory_check.py [--states] [--activations] [--step] [--published] [--only TEXT ...]
         [--markdown docs/memory.md] [--json FILE]
 
 --states       For every layout of tools/parity.py and every rank of it: builds Megatron's real model, its data-parallel
@@ -138,7 +138,12 @@ def counted_states(row: Row, shape: ModelShape, rank: int, precision: str) -> di
     }
 
 
-def check_states(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def _is_chosen(columns: str, only: Sequence[str]) -> bool:
+    """Return whether a row with these columns is to be checked: all are, where no text is given."""
+    return not only or any(text in columns for text in only)
+
+
+def check_states(only: Sequence[str], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """A dictionary for each model on one rank, in fp32 and bf16, and for each layout of tools/parity.py."""
     import_megatron()
     alone = [(Row(name, 1), precision) for name in MODELS for precision in ("fp32", "bf16")]
@@ -146,7 +151,7 @@ def check_states(only: str | None, report: Callable[[dict[str, Any]], None]) -> 
     results = []
     for row, precision in rows:
         name = f"{row.name or 'one rank'}{'' if precision == 'fp32' else ', bf16'}"
-        if only is not None and only not in f"{row.model} {name}":
+        if not _is_chosen(f"{row.model} {name}", only):
             continue
         results.append(_states_of(row, name, precision))
         report(results[-1])
@@ -417,12 +422,12 @@ def measure_layer(case: LayerCase) -> dict[str, Any]:
     }
 
 
-def check_activations(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def check_activations(only: Sequence[str], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """A dictionary for each of `layer_cases`."""
     import_megatron()
     results = []
     for case in layer_cases():
-        if only is None or only in f"{case.name} {case.recompute}":
+        if _is_chosen(f"{case.name} {case.recompute}", only):
             results.append(measure_layer(case))
             report(results[-1])
     return results
@@ -449,12 +454,12 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check_step(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def check_step(only: Sequence[str], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """A dictionary for each of STEPS: two micro-batches of one sequence, all but its first token trained on."""
     import_megatron()
     results = []
     for name, (raw, transformer) in STEPS.items():
-        if only is None or only in name:
+        if _is_chosen(name, only):
             results.append({"name": name} | measure_step(shape_from_hf_config(raw), transformer))
             report(results[-1])
     return results
@@ -522,7 +527,7 @@ def step_line(entry: dict[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------- published
 
 
-def check_published(only: str | None, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def check_published(only: Sequence[str], report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """A dictionary for each pipeline stage whose peak is published."""
     results = []
     for case in published_peaks.CASES:
@@ -538,7 +543,7 @@ def check_published(only: str | None, report: Callable[[dict[str, Any]], None]) 
                 "difference": difference,
                 "holds": abs(difference) <= PUBLISHED_BOUND,
             }
-            if only is None or only in f"{entry['model']} {entry['layout']}":
+            if _is_chosen(f"{entry['model']} {entry['layout']}", only):
                 results.append(entry)
                 report(entry)
     return results
@@ -582,7 +587,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in CHECKS:
         parser.add_argument(f"--{name}", action="store_true", help="do this check alone")
-    parser.add_argument("--only", help="rows whose first columns contain this text")
+    parser.add_argument("--only", nargs="+", default=[], help="rows whose first columns contain one of these texts")
     parser.add_argument("--markdown", type=Path, help="a page; the tables in it, between their markers, are replaced")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
@@ -602,7 +607,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             table = "\n".join([_HEAD[name], *map(line, rows)])
             options.markdown.write_text(f"{before}{first}\n{table}\n{last}{after}", encoding="utf-8")
     if not any(found.values()):
-        parser.error(f"--only {options.only}: no row has that text")
+        parser.error(f"--only {' '.join(options.only)}: no row has that text")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if any(not row["holds"] for rows in found.values() for row in rows) else 0

@@ -26,8 +26,9 @@ from typing import Any, get_args
 import numpy as np
 import ray
 
+from fusionrl.cluster.engine_worker import EngineWorker
 from fusionrl.cluster.ray_cluster import LOOPBACK, actor_on, start_ray
-from fusionrl.cluster.workers import EngineWorker, PolicyWorker
+from fusionrl.cluster.workers import PolicyWorker
 from fusionrl.config.config import Config
 from fusionrl.config.groups import WeightsGroup
 from fusionrl.engines.engine import EngineSpec

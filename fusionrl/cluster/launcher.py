@@ -21,12 +21,14 @@ from fusionrl.base.environment import (
     not_passed_on,
     without_secrets,
 )
+from fusionrl.cluster.actor_process import Settled
 from fusionrl.cluster.engine_specs import EngineRole, engine_spec
+from fusionrl.cluster.engine_worker import EngineWorker
 from fusionrl.cluster.guard import Guard
 from fusionrl.cluster.private_folder import make_private_folder
 from fusionrl.cluster.ray_cluster import LOOPBACK, Bundle, actor_on, is_alone, place_devices, start_ray
 from fusionrl.cluster.roster import Roster
-from fusionrl.cluster.workers import TRAINER_WORKERS, BufferWorker, EngineWorker, Settled
+from fusionrl.cluster.workers import TRAINER_WORKERS, BufferWorker
 from fusionrl.config.config import Config
 from fusionrl.engines.process import interface_of
 from fusionrl.engines.router import Router
@@ -118,20 +120,27 @@ class Launcher:
         self.roster.add(spec.name, actor, log)
         return actor
 
-    def make_trainers(self) -> tuple[list[ActorHandle], list[ActorHandle], list[ray.ObjectRef]]:
-        """The policy's trainers, those of a critic or prm, and references of their set-up; none without a layout."""
+    def make_trainers(self) -> tuple[list[ActorHandle], list[ActorHandle]]:
+        """The policy's trainers, and those of a critic or prm, not yet set up; none without a layout."""
         if self._plan.layout is None:
-            return [], [], []
+            return [], []
         config, auxiliary = self._config, self._plan.auxiliary
-        groups = [self._make_group(config, self._plan.trainer_bundles)]
-        if auxiliary is not None:
-            own = auxiliary_config(config, auxiliary.role)
-            groups.append(self._make_group(own, auxiliary.bundles, auxiliary.role))
+        trainers = self._make_group(config, self._plan.trainer_bundles)
+        if auxiliary is None:
+            return trainers, []
+        return trainers, self._make_group(auxiliary_config(config, auxiliary.role), auxiliary.bundles, auxiliary.role)
+
+    @staticmethod
+    def setup_trainers(groups: Sequence[Sequence[ActorHandle]]) -> list[ray.ObjectRef]:
+        """Begin to set up the trainers of each group, which meet at its rank 0: references of what each has built.
+
+        It waits until the processes of the ranks 0 are there, which import torch: seconds.
+        """
         refs = []
-        for group in groups:
+        for group in filter(None, groups):
             address, port = ray.get(group[0].node_address.remote())
             refs += [trainer.setup.remote(address, port) for trainer in group]
-        return groups[0], groups[1] if auxiliary is not None else [], refs
+        return refs
 
     def _make_group(self, config: Config, bundles: Sequence[int], role: Role | None = None) -> list[ActorHandle]:
         made = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -11,15 +10,13 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import ray
 from ray._private import ray_constants
-from ray._private import services as ray_services
 from ray._private.services import canonicalize_bootstrap_address
 from ray.actor import ActorClass
 from ray.util.placement_group import (
@@ -30,6 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fusionrl.cluster.ray_processes import in_own_groups, only_what_is_used
 from fusionrl.sync.calls import Reference
 
 T = TypeVar("T")
@@ -107,7 +105,7 @@ def start_ray(
     # It would also start a worker a core that nobody uses: actors have environments, and so processes, of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     resources: dict[str, object] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
-    with _in_own_groups():
+    with in_own_groups(), only_what_is_used(dashboard):
         ray.init(
             address="local",  # without it Ray joins whatever cluster this machine happens to run
             include_dashboard=dashboard,
@@ -119,21 +117,6 @@ def start_ray(
             **quiet,
         )
     return True
-
-
-@contextmanager
-def _in_own_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own.
-
-    `timeout`, a shell or a scheduler sends SIGTERM to the command's whole group. The command hears it and ends Ray; a
-    Ray that is dead by then lets each of the command's calls wait for a minute.
-    """
-    usual = ray_services.ConsolePopen
-    ray_services.ConsolePopen = functools.partial(usual, process_group=0)
-    try:
-        yield
-    finally:
-        ray_services.ConsolePopen = usual
 
 
 def _refuse_dead_address(address: str) -> None:

@@ -1,61 +1,17 @@
-"""The actors' processes: each writes its output into its own file of the run's folder, then is the plain class.
-
-Everything a process prints, and what C++ libraries write to its descriptors, lands in that file.
-"""
+"""The processes of Buffer and trainers: each writes its output into its own file, then is the plain class."""
 
 from __future__ import annotations
 
-import os
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
-
 from fusionrl.algorithms.estimators import Role
-from fusionrl.base.environment import take_secrets
+from fusionrl.base.imports import without_collections
 from fusionrl.buffer.actor import BufferActor
+from fusionrl.cluster.actor_process import Settled, log_to
 from fusionrl.config.config import Config
-from fusionrl.engines.engine import EngineActor, EngineSpec
-from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.plan.plan import Plan
 from fusionrl.trainer.critic import CriticTrainer
 from fusionrl.trainer.model_rank import ModelRank
 from fusionrl.trainer.policy import PolicyTrainer
 from fusionrl.trainer.process_reward import ProcessRewardTrainer
-
-
-@dataclass(frozen=True)
-class Settled:
-    """Settings that an actor's process takes over before anything else: the rights of its files, and secrets."""
-
-    umask: int
-    hook_secrets: dict[str, str] = field(default_factory=dict, repr=False)
-
-    def apply(self) -> None:
-        """Take it over. On a cluster that the run has joined, the process has the environment of that cluster."""
-        os.umask(self.umask)
-        take_secrets(self.hook_secrets)
-
-
-def _log_to(path: str, role: str, level: str = "info") -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    write_whole_lines()
-    setup_logging(level, Path(path), role=role, terminal=False)
-
-
-class EngineWorker(EngineActor):
-    """An engine's actor process."""
-
-    def __init__(self, spec: EngineSpec, log: str, settled: Settled | None = None) -> None:
-        if settled is not None:
-            settled.apply()
-        _log_to(log, f"{spec.role}-{spec.index}")
-        super().__init__(spec)
 
 
 class BufferWorker(BufferActor):
@@ -71,7 +27,7 @@ class BufferWorker(BufferActor):
         settled: Settled,
     ) -> None:
         settled.apply()
-        _log_to(log, "buffer", config.run.log_level)
+        log_to(log, "buffer", config.run.log_level)
         super().__init__(config, plan, run_dir, attempt)
 
 
@@ -91,8 +47,9 @@ class _TrainerProcess(ModelRank):
     ) -> None:
         if settled is not None:
             settled.apply()
-        _log_to(log, f"{self.role or 'trainer'}-{rank}", config.run.log_level)
-        import torch
+        log_to(log, f"{self.role or 'trainer'}-{rank}", config.run.log_level)
+        with without_collections():
+            import torch
 
         if plan.device == "cuda":
             torch.cuda.set_device(device_id)

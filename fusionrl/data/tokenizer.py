@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fusionrl.upstream.auto_tokenizer import import_auto_tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -15,14 +17,15 @@ class TemplateError(ValueError):
 
 
 def import_tokenizers() -> None:
-    """Import what `load_tokenizer` needs, which takes seconds."""
-    from transformers import AutoTokenizer  # noqa: F401
+    """Import what `load_tokenizer` needs, which takes a second."""
+    import_auto_tokenizer()
 
 
 @functools.cache
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, once a process."""
-    from transformers import AutoTokenizer  # seconds to import: only where a tokenizer is needed
+    import_tokenizers()  # only where a tokenizer is needed
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
 

@@ -72,8 +72,9 @@ class Actors:
         self._launcher.start(self._on_ray)
         self._say("starting " + ", ".join(self._parts()))
         self.engines.start()
-        self.trainers.actors, self.trainers.auxiliaries, ready = self._launcher.make_trainers()
+        self.trainers.actors, self.trainers.auxiliaries = self._launcher.make_trainers()
         prepared = self.buffer.start(self._launcher.make_buffer())
+        ready = self._launcher.setup_trainers([self.trainers.actors, self.trainers.auxiliaries])
         buffer_ready = self.buffer.setup(self.engines.finish_start())
         if ready:
             logger.info("trainers: %s", gather(ready, self._stop.check)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fusionrl.cluster.checkpoints import Checkpoints
@@ -30,6 +31,7 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
     latest = find_checkpoint(config, checkpoints)
     loop = choose_loop(config)
     with (
+        ThreadPoolExecutor(1) as beside,
         StopSignal() as stop,
         Actors(config, plan, path, attempt, say=progress.status, stop=stop) as actors,
         MetricsSink(path, attempt, config.run.use_tensorboard) as metrics,
@@ -54,4 +56,6 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
             if actors.trainers:
                 run.save()
             raise
-    draw_curves(read_metrics(path), path / "curves.png", f"{config.run.name} ({config.run.mode})")
+        title = f"{config.run.name} ({config.run.mode})"
+        drawing = beside.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
+    drawing.result()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
+from fusionrl.base.imports import without_collections
 from fusionrl.engines import rendezvous
 
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
@@ -21,6 +22,14 @@ if os.environ.get(DEVICE_VARIABLE) == "cpu":
 
     cpu_sglang.install()
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang takes its CPU code paths only when told to
+
+
+def _leave_megatron_out() -> None:
+    """Let SGLang find no Megatron-core.
+
+    A tool of SGLang's that writes tensors to files imports it where it is installed, in each scheduler: 1 s of a core.
+    """
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # the import system's sign for "not there"
 
 
 def _fork_children() -> None:
@@ -45,10 +54,13 @@ def main(argv: list[str]) -> None:
     if api_key:
         argv = [*argv, "--api-key", api_key]
 
-    rendezvous.install()
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with without_collections():
+        rendezvous.install()
+        _leave_megatron_out()
+        import sglang.srt.entrypoints.http_server  # noqa: F401  # `run_server` imports it
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
         _fork_children()

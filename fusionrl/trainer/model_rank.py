@@ -10,6 +10,7 @@ import gc
 from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 from fusionrl.algorithms.estimators import Role
+from fusionrl.base.imports import without_collections
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
 from fusionrl.models.shape import ModelShape, read_model_shape
@@ -128,9 +129,10 @@ class ModelRank:
         Raises:
             ValueError: see `setup`.
         """
-        import torch
+        with without_collections():
+            import torch
 
-        from fusionrl.trainer import process_groups, settings
+            from fusionrl.trainer import process_groups, settings
 
         config, plan = self.config, self.trainer_plan
         self.shape = self.read_shape()
@@ -145,8 +147,9 @@ class ModelRank:
             timeout_minutes=config.cluster.distributed_timeout_minutes,
         )
         self.hooks.initialized()
-        from fusionrl.models.hf_io import load_hf
-        from fusionrl.trainer import checkpoint, model
+        with without_collections():
+            from fusionrl.models.hf_io import load_hf
+            from fusionrl.trainer import checkpoint, model
 
         modules, transformer = model.build_model(config, self.shape, plan, self.device)
         if config.model.debug_random_weights:

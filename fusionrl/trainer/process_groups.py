@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fusionrl.base.imports import without_collections
 from fusionrl.base.stores import join_group_store
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer import adam
@@ -29,7 +30,8 @@ def join_ranks(
     if address[0].startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cpu_megatron.install()
-    from megatron.core import parallel_state, tensor_parallel
+    with without_collections():
+        from megatron.core import parallel_state, tensor_parallel
 
     cpu_megatron.patch()
     megatron_versions.without_te()

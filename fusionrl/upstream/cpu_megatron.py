@@ -16,6 +16,7 @@ Both do nothing where CUDA is there. Each shim answers a call of Megatron-core t
 | moves | `Tensor.cuda`, `Tensor.pin_memory`, `Tensor.to("cuda")` | as above |
 | types | `Tensor.type()` answers `torch.cuda.FloatTensor` | the optimizer, gradient clipping |
 | recompute | `CheckpointWithoutOutput(fp8=False)` is not "fp8 is on" | selective recompute |
+| compiler | torch's optimizers ask its compiler not to compile them, and import it to ask | time: 1 s of a core |
 | splits | sizes of the experts' exchange become numbers on a CPU, too | mixtures of experts |
 | uneven | `all_gather` of parts of different sizes, which gloo lacks: padded | expert tensor parallelism |
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+_UNCOMPILED = "__dynamo_disable"  # torch's name for what its wrapper calls, once it is there
 _state = {"installed": False, "patched": False}
 
 # Name → (value, why). A user who sets one of these otherwise gets an error with this reason.
@@ -129,6 +131,8 @@ def install() -> bool:
     _install_cuda_functions()
     _install_factories()
     _install_tensor_methods()
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        _install_compiler(getattr(torch.optim.Optimizer, name))
     _state["installed"] = True
     return True
 
@@ -212,6 +216,22 @@ def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _install_compiler(wrapper: Callable[..., object]) -> None:
+    """Let torch's compiler be imported by `wrapper`, of torch's `_disable_dynamo`, only where something else has it."""
+    function = getattr(wrapper, "__wrapped__", None)
+    if function is None:
+        return  # this torch does not wrap it
+
+    @functools.wraps(function)
+    def uncompiled(*args: object, **kwargs: object) -> object:
+        if "torch._dynamo" not in sys.modules:  # then nothing is compiled
+            return function(*args, **kwargs)
+        setattr(function, _UNCOMPILED, None)
+        return wrapper(*args, **kwargs)
+
+    setattr(function, _UNCOMPILED, uncompiled)
 
 
 def _install_factories() -> None:

@@ -17,3 +17,13 @@ def test_torch_is_left_to_the_trainers(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_s_actor_imports_nothing_of_buffer_and_trainers() -> None:
+    code = (
+        "import sys, fusionrl.cluster.engine_worker\n"
+        "found = {'fusionrl.buffer', 'fusionrl.trainer', 'fusionrl.config', 'aiohttp'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -43,8 +43,8 @@ def test_a_worker_writes_each_line_once_and_whole(tmp_path: Path) -> None:
     file = tmp_path / "trainer-0.a1.log"
     code = f"""
 import logging, os, signal, warnings
-from fusionrl.cluster.workers import _log_to
-_log_to({str(file)!r}, "trainer-0")
+from fusionrl.cluster.actor_process import log_to
+log_to({str(file)!r}, "trainer-0")
 print("printed by a hook")
 logging.getLogger("my_hook").info("logged by a hook")
 warnings.warn("a warning", stacklevel=1)

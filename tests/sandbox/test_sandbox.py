@@ -102,7 +102,7 @@ def test_a_fork_bomb_is_bounded_and_leaves_nothing(run: Sandbox) -> None:
         "        print('refused', flush=True); break\n"
         "import time; time.sleep(3600)"
     )
-    result = run(code, num_processes=20, wall_s=8, cpu_s=2)
+    result = run(code, num_processes=20, wall_s=4, cpu_s=2)
     assert 1 <= result.stdout.count("refused") <= 20
     assert alive(mark) == []
 

@@ -84,8 +84,12 @@ def test_model_loads_knows_its_end_token_and_starts_near_a_uniform_guess(quickst
 
 
 def test_the_seed_alone_decides_every_byte(quickstart: Path, tmp_path: Path) -> None:
-    again = make(tmp_path / "again", 0)
-    other = make(tmp_path / "other", 1)
+    again, other = tmp_path / "again", tmp_path / "other"
+    write = "from pathlib import Path; from tools.make_quickstart import write_quickstart as write; "
+    code = (
+        write + f"write(Path({str(other)!r}), 1); write(Path({str(again)!r}), 0)"
+    )  # one process: it imports for seconds
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl", "eval.jsonl"):
         assert (again / name).read_bytes() == (quickstart / name).read_bytes(), name
     for name in ("model/model.safetensors", "train.jsonl", "eval.jsonl"):

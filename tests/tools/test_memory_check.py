@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def check(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
+def check(folder: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
     """In a process of its own: what it does to torch would stay in this one."""
-    file = tmp_path / "found.json"
+    file = folder / "found.json"
     argv = [sys.executable, "tools/memory_check.py", *flags, "--json", str(file)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -26,32 +26,39 @@ def check(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+STATES = {"qwen3_moe TP 2 EP 2 ETP 1": [4], "qwen3 tied PP 2 VPP 2": [2], "deepseek_v3 TP 2 PP 2 CP 2 EP 2": [8]}
+ACTIVATIONS = [
+    "qwen3: attention with q/k norms, MLP none",
+    "qwen3: attention with q/k norms, MLP core_attn",
+    "qwen3: attention with q/k norms, MLP full",
+    "qwen2_moe: with a shared expert none",
+    "qwen2_moe: with a shared expert moe",
+    "glm4: output norms mlp",
+    "deepseek_v3: latent attention, mixture none",
+    "deepseek_v3: latent attention, mixture mla_up_proj",
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The rows of both choices, from one process: each would import Megatron anew."""
+    flags = ["--states", "--activations", "--only", *STATES, *ACTIVATIONS]
+    return check(tmp_path_factory.mktemp("memory"), *flags)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("only", "num_ranks"),
-    [("qwen3_moe TP 2 EP 2 ETP 1", [4]), ("qwen3 tied PP 2 VPP 2", [2]), ("deepseek_v3 TP 2 PP 2 CP 2 EP 2", [8])],
-)
-def test_parameters_buffers_and_optimizer_are_megatrons(tmp_path: Path, only: str, num_ranks: list[int]) -> None:
-    rows = check(tmp_path, "--states", "--only", only)["states"]
+@pytest.mark.parametrize(("only", "num_ranks"), STATES.items())
+def test_parameters_buffers_and_optimizer_are_megatrons(
+    found: dict[str, list[dict[str, Any]]], only: str, num_ranks: list[int]
+) -> None:
+    rows = [row for row in found["states"] if only in f"{row['model']} {row['layout']}"]
     assert [row["ranks"] for row in rows] == num_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "only",
-    [
-        "qwen3: attention with q/k norms, MLP none",
-        "qwen3: attention with q/k norms, MLP core_attn",
-        "qwen3: attention with q/k norms, MLP full",
-        "qwen2_moe: with a shared expert none",
-        "qwen2_moe: with a shared expert moe",
-        "glm4: output norms mlp",
-        "deepseek_v3: latent attention, mixture none",
-        "deepseek_v3: latent attention, mixture mla_up_proj",
-    ],
-)
-def test_kept_tensors_are_autograds(tmp_path: Path, only: str) -> None:
-    (row, *others) = check(tmp_path, "--activations", "--only", only)["activations"]
+@pytest.mark.parametrize("only", ACTIVATIONS)
+def test_kept_tensors_are_autograds(found: dict[str, list[dict[str, Any]]], only: str) -> None:
+    (row, *others) = [row for row in found["activations"] if only in f"{row['layer']} {row['recompute']}"]
     assert abs(row["difference"]) <= 0.02
     assert row["measured"] > 1000
     assert len(others) <= 1

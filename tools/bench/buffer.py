@@ -37,8 +37,9 @@ import ray
 from aiohttp import web
 
 from fusionrl.buffer.actor import EngineEndpoints
+from fusionrl.cluster.actor_process import Settled
 from fusionrl.cluster.ray_cluster import actor_on, start_ray
-from fusionrl.cluster.workers import BufferWorker, Settled
+from fusionrl.cluster.workers import BufferWorker
 from fusionrl.config.config import Config
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan

@@ -1,0 +1,24 @@
+"""Imports of large libraries, without the collections of garbage that they set off."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Import large libraries within it.
+
+    torch, transformers and SGLang make a million objects that live as long as the process. The collector looks through
+    all of them again and again while they are made: a fifth of the time. Afterwards it never looks at them.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if is_enabled:
+            gc.enable()
