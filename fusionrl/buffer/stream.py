@@ -107,7 +107,7 @@ class Stream:
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
-        self._call(self._note, events.TrainDone())
+        self._call(self._happen, events.TrainDone())
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         self._ask(events.Push)
@@ -116,7 +116,7 @@ class Stream:
     def pushed(self, version: int) -> None:
         """Note that the engines have new weights, of the name `version`."""
         self._label = version
-        self._call(self._note, events.Pushed())
+        self._call(self._happen, events.Pushed())
 
     def stop(self) -> None:
         """End everything that is under way."""
@@ -257,9 +257,6 @@ class Stream:
         }
         ahead = [self._live[ordinal].blank for ordinal in sorted(self._live)]
         return Batch(groups, self._label, ahead, counts | told | self._client.retries("rollout"))
-
-    def _note(self, event: events.Event) -> None:
-        self._happen(event)
 
     # ------------------------------------------------------------------------------------ between the threads
     def _ask(self, *wanted: type) -> events.Action:

@@ -37,6 +37,11 @@ class BufferHandle:
         self._adding: ray.ObjectRef | None = None  # of the last `add_trained`
 
     @property
+    def stream(self) -> StreamHandle:
+        """The Buffer's stream, under a pipeline that has one."""
+        return StreamHandle(self, self._supervisor)
+
+    @property
     def actor(self) -> ActorHandle:
         """The Buffer."""
         assert self._actor is not None, "the Buffer has not been started"
@@ -58,7 +63,7 @@ class BufferHandle:
     # ------------------------------------------------------------------------------------ rounds
     def start_rollout(self, rollout_id: int, version: int) -> Started:
         """Begin a rollout; the engines have to be ready for it, with weights of `version`. Does not wait."""
-        return self._begin(self.actor.generate.remote, rollout_id, version)
+        return self.begin(self.actor.generate.remote, rollout_id, version)
 
     def wait_rollout(self, started: Started) -> Rollout:
         """Wait for a rollout. Of an engine that dies meanwhile the death is reported, not its consequences."""
@@ -71,30 +76,9 @@ class BufferHandle:
             logger.warning("%s", text)
         return rollout
 
-    def begin_stream(self, num_trained: int) -> None:
-        """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
-        ray.get(self.actor.begin_stream.remote(num_trained))
-
-    def next_rollout(self, rollout_id: int) -> Started:
-        """Begin to wait for a rollout of the stream: `wait_rollout` goes on with it."""
-        return self._begin(self.actor.next_rollout.remote, rollout_id)
-
-    def rollout_trained(self) -> bool:
-        """Note that the last rollout is trained; returns, when nothing stands in its way, whether a push is due now."""
-        is_due: bool = self._supervisor.wait(self.actor.rollout_trained.remote())
-        return is_due
-
-    def weights_pushed(self, version: int) -> None:
-        """Note that the engines have weights of `version`."""
-        ray.get(self.actor.weights_pushed.remote(version))
-
-    def end_stream(self) -> None:
-        """End what is under way."""
-        ray.get(self.actor.end_stream.remote())
-
     def start_evaluation(self, step: int) -> Started:
         """Begin an evaluation on every set. Does not wait."""
-        return self._begin(self.actor.evaluate.remote, step)
+        return self.begin(self.actor.evaluate.remote, step)
 
     def wait_evaluation(self, started: Started) -> dict[str, float]:
         """Wait for the metrics of an evaluation, as of a rollout."""
@@ -105,7 +89,8 @@ class BufferHandle:
         self._add_faults(metrics, "eval", started.faults)
         return metrics
 
-    def _begin(self, method: ray.remote_function.RemoteFunction, *numbers: int) -> Started:
+    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int) -> Started:
+        """Begin what a method of the actor does with the engines. Does not wait."""
         faults = self._engines.count_faults()
         ref = method(*numbers)
         self._engines.begin_round()
@@ -149,3 +134,31 @@ class BufferHandle:
         if self._adding is not None:
             ray.wait([self._adding], timeout=_ADD_TIMEOUT_S)  # its failure may be the consequence of another
         self._actor = self._adding = None
+
+
+class StreamHandle:
+    """The driver's end of the Buffer's stream (`fusionrl.buffer.stream`)."""
+
+    def __init__(self, buffer: BufferHandle, supervisor: Supervisor) -> None:
+        self._buffer, self._supervisor = buffer, supervisor
+
+    def start(self, num_trained: int) -> None:
+        """Begin to generate without pause; the engines have the weights after `num_trained` rollouts."""
+        ray.get(self._buffer.actor.begin_stream.remote(num_trained))
+
+    def next_rollout(self, rollout_id: int) -> Started:
+        """Begin to wait for a rollout of the stream: `BufferHandle.wait_rollout` goes on with it."""
+        return self._buffer.begin(self._buffer.actor.next_rollout.remote, rollout_id)
+
+    def trained(self) -> bool:
+        """Note that the last rollout is trained; returns, when nothing stands in its way, whether a push is due now."""
+        is_due: bool = self._supervisor.wait(self._buffer.actor.rollout_trained.remote())
+        return is_due
+
+    def pushed(self, version: int) -> None:
+        """Note that the engines have weights of `version`."""
+        ray.get(self._buffer.actor.weights_pushed.remote(version))
+
+    def stop(self) -> None:
+        """End what is under way."""
+        ray.get(self._buffer.actor.end_stream.remote())

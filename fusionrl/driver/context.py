@@ -45,7 +45,7 @@ class Run:
 
     def begin_stream(self) -> None:
         """Begin to generate without pause; the engines have their weights."""
-        self.actors.buffer.begin_stream(self.first_rollout)
+        self.actors.buffer.stream.start(self.first_rollout)
 
     def wait_rollout(self, started: Started) -> Rollout:
         """Wait for a rollout; shows --log-samples of it, and warns where there is nothing to learn from it."""

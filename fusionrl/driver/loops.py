@@ -53,7 +53,7 @@ def streamed(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
-    run.actors.buffer.end_stream()
+    run.actors.buffer.stream.stop()
 
 
 def sft(run: Run) -> None:

@@ -49,7 +49,7 @@ class Step:
     def fetch(self) -> Rollout:
         """Wait for the next rollout of the stream."""
         run = self._run
-        rollout = run.wait_rollout(run.actors.buffer.next_rollout(self.rollout_id))
+        rollout = run.wait_rollout(run.actors.buffer.stream.next_rollout(self.rollout_id))
         self.values |= rollout.metrics
         return rollout
 
@@ -69,11 +69,11 @@ class Step:
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
-        buffer, start = self._run.actors.buffer, time.perf_counter()
-        if buffer.rollout_trained():
+        stream, start = self._run.actors.buffer.stream, time.perf_counter()
+        if stream.trained():
             self.values["perf/time_drain_s"] = time.perf_counter() - start
             self.push()
-            buffer.weights_pushed(self.number)
+            stream.pushed(self.number)
 
     def measure(self, tokens: str) -> None:
         """Note the time since the step began; throughput is of the metric `tokens`."""

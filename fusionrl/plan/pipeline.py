@@ -86,6 +86,11 @@ def stream_errors(config: Config) -> list[str]:
         return []
     rollout, shown = config.rollout, f"--pipeline {config.run.pipeline}"
     errors = []
+    if rollout.rollout_batch_size is not None:
+        try:
+            knobs_of(config, None, 1)
+        except ValueError as error:
+            errors.append(str(error))
     if config.cluster.colocate:
         errors.append(f"{shown}: with --colocate engines and trainers work in turn; take --pipeline {IN_TURN}")
     if rollout.rollout_function_path != type(rollout)().rollout_function_path:

@@ -65,7 +65,10 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"pipeline": "async"}, ["--pipeline async", "available is on-policy"]),
+        ({"pipeline": "async", "colocate": True}, ["--pipeline async", "engines and trainers work in turn"]),
+        ({"pipeline": "async", "partial_rollout": True}, ["--pipeline async", "--partial-rollout belongs to"]),
+        ({"pipeline": "stream", "in_flight": "retract"}, ["--pipeline stream: --in-flight is retract", "at least 1"]),
+        ({"pipeline": "async", "admission_lead": 3.0}, ["--admission-lead is 3", "0 to --max-staleness (2)"]),
         ({"prompt_data": None}, ["--prompt-data is required in --mode rl"]),
         ({"rollout_batch_size": None}, ["--rollout-batch-size is required"]),
         ({"num_rollout": None}, ["--num-rollout or --num-epoch is required"]),
@@ -150,6 +153,7 @@ def test_all_of_them_are_listed_at_once(errors: Errors, tmp_path: Path) -> None:
         hf_checkpoint=str(tmp_path / "none"),
         prompt_data=str(tmp_path / "none.jsonl"),
         pipeline="stream",
+        partial_rollout=True,
         rm_type="nothing",
         custom_rm_path="no_module.rm",
         kl_loss_coef=0.5,

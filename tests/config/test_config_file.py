@@ -186,7 +186,7 @@ config: other.yaml
 name: [a, b]
 apply-chat-template-kwargs: "{x"
 clip-grad: ~
-max-staleness: 2
+rollout-external-engine-addrs: x
 data:
   input-key: {a: 1}
   nonsense-key-of-mine: 1
@@ -211,7 +211,7 @@ def test_each_mistake_has_its_line(files: Files) -> None:
         "run.yaml:16: --name": 'one value is wanted, not ["a", "b"]',
         "run.yaml:17: --apply-chat-template-kwargs {x": "not valid JSON",
         "run.yaml:18: --clip-grad": "it needs a value",
-        "run.yaml:19: --max-staleness 2": "not available yet",
+        "run.yaml:19: --rollout-external-engine-addrs x": "not available yet",
         "run.yaml:21: --input-key": "one value is wanted",
         "run.yaml:22: --nonsense-key-of-mine": "unknown flag",
         "run.yaml:23: --rollout-stop": "a list of plain values is wanted",

@@ -68,8 +68,8 @@ def test_every_mistake_is_listed_at_once() -> None:
         *(
             "--sglang-config",
             "x.yaml",
-            "--max-staleness",
-            "2",
+            "--rollout-external-engine-addrs",
+            "x",
             "--rollout-stop-token-ids",
             "1",
             "two",
@@ -87,7 +87,7 @@ def test_every_mistake_is_listed_at_once() -> None:
         "--apply-chat-template-kwargs {x": "not valid JSON",
         "--n-samples-per-prompt 2.5": "integer",
         "--sglang-config x.yaml": "all engines of the policy are alike",
-        "--max-staleness 2": "not available yet",
+        "--rollout-external-engine-addrs x": "not available yet",
         "--rollout-stop-token-ids two": "integer",
         "--name a/b": "pattern",
     }

@@ -1,0 +1,66 @@
+"""The Buffer's messages about its stream (`stream.py`), under a pipeline that has one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AbstractContextManager
+
+from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.rollout import Rollout, RolloutStages
+from fusionrl.buffer.source import PromptSource
+from fusionrl.buffer.stream import Stream
+from fusionrl.plan.plan import Plan
+from fusionrl.rollout.versions import take_warnings
+
+
+class StreamMessages:
+    """The part of the Buffer actor that the driver's streamed loop talks to."""
+
+    plan: Plan
+    source: PromptSource
+    _border: HookBorder
+    _stages: RolloutStages
+    _phase_since: float
+    _last_metrics: dict[str, float]
+    _stream: Stream
+
+    def _phase_of(self, phase: str, rollout_id: int, kind: str) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    async def begin_stream(self, num_trained: int) -> None:
+        """Begin to generate without pause, after `num_trained` rollouts; the engines have their weights."""
+        assert self.plan.knobs is not None
+        self._border.begin()
+        stream = Stream(self.plan.knobs, self._border, self.source.hooked, num_trained)
+        await asyncio.to_thread(stream.start)
+        self._stream = stream
+
+    async def next_rollout(self, rollout_id: int) -> Rollout:
+        """Wait for the groups of rollout `rollout_id`; returns their shards.
+
+        Raises:
+            HookError, ValueError, RuntimeError: with the flag concerned, or what ended the stream.
+        """
+        start = time.perf_counter()
+        with self._phase_of(f"rollout of step {rollout_id + 1}", rollout_id, "failed"):
+            batch = await asyncio.to_thread(self._stream.next_batch)
+            waited = time.perf_counter() - start
+            rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, self._phase_since)
+        self.source.keep(rollout_id, batch.ahead)
+        rollout.warnings += take_warnings()
+        rollout.metrics |= {"perf/time_generate_s": waited, "perf/time_wait_rollout_s": waited}
+        self._last_metrics = rollout.metrics
+        return rollout
+
+    async def rollout_trained(self) -> bool:
+        """Note that the last rollout is trained; returns, when nothing stands in its way, whether a push is due now."""
+        return await asyncio.to_thread(self._stream.trained)
+
+    async def weights_pushed(self, version: int) -> None:
+        """Note that the engines have weights of `version`."""
+        await asyncio.to_thread(self._stream.pushed, version)
+
+    async def end_stream(self) -> None:
+        """End what is under way."""
+        await asyncio.to_thread(self._stream.stop)
