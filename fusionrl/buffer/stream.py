@@ -214,6 +214,7 @@ class Stream:
             made = await generate_group(context, group, sampling_params(self._args))
             await self._teacher.score(made)
             verdict = apply_filter(context.filter_path, self._args, made)
+            check_bound([made], self._label, self.knobs)  # the controller knows of no older ones
         except asyncio.CancelledError:
             raise
         except Exception as error:  # of a user's function, or of the engines: the run ends with it

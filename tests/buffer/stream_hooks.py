@@ -1,0 +1,61 @@
+"""Functions of a user's for tests of the stream: answers that take their time, by weights that change meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+from fusionrl.data.sample import Sample
+
+VERSION = [0]  # of the engines' weights, as a test sets it
+IN_FLIGHT: set[int] = set()
+MOST = [0]  # samples that were in flight at once
+LENGTH = 4
+
+
+def seconds(sample: Sample) -> float:
+    """Every fifth prompt is slow."""
+    return 0.3 if int(sample.label) % 5 == 0 else 0.01
+
+
+async def answer(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Sample one half of the answer, wait, and sample the other half."""
+    IN_FLIGHT.add(sample.index)
+    MOST[0] = max(MOST[0], len(IN_FLIGHT))
+    try:
+        versions = [VERSION[0]] * (LENGTH // 2)
+        await asyncio.sleep(seconds(sample))
+        versions += [VERSION[0]] * (LENGTH // 2)
+    finally:
+        IN_FLIGHT.discard(sample.index)
+    prompt = [1, 2, 3]
+    sample.tokens, sample.response_length = [*prompt, *range(4, 4 + LENGTH)], LENGTH
+    sample.loss_mask, sample.rollout_log_probs = [1] * LENGTH, [-0.5] * LENGTH
+    sample.weight_versions = versions
+    sample.response, sample.status = "x", Sample.Status.COMPLETED
+    return sample
+
+
+async def stale(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Claim tokens of the first weights, always."""
+    sample = await answer(args, sample, sampling_params)
+    sample.weight_versions = [0] * LENGTH
+    return sample
+
+
+async def fails_late(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fail at the sixth prompt."""
+    if int(sample.label) == 5:
+        raise KeyError("no such tool")
+    return await answer(args, sample, sampling_params)
+
+
+def parity(args: Namespace, sample: Sample) -> float:
+    """Reward the samples of a group in turn."""
+    return float(sample.index % 2)
+
+
+def odd_prompts(args: Namespace, group: list[Sample]) -> bool:
+    """Keep the groups of odd prompts."""
+    return int(group[0].label) % 2 == 1
