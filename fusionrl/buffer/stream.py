@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, get_args
 
@@ -82,6 +83,9 @@ class Stream:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._is_ending = False
+        self._lock = threading.RLock()  # of the two that follow; a future that ends takes itself off
+        self._has_ended = False
+        self._asked: set[Future[Any]] = set()  # what the driver waits for
         self._label = first_version  # of the engines' weights
 
     # ------------------------------------------------------------------------------------ the driver's end
@@ -122,19 +126,25 @@ class Stream:
         """End everything that is under way."""
         if self._thread is not None and self._thread.is_alive():
             self._is_ending = True
-            self._loop.call_soon_threadsafe(self._wake.set)
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._wake.set)
             self._thread.join()
 
     # ------------------------------------------------------------------------------------ its own thread
     def _run(self, started: Future[None]) -> None:
+        self._asked.add(started)
         try:
             asyncio.run(self._main(started))
         except BaseException as error:  # raised again by the driver's next call
             self._error = error
-            if not started.done():
-                started.set_exception(error)
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(self._error or RuntimeError("the stream has ended"))
+        with self._lock:
+            self._has_ended = True
+            for asked in list(self._asked):
+                if not asked.done():
+                    asked.set_exception(self._ended())
+
+    def _ended(self) -> BaseException:
+        return self._error or RuntimeError("the stream has ended")
 
     async def _main(self, started: Future[None]) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
@@ -284,11 +294,16 @@ class Stream:
         self._post(call, done)
         return done.result()
 
-    def _post(self, function: Callable[[], None], future: Future[Any]) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            future.set_exception(self._error or RuntimeError("the stream has ended"))
-            return
-        self._loop.call_soon_threadsafe(function)
+    def _post(self, function: Callable[[], None], answer: Future[Any]) -> None:
+        """Run a function in the stream's thread; `answer` gets an error where it has ended, or ends before."""
+        with self._lock:
+            if self._has_ended or self._thread is None:
+                answer.set_exception(self._ended())
+                return
+            self._asked.add(answer)
+            answer.add_done_callback(self._asked.discard)
+            with suppress(RuntimeError):  # the loop has just been closed: `_run` tells who asks
+                self._loop.call_soon_threadsafe(function)
 
 
 def oldest_version(samples: Sequence[Sample], fetches_per_push: int) -> int | None:

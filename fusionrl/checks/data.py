@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from fusionrl.checks.long_rows import count_tokens, fewest_bytes
 from fusionrl.config.config import Config
 from fusionrl.config.parts import reads_prompts
 from fusionrl.data.prompts import PromptColumns, check_file, load_prompts, template_probe
-from fusionrl.data.rows import parse_sets, read_rows
+from fusionrl.data.rows import Row, parse_sets, read_rows
 from fusionrl.data.template_probe import TemplateProbe
 from fusionrl.data.token_rows import holds_tokens
 from fusionrl.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -127,6 +128,14 @@ def _count_prompts(config: Config, specs: list[str], columns: PromptColumns, err
         return 0
 
 
+def _fits(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> bool:
+    """Return whether a row is a prompt within the limit; what cannot be rendered here is another check's."""
+    try:
+        return count_tokens(row, tokenizer, columns) <= (columns.max_prompt_len or 0)
+    except ValueError:
+        return True
+
+
 def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -> list[str]:
     """Return a message for each set of which the limit of prompt tokens leaves nothing, as far as its shortest tell.
 
@@ -139,8 +148,11 @@ def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -
         tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
     for spec in specs:
         keys = (columns.input_key, columns.tool_key)
-        lengths = (count_tokens(row, tokenizer, columns) for row in fewest_bytes(read_rows(spec), keys))
-        if all(length > (columns.max_prompt_len or 0) for length in lengths):
+        shortest = fewest_bytes(read_rows(spec), keys)
+        # The fewest bytes may not be the fewest tokens: all rows are asked before a run is refused.
+        if not any(
+            _fits(row, tokenizer, columns) for row in itertools.chain(shortest, (r for _, r in read_rows(spec)))
+        ):
             errors.append(
                 f"--prompt-data {spec}: no prompt is left: the shortest are over --rollout-max-prompt-len"
                 f" {columns.max_prompt_len}"

@@ -131,13 +131,14 @@ def _(event: events.Pushed, state: State, knobs: Knobs) -> None:
 def _(event: events.Eval, state: State, knobs: Knobs) -> None:
     assert not state.evaluating and not state.pushing and event.version == state.version, event
     state.evaluating = True
-    state.last_eval = state.num_trained
+    state.eval_begun = state.num_trained
 
 
 @_apply.register
 def _(event: events.EvalDone, state: State, knobs: Knobs) -> None:
     assert state.evaluating
     state.evaluating = False
+    state.last_eval = state.eval_begun
 
 
 @_apply.register

@@ -32,7 +32,9 @@ class GroupReady:
 
 @dataclass(frozen=True)
 class GroupFailed:
-    """A group cannot be trained; it is tried again (`Knobs.max_tries`), or dropped."""
+    """A group cannot be trained; it is tried again (`Knobs.max_tries`), or dropped. Its samples have been ended before:
+    nothing of this try is told any more.
+    """
 
     ordinal: int
     reason: str

@@ -70,7 +70,8 @@ class State:
     num_trained    fetches that are trained
     lease          ordinals of the fetch that is being trained, () where none is
     pushing        a push is under way; `evaluating`, `saving` likewise
-    last_eval      fetches that were trained when the newest evaluation began; `last_save` likewise
+    last_eval      fetches that were trained when the newest finished evaluation began; `last_save`: of the newest save
+    eval_begun     the same of the evaluation that is under way
     num_engines    that live, None: not told
     stream_ended   the data stream has no further group
     failures       groups dropped as failed since one became ready
@@ -89,6 +90,7 @@ class State:
     evaluating: bool = False
     saving: bool = False
     last_eval: int = 0
+    eval_begun: int = 0
     last_save: int = 0
     num_engines: int | None = None
     stream_ended: bool = False

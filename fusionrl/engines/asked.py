@@ -166,9 +166,10 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
         wrong = next((value for value in values if type(value) not in _NUMBERS or not abs(value) < math.inf), values)
         raise AnswerError(f"{field} holds the log-prob {_shown(wrong)}, which is no finite number") from None
     if largest > LARGEST_LOG_PROB or least < SMALLEST_LOG_PROB:
-        bad = ~((found >= SMALLEST_LOG_PROB) & (found <= LARGEST_LOG_PROB))
+        exact = np.asarray(values, np.float64)
+        bad = ~((exact >= SMALLEST_LOG_PROB) & (exact <= LARGEST_LOG_PROB))
         raise AnswerError(
-            f"{field} holds the log-prob {found[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
+            f"{field} holds the log-prob {exact[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
             " 0"
         )
     return found

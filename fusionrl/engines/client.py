@@ -259,6 +259,11 @@ class GenerateClient:
                     raise error
             except aiohttp.ClientError as cause:
                 error = RuntimeError(f"{url} did not answer: {cause!r}")
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._is_closed and task is not None and not task.cancelling():
+                    raise RuntimeError("client closed") from None  # aiohttp cancels who waits for a connection
+                raise
             await self._before_retry(attempt, error)
             attempt += 1
 
@@ -278,8 +283,9 @@ class GenerateClient:
         return None if routing_key is None else {ROUTING_KEY: routing_key}
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise RuntimeError("client closed")
         if self._session is None:
-            self._is_closed = False
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 # The whole request has its bound in `generate`; aiohttp's own default is five minutes.
@@ -300,6 +306,7 @@ class GenerateClient:
             self._session = None
 
     async def __aenter__(self) -> Self:
+        self._is_closed = False
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -17,6 +17,11 @@ class HasKnobs(Protocol):
         """Return the controller's settings."""
 
 
+# Their groups stay in flight from rollout to rollout.
+FULLY_ASYNC = (
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+    "fusionrl.slime_api.fully_async.generate_rollout_fully_async",
+)
 # Knob → the flag's field.
 FLAGS = {
     "max_staleness": "max_staleness",
@@ -71,8 +76,15 @@ def described(knobs: Knobs) -> str:
     )
 
 
+def keeps_groups_in_flight(config: Config) -> bool:
+    """Return whether the rollout function is slime's fully asynchronous one, which leaves groups in flight."""
+    return config.rollout.rollout_function_path in FULLY_ASYNC
+
+
 def pause_mode(config: Config, plan: HasKnobs) -> str:
     """Return what a push does to running requests, as SGLang's /pause_generation calls it."""
+    if keeps_groups_in_flight(config) and config.weights.pause_generation_mode == "abort":
+        return "retract"  # aborted, long answers would begin anew at each push, and short ones would win
     return (
         config.weights.pause_generation_mode
         if plan.knobs is None or plan.knobs.in_flight == "drain"
@@ -82,6 +94,8 @@ def pause_mode(config: Config, plan: HasKnobs) -> str:
 
 def stream_errors(config: Config) -> list[str]:
     """List what does not go together with a pipeline that generates without pause."""
+    if keeps_groups_in_flight(config):
+        return _worker_errors(config)
     if not is_streamed(config):
         return []
     rollout, shown = config.rollout, f"--pipeline {config.run.pipeline}"
@@ -103,4 +117,18 @@ def stream_errors(config: Config) -> list[str]:
             flag = "--" + field.replace("_", "-")
             cure = "--in-flight and --admission-lead do it here"
             errors.append(f"{shown}: {flag} belongs to --pipeline {IN_TURN}; {cure}")
+    return errors
+
+
+def _worker_errors(config: Config) -> list[str]:
+    """List what does not go together with slime's fully asynchronous rollout function."""
+    shown, errors = f"--rollout-function-path {config.rollout.rollout_function_path}", []
+    if config.cluster.colocate:
+        errors.append(
+            f"{shown}: its groups are always in flight, so engines need devices of their own; leave out --colocate"
+        )
+    if config.rollout.dynamic_sampling_filter_path is not None:
+        errors.append(f"{shown}: it asks no --dynamic-sampling-filter-path; leave that out")
+    if config.run.pipeline != IN_TURN:
+        errors.append(f"{shown}: it is not bounded by --pipeline {config.run.pipeline} yet; take --pipeline {IN_TURN}")
     return errors

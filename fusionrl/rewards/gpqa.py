@@ -7,25 +7,36 @@ import string
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_LINK = r"\s*(?:is|:)?\s*([A-Z])"
-_STATED = [  # how a response names its choice; the first that names a valid letter counts
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        rf"(?:answer|option|choice){_LINK}",
-        r"([A-Z])\s*is\s*(?:the)?\s*correct",
-        rf"final\s*(?:answer|option){_LINK}",
-    )
-]
+_NOUNS = ("answer", "option", "choice")
+_IS_THE_ONE = ["is", "the", "correct"]
+_TOKEN = re.compile(r"[A-Za-z]+|\d+|\S")
 
 
 def choice_letter(response: str, letters: Collection[str]) -> str | None:
-    """The letter chosen: as first stated ("the answer is (C)", "answer: c"), else the last that stands alone."""
-    for pattern in _STATED:
-        stated = pattern.search(response)
-        if stated and stated[1].upper() in letters:
-            return stated[1].upper()
+    """The letter chosen: as first stated ("the answer is (C)", "answer: c", "C is correct"), else the last capital that
+    stands alone."""
+    tokens = _TOKEN.findall(response)
+    words = [token.lower() for token in tokens]
+    for place, token in enumerate(tokens):
+        if words[place] in _NOUNS:
+            letter = _letter_behind(tokens, place + 1)
+        else:
+            is_said = words[place + 1 : place + 3] == ["is", "correct"] or words[place + 1 : place + 4] == _IS_THE_ONE
+            letter = token.upper() if is_said and len(token) == 1 else None
+        if letter in letters:
+            return letter
     alone = [letter for letter in re.findall(r"\b([A-Z])\b", response) if letter in letters]
     return str(alone[-1]) if alone else None
+
+
+def _letter_behind(tokens: list[str], place: int) -> str | None:
+    """The letter that follows, but for "is" and signs; an "a" before a word is an article."""
+    while place < len(tokens) and (tokens[place].lower() == "is" or not tokens[place].isalnum()):
+        place += 1
+    if place == len(tokens) or len(tokens[place]) > 1 or not tokens[place].isalpha():
+        return None
+    is_article = tokens[place].islower() and place + 1 < len(tokens) and tokens[place + 1].isalpha()
+    return None if is_article else tokens[place].upper()
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:

@@ -123,10 +123,17 @@ def is_equal_answer(given: str, truth: str) -> bool:
 
 
 def _is_same_text(given: str, truth: str) -> bool:
-    """Return whether two answers without LaTeX are the same but for spaces and braces."""
+    """Return whether two answers without LaTeX are the same but for spaces, and braces of one character.
+
+    A space between digits parts two numbers, but for thousands.
+    """
     if "\\" in given + truth:
         return False
-    return re.sub(r"[\s{}]", "", given) == re.sub(r"[\s{}]", "", truth)
+    plain = [
+        re.sub(r"(?<!\d)\s+|\s+(?!\d)|\s+(?=\d{3}(?!\d))", "", re.sub(r"\{(.)\}", r"\1", text))
+        for text in (given, truth)
+    ]
+    return plain[0] == plain[1]
 
 
 def _without_exponent(text: str) -> str:

@@ -119,6 +119,15 @@ def test_a_stop_request_is_heard_while_trainers_work(
         stop.check()
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell's background job ignores SIGINT, and so would a test in it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_ends_a_training_at_once(tmp_path: Path, stop: StopSignal) -> None:
     """Also as the second SIGTERM."""
     supervisor, trainer = supervisor_of(tmp_path, stop), actor_of(Worker)

@@ -231,19 +231,25 @@ def test_a_cancelled_sibling_leaves_the_others_their_answers() -> None:
     assert isinstance(first, asyncio.CancelledError) and [len(answer.tokens) for answer in others] == [2, 2]
 
 
-@pytest.mark.parametrize("num_asked", [1, 2], ids=["alone", "together"])
-def test_closing_the_client_ends_what_is_under_way(num_asked: int) -> None:
+@pytest.mark.parametrize("pause_s", [0.0, 0.3], ids=["at once", "later"])
+@pytest.mark.parametrize("prompts", [[1], [1, 1], [1, 2, 3]], ids=["alone", "together", "more than connections"])
+def test_closing_the_client_ends_what_is_under_way(prompts: list[int], pause_s: float) -> None:
+    is_over = asyncio.Event()
+
     async def handler(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(30)
+        await is_over.wait()
         raise AssertionError("nobody waits for this")
 
     async def use(url: str) -> list[Any]:
-        client = GenerateClient(url, None, 30.0, 64)
-        request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
-        tasks = [asyncio.create_task(client.generate(request)) for _ in range(num_asked)]
-        await asyncio.sleep(0.3)
+        client, params = GenerateClient(url, None, 30.0, max_connections=1), {"max_new_tokens": 2}
+        requests = [{"input_ids": [prompt], "sampling_params": params} for prompt in prompts]
+        tasks = [asyncio.create_task(client.generate(request)) for request in requests]
+        await asyncio.sleep(pause_s)
         await client.close()
-        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        is_over.set()
+        assert client._session is None, "it was opened again"
+        return ended
 
     assert all(isinstance(error, RuntimeError) for error in _serve(handler, use))
 

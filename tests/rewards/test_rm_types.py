@@ -145,7 +145,7 @@ CHOICES = {"choices": ["blue light", "red light", "no light", "a mirror"]}
         ("The correct answer is option C", "C", 1.0),
         ("The answer is C. Option D is wrong.", "C", 1.0),
         ("The answer is B. No: the answer is C.", "C", 0.0),  # the first counts, as in slime
-        ("The answer is a matter of optics.\nC", "C", 0.0),  # an A
+        ("The answer is a matter of optics.\nC", "C", 1.0),  # an article
         ("A mirror would help.\nC) no light", "C", 1.0),
         ("<think>The answer is C</think>The answer is D", "C", 0.0),
         ("<think>The answer is C", "C", 1.0),

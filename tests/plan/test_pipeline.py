@@ -1,0 +1,85 @@
+"""The knobs of a run, and what does not go together with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusionrl.config.config import Config
+from fusionrl.control.knobs import PIPELINES
+from fusionrl.plan.pipeline import FULLY_ASYNC, described, is_streamed, knobs_of, pause_mode, stream_errors
+
+
+class WithKnobs:
+    def __init__(self, config: Config) -> None:
+        self.knobs = knobs_of(config, 3, 2) if is_streamed(config) else None
+
+
+def config(pipeline: str = "async", **values: Any) -> Config:
+    return Config.from_flat({"pipeline": pipeline, "rollout_batch_size": 8, "n_samples_per_prompt": 4, **values})
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_preset_is_its_knobs(name: str) -> None:
+    knobs = knobs_of(config(name), 5, 2)
+    assert {field: getattr(knobs, field) for field in PIPELINES[name]} == PIPELINES[name]
+    assert (knobs.groups_per_fetch, knobs.samples_per_group, knobs.num_fetches) == (8, 4, 5)
+    assert knobs.max_samples_in_flight == 2 * 512
+
+
+def test_each_flag_changes_its_knob() -> None:
+    given = {"max_staleness": 5, "admission_lead": 2.5, "update_weights_interval": 3, "in_flight": "in_place"}
+    knobs = knobs_of(config(**given, at_deadline="drop", max_samples_in_flight=7), None, 1)
+    assert (knobs.max_staleness, knobs.lead, knobs.fetches_per_push, knobs.in_flight) == (5, 2.5, 3, "in_place")
+    assert (knobs.at_deadline, knobs.max_samples_in_flight, knobs.num_fetches) == ("drop", 7, None)
+    text = described(knobs)
+    for part in ("at most 5", "lead 2.5", "every 3 rollouts", "in_place", "drop", "7 samples"):
+        assert part in text
+
+
+def test_a_smaller_bound_takes_the_lead_along() -> None:
+    assert knobs_of(config("one-step-off", max_staleness=0, in_flight="drain"), None, 1).lead == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "mode"),
+    [
+        ({"pipeline": "on-policy"}, "abort"),
+        ({"pipeline": "on-policy", "pause_generation_mode": "in_place"}, "in_place"),
+        ({"pipeline": "async"}, "abort"),  # nothing is in flight
+        ({"pipeline": "async-partial"}, "retract"),
+        ({"pipeline": "async-partial", "in_flight": "in_place"}, "in_place"),
+        ({"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0]}, "retract"),
+        (
+            {
+                "pipeline": "on-policy",
+                "rollout_function_path": FULLY_ASYNC[1],
+                "pause_generation_mode": "in_place",
+            },
+            "in_place",
+        ),
+    ],
+)
+def test_what_a_push_does_to_running_requests(values: dict[str, Any], mode: str) -> None:
+    made = config(**values)
+    assert pause_mode(made, WithKnobs(made)) == mode
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"colocate": True}, "leave out --colocate"),
+        ({"dynamic_sampling_filter_path": "f.py:keep"}, "it asks no --dynamic-sampling-filter-path"),
+        ({"pipeline": "async"}, "take --pipeline on-policy"),
+    ],
+)
+def test_slime_s_worker_says_what_it_does_not_do(values: dict[str, Any], words: str) -> None:
+    (found,) = stream_errors(config(**{"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0], **values}))
+    assert words in found
+
+
+def test_a_batch_function_is_refused_by_name() -> None:
+    (found,) = stream_errors(config(rollout_function_path="mine.py:rollout"))
+    assert "--pipeline async: --rollout-function-path" in found
+    assert stream_errors(config("on-policy", rollout_function_path="mine.py:rollout")) == []
