@@ -344,7 +344,7 @@ VALUES: dict[tuple[str, str], str] = {
     ("policy_loss", "clip_covariance"): "--policy-loss clip_cov",
     ("policy_loss", "geo_mean"): "--policy-loss gmpo",
     ("policy_loss", "vanilla"): "--policy-loss ppo",
-    ("rm_type", "accuracy"): "--rm-type math (formulas) or --rm-type exact (text)",
+    ("rm_type", "accuracy"): "--rm-type math_verify (formulas) or --rm-type exact (text)",
     ("rm_type", "equal"): "--rm-type exact",
     ("rm_type", "exact_match"): "--rm-type exact",
     ("rm_type", "gsm8k"): "--rm-type last_number",
