@@ -19,7 +19,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from from_slime_stubs import LONGEST, write_model, write_packages
 
 REPO = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 420.0
+NO_END = 1_000  # in place of an exit code
 NUM_STEPS = 2
 LARGEST_DIFFERENCE = 1e-3  # of log-probs, engines to trainers
 COMMON = (
@@ -70,7 +70,7 @@ def run_case(case: Case, site: Site, model: Path) -> str:
         return f"its server could not start: {error}"
     if code:
         said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        ended = f"no end after {TIMEOUT_S:.0f} s" if code == -signal.SIGKILL else f"exit code {code}"
+        ended = f"no end after {TIMEOUT_S:.0f} s" if code == NO_END else f"exit code {code}"
         return f"{ended}: " + "\n          ".join(said[-6:])
     return _judge(case, _outcome(site.folder / "run", counts))
 
@@ -87,12 +87,14 @@ def _run(command: list[str], site: Site, log: Path) -> int:
     try:
         return process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)  # the command ends its processes itself
-            time.sleep(20)
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return -signal.SIGKILL
+        return NO_END
+    finally:  # also after Ctrl-C
+        if process.poll() is None:
+            process.terminate()  # the command ends its processes itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
+            process.wait()
 
 
 def _outcome(run_dir: Path, counts: dict[str, int]) -> Outcome:

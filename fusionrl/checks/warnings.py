@@ -6,7 +6,9 @@ from fusionrl.checks.algorithm import algorithm_warnings
 from fusionrl.checks.chat import chat_warnings
 from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
+from fusionrl.config.parts import has_policy_loss
 from fusionrl.config.slime.translate import accepted_notes
+from fusionrl.plan.pipeline import is_streamed, knobs_of
 
 
 def flag_warnings(config: Config) -> list[str]:
@@ -14,6 +16,25 @@ def flag_warnings(config: Config) -> list[str]:
     return [
         *algorithm_warnings(config),
         *effect_warnings(config),
+        *staleness_warnings(config),
         *chat_warnings(config),
         *accepted_notes(config.passthrough.slime),
+    ]
+
+
+def staleness_warnings(config: Config) -> list[str]:
+    """A text where tokens of older weights are trained on, and the loss does not know of it."""
+    a = config.algorithm
+    corrects = a.use_tis or a.use_rollout_logprobs or a.custom_tis_function_path or a.custom_policy_loss_path
+    if not is_streamed(config) or not has_policy_loss(config) or corrects or config.rollout.rollout_batch_size is None:
+        return []
+    try:
+        staleness = knobs_of(config, None, 1).max_staleness
+    except ValueError:  # an error tells it
+        return []
+    if not staleness:
+        return []
+    return [
+        f"--pipeline {config.run.pipeline}: tokens may be {staleness} versions old, and the loss takes them for"
+        " tokens of the newest weights; add --use-tis (decoupled PPO) or --use-rollout-logprobs"
     ]

@@ -27,7 +27,8 @@ if os.environ.get(DEVICE_VARIABLE) == "cpu":
 def _leave_megatron_out() -> None:
     """Let SGLang find no Megatron-core.
 
-    A tool of SGLang's that writes tensors to files imports it where it is installed, in each scheduler: 1 s of a core.
+    A tool of SGLang's that writes tensors to files imports it where it is installed: 1 s of a core in each
+    scheduler that is a fork of this process, as on a CPU.
     """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # the import system's sign for "not there"
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from fusionrl.observe.metric_entries.entry import Entry, Table
 from fusionrl.observe.metric_entries.rollouts import EVALUATIONS, ROLLOUTS
-from fusionrl.observe.metric_entries.run import PUSHES, TIMES
+from fusionrl.observe.metric_entries.run import PIPELINE, PUSHES, TIMES
 from fusionrl.observe.metric_entries.training import CRITIC, ENGINE_AGAINST_TRAINER, EVERY_MODEL, POLICY, REWARD_MODEL
 from fusionrl.observe.metrics import RESERVED_KEYS
 
@@ -32,6 +32,7 @@ SECTIONS: dict[str, Table] = {
     "Process reward model (`--algorithm prime`)": _with_prefix("prm", REWARD_MODEL, EVERY_MODEL),
     "Evaluations": EVALUATIONS,
     "Time and speed": TIMES,
+    "Pipelines": PIPELINE,
     "Weight pushes": PUSHES,
 }
 GLOSSARY: Table = {name: entry for section in SECTIONS.values() for name, entry in section.items()}

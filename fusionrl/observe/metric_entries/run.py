@@ -13,6 +13,15 @@ TIMES: Table = {
     "perf/time_generate_s": Entry(
         "seconds", "The rollout: generation, rewards, filters, and cutting it into shards.", "buffer/actor.py"
     ),
+    "perf/time_wait_rollout_s": Entry(
+        "seconds", "How long the step waited for its batch.", "buffer/stream_messages.py", "--pipeline that runs ahead"
+    ),
+    "perf/time_drain_s": Entry(
+        "seconds",
+        "How long the push waited until nothing stood in its way: samples in flight, with --in-flight drain.",
+        "driver/step.py",
+        "--pipeline that runs ahead",
+    ),
     "perf/time_train_s": Entry(
         "seconds",
         "Training: all forward passes and optimizer steps, critic and reward model included.",
@@ -33,6 +42,23 @@ TIMES: Table = {
     ),
     "perf/update_weights_wire_bytes": Entry(
         "bytes", "Size of the version's files.", "sync/disk_push.py", "--update-weight-transport disk"
+    ),
+}
+
+# When a batch is taken out of the stream.
+PIPELINE: Table = {
+    "pipeline/in_flight": Entry("samples", "Under way in engines.", "buffer/stream.py", "--pipeline that runs ahead"),
+    "pipeline/running": Entry(
+        "groups", "With samples that are under way.", "buffer/stream.py", "--pipeline that runs ahead"
+    ),
+    "pipeline/ready": Entry(
+        "groups", "Ready to be trained, but for the batch.", "buffer/stream.py", "--pipeline that runs ahead"
+    ),
+    "pipeline/admitted": Entry(
+        "groups",
+        "Admitted and not dropped since the run began: trained, under way or ready.",
+        "buffer/stream.py",
+        "--pipeline that runs ahead",
     ),
 }
 

@@ -1,0 +1,30 @@
+"""A loss that does not know of older weights is told before the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusionrl.checks.warnings import staleness_warnings
+from fusionrl.config.config import Config
+
+
+@pytest.mark.parametrize(
+    ("values", "is_told"),
+    [
+        ({"pipeline": "async"}, True),
+        ({"pipeline": "async-partial", "max_staleness": 1}, True),
+        ({"pipeline": "stream"}, False),
+        ({"pipeline": "on-policy"}, False),
+        ({"pipeline": "async", "use_tis": True}, False),
+        ({"pipeline": "async", "use_rollout_logprobs": True}, False),
+        ({"pipeline": "async", "custom_policy_loss_path": "mine.py:loss"}, False),
+        ({"pipeline": "async", "mode": "sft"}, False),
+        ({"pipeline": "async", "admission_lead": 9.0}, False),
+    ],
+)
+def test_where_it_is_told(values: dict[str, Any], is_told: bool) -> None:
+    found = staleness_warnings(Config.from_flat({"rollout_batch_size": 8, **values}))
+    assert bool(found) == is_told
+    assert not found or "--use-tis" in found[0]

@@ -1,0 +1,46 @@
+"""Whole runs in which generation runs ahead: the bound holds, and a run that goes on loses and doubles no prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fusionrl.observe.rollouts import list_rollouts
+from tests.e2e.launch import metrics_of, run
+
+pytestmark = pytest.mark.e2e
+
+
+def trained_prompts(folder: Path) -> list[str]:
+    """The prompt of each group that was trained, of a step that ran twice the later time."""
+    files = [found for found in list_rollouts(folder) if found.kind == "train"]
+    rows = [json.loads(line) for found in files for line in found.path.read_text().splitlines()]
+    return [row["prompt"] for row in rows[::4]]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "bound", "flags"),
+    [
+        ("async-partial", 2, ["--update-weight-transport", "broadcast"]),
+        ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk"]),
+        ("stream", 0, ["--update-weights-interval", "2"]),
+    ],
+)
+def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: int, flags: list[str]) -> None:
+    folder = tmp_path / "run"
+    given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--save-interval", "2"]
+    if bound:
+        given += ["--use-tis"]
+    run([*given, "--num-rollout", "4"], tmp_path)
+    run([*given, "--num-rollout", "8", "--resume"], tmp_path)
+    rows = [row for row in metrics_of(folder) if "train/loss" in row]
+    assert sorted({row["step"] for row in rows}) == list(range(1, 9))
+    ages = [row["rollout/staleness/token_max"] for row in rows]
+    interval = 2 if pipeline == "stream" else 1
+    assert max(ages) <= bound * interval and (bound == 0 or max(ages) >= 1)
+    prompts = trained_prompts(folder)
+    assert len(prompts) == len(set(prompts)) == 8 * 8
+    # Where it is not stale, the engine's log-prob of a token is the trainer's.
+    assert all(row["train/logprob_diff_max"] < 1e-4 for row in rows)
