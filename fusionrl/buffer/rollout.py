@@ -79,7 +79,7 @@ class RolloutStages:
         run = self._config.run
         if run.save_debug_rollout_data:
             save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
-        return self._pass_on(rollout_id, collected, batch.version, since)
+        return self._pass_on(rollout_id, collected, batch.version, since, trains=rollout_id)
 
     def _take(self, rollout_id: int) -> Collected:
         """Collect the samples, or read those of --load-debug-rollout-data."""
@@ -92,8 +92,19 @@ class RolloutStages:
             save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
         return collected
 
-    def _pass_on(self, rollout_id: int, collected: Collected, pushed_version: int | None, since: float) -> Rollout:
-        """Take the samples through the stages behind the collection."""
+    def _pass_on(
+        self,
+        rollout_id: int,
+        collected: Collected,
+        pushed_version: int | None,
+        since: float,
+        trains: int | None = None,
+    ) -> Rollout:
+        """Take the samples through the stages behind the collection.
+
+        trains  version of the trainers' weights where they are ahead of the engines': they train several rollouts
+                between two pushes, and log-probs of older weights are not compared with theirs
+        """
         config, border, mode = self._config, self._border, self._config.run.mode
         samples = collected.samples
         counts, made, path = dict[str, int](), CutShards[Any](), None
@@ -109,7 +120,8 @@ class RolloutStages:
             if path is not None:
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
-            made = cut(chosen, self._plan, rollout_id, told.version, self._put)
+            version = told.version if trains is None else trains
+            made = cut(chosen, self._plan, rollout_id, version, self._put)
         accepted, shown = counts.get("accepted", 0), told.glimpses
         return Rollout(
             rollout_id, made.shards, told.metrics, accepted, made.auxiliary, facts=told.facts, glimpses=shown

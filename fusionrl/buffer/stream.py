@@ -32,6 +32,7 @@ from fusionrl.rollout.state import sampling_params
 from fusionrl.rollout.teacher import Teacher
 
 _BEGUN = get_args(events.Begun)
+_ENDED = "the stream has ended"
 Groups = list[list[Sample]]
 T = TypeVar("T")
 
@@ -141,10 +142,7 @@ class Stream:
             self._has_ended = True
             for asked in list(self._asked):
                 if not asked.done():
-                    asked.set_exception(self._ended())
-
-    def _ended(self) -> BaseException:
-        return self._error or RuntimeError("the stream has ended")
+                    asked.set_exception(self._error or RuntimeError(_ENDED))
 
     async def _main(self, started: Future[None]) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
@@ -298,7 +296,7 @@ class Stream:
         """Run a function in the stream's thread; `answer` gets an error where it has ended, or ends before."""
         with self._lock:
             if self._has_ended or self._thread is None:
-                answer.set_exception(self._ended())
+                answer.set_exception(self._error or RuntimeError(_ENDED))
                 return
             self._asked.add(answer)
             answer.add_done_callback(self._asked.discard)

@@ -42,5 +42,6 @@ def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: i
     assert max(ages) <= bound * interval and (bound == 0 or max(ages) >= 1)
     prompts = trained_prompts(folder)
     assert len(prompts) == len(set(prompts)) == 8 * 8
-    # Where it is not stale, the engine's log-prob of a token is the trainer's.
-    assert all(row["train/logprob_diff_max"] < 1e-4 for row in rows)
+    # Of a token that is not stale, the engine's log-prob is the trainer's; a step may have stale ones alone.
+    gaps = [row["train/logprob_diff_max"] for row in rows if "train/logprob_diff_max" in row]
+    assert gaps and max(gaps) < 1e-4
