@@ -49,4 +49,5 @@ class Sequences:
 
     def spread(self, y: Tensor) -> Tensor:
         """To each token the value of its sequence. [S] -> [N]"""
-        return y[self.index]
+        # Each device has one form whose gradient adds in a fixed order: threads and blocks race in the other one.
+        return y.index_select(0, self.index) if y.device.type == "cpu" else y[self.index]

@@ -62,3 +62,22 @@ def test_two_ranks_have_the_sums_and_gradients_of_one():
     for rank, (got, grad) in enumerate(TwoRanks().run(work)):
         assert relative(got, mean.detach()) < 1e-12
         assert relative(grad, whole.grad[owner == rank]) < 1e-12
+
+
+def test_a_gradient_is_the_same_bit_by_bit_each_time() -> None:
+    """Also where threads meet within a sequence: a resumed run is compared with one that was not stopped."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = Sequences.of_lengths([66_667] * 3)
+    weights = torch.randn(200_001, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        found = set()
+        for _ in range(50):
+            values = torch.ones(3, requires_grad=True)
+            (sequences.spread(values) * weights).sum().backward()
+            assert values.grad is not None
+            found.add(values.grad.numpy().tobytes())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
