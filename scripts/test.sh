@@ -39,9 +39,9 @@ if [ -n "$only_unit" ]; then
 elif [ $# -gt 0 ]; then
   run_tests "$@"
 else
-  # The cores wait for processes most of the time: three tests at a time on two cores, but for what measures time.
+  # The cores wait for processes most of the time: two tests at a time, but for what measures time.
   # In the order of tests/conftest.py, the longest files first: xdist's own begins with those of the most tests.
-  run_tests -m "not e2e and not timed" -n 3 --dist loadfile --no-loadscope-reorder
+  run_tests -m "not e2e and not timed" -n 2 --dist loadfile --no-loadscope-reorder
   echo "== pytest, what measures time"
   run_tests -m timed
   # Whole runs wait for each other more than they compute: three at a time.

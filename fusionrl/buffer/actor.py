@@ -135,9 +135,9 @@ class BufferActor(StreamMessages):
         """Return the data source's state, for comparisons."""
         return self.source.state()
 
-    async def state_hash(self) -> str:
-        """SHA-256 of the data source's state: the cursor, and samples that it holds."""
-        return self.source.state_hash()
+    async def state_hash(self, rollout_id: int | None = None) -> str:
+        """SHA-256 of the data source's state, of now or right after a rollout."""
+        return self.source.state_hash(rollout_id)
 
     # -------------------------------------------------------------------------------- rollouts
     async def generate(self, rollout_id: int, pushed_version: int | None = None) -> Rollout:

@@ -71,21 +71,32 @@ class PromptSource:
         with self.guarded():
             return self.hooked.state_dict()
 
-    def state_hash(self) -> str:
-        """SHA-256 of the state: the cursor, and samples that it holds."""
-        return hashlib.sha256(json.dumps(self.state(), sort_keys=True).encode()).hexdigest()
+    def state_hash(self, rollout_id: int | None = None) -> str:
+        """SHA-256 of the state of now, or of that right after a rollout: the cursor, and samples that it holds."""
+        state = self.state() if rollout_id is None else self._states.get(rollout_id)
+        return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
-    def keep(self, rollout_id: int, ahead: Sequence[list[Sample]] = ()) -> None:
-        """Remember the state of now as that right after rollout `rollout_id`.
+    def draw(self, num_groups: int) -> list[list[Sample]]:
+        """Return the next groups; fewer where the data have ended."""
+        with self.guarded():
+            groups: list[list[Sample]] = self.hooked.get_samples(num_groups)
+        return groups
 
-        ahead  groups that were taken and are not trained by then: a run that goes on gets them first
-        """
+    def keep(self, rollout_id: int) -> None:
+        """Remember the state of now as that right after rollout `rollout_id`."""
+        self._keep(rollout_id, self.state())
+
+    def keep_with(self, rollout_id: int, state: dict[str, object] | None, ahead: Sequence[list[Sample]]) -> None:
+        """Remember `state` as that right after a rollout, with groups that were drawn before it and are not trained by
+        then: a run that goes on gets them first."""
+        if ahead and state is not None:
+            held = state["buffer"]
+            assert isinstance(held, list), held
+            state["buffer"] = [[pack_sample(sample) for sample in group] for group in ahead] + held
+        self._keep(rollout_id, state)
+
+    def _keep(self, rollout_id: int, state: dict[str, object] | None) -> None:
         if self.hooked is not None:
-            state = self.state()
-            if ahead and state is not None:
-                held = state.get("buffer")
-                packed = [[pack_sample(sample) for sample in group] for group in ahead]
-                state["buffer"] = packed + (held if isinstance(held, list) else [])
             self._states[rollout_id] = state
             for old in [key for key in self._states if key <= rollout_id - KEPT]:
                 del self._states[old]

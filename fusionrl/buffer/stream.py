@@ -22,26 +22,32 @@ from fusionrl.buffer.border import HookBorder
 from fusionrl.config.hooks import HookError
 from fusionrl.control import events
 from fusionrl.control.apply import apply
-from fusionrl.control.decide import decide
+from fusionrl.control.decide import decide, engine_actions
 from fusionrl.control.knobs import Knobs
-from fusionrl.control.state import State
+from fusionrl.control.state import Ended, State
 from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
 from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.samples import GroupContext, apply_filter, generate_group
+from fusionrl.rollout.sglang_rollout import check_filter_keeps
 from fusionrl.rollout.state import sampling_params
 from fusionrl.rollout.teacher import Teacher
 
 _BEGUN = get_args(events.Begun)
+_FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
+_JOIN_S = 30.0  # for the tasks under way to end when they are cancelled
 _ENDED = "the stream has ended"
 Groups = list[list[Sample]]
 T = TypeVar("T")
 
 
 class GroupSource(Protocol):
-    """The part of a data source that the stream uses."""
+    """The part of the prompt source that the stream uses, in its own thread alone."""
 
-    def get_samples(self, num_samples: int) -> Groups:
-        """Return the next groups."""
+    def draw(self, num_groups: int) -> Groups:
+        """Return the next groups; fewer where the data have ended."""
+
+    def state(self) -> dict[str, object] | None:
+        """Return the state of now."""
 
 
 @dataclass
@@ -50,11 +56,13 @@ class Batch:
 
     version  of the weights that train it, as engines and samples call it
     ahead    the groups that are under way or ready, as they came from the data, in its order
+    state    of the data source at that moment
     """
 
     groups: Groups
     version: int
     ahead: Groups
+    state: dict[str, object] | None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -73,12 +81,20 @@ class Stream:
     def __init__(self, knobs: Knobs, border: HookBorder, source: GroupSource, first_version: int = 0) -> None:
         """`first_version`: fetches that were trained before this run; the engines' weights have it as their name."""
         self.knobs = knobs
+        num_before = first_version * knobs.groups_per_fetch
         self.state = State(
-            version=first_version // knobs.fetches_per_push, num_fetched=first_version, num_trained=first_version
+            ended=Ended(num_before),
+            next_ordinal=num_before,
+            version=first_version // knobs.fetches_per_push,
+            num_fetched=first_version,
+            num_trained=first_version,
         )
         self._border, self._source = border, source
         self._live: dict[int, _Live] = {}
-        self._dropped: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()  # since the last batch
+        self._num_dropped: Counter[str] = Counter()  # by the filter, of the whole run
+        self._num_kept = 0
+        self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[events.Action] | None = None
         self._error: BaseException | None = None
@@ -129,7 +145,7 @@ class Stream:
             self._is_ending = True
             with suppress(RuntimeError):  # it has just ended
                 self._loop.call_soon_threadsafe(self._wake.set)
-            self._thread.join()
+            self._thread.join(_JOIN_S)  # a function that ignores its end is ended with the process
 
     # ------------------------------------------------------------------------------------ its own thread
     def _run(self, started: Future[None]) -> None:
@@ -169,15 +185,18 @@ class Stream:
     def _proceed(self) -> None:
         """Begin all that may begin; what is for the driver, when it asks for it."""
         while True:
+            actions = decide(self.state, self.knobs)
+            for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
+            if for_driver and (self._answer is None or not isinstance(for_driver[0], self._wanted)):
+                actions = engine_actions(self.state, self.knobs)  # meanwhile
             begun = False
-            for action in decide(self.state, self.knobs):
+            for action in actions:
                 if isinstance(action, events.Admit):
-                    self._admit(action)
-                    begun = True
+                    begun |= self._admit(action)
                 elif isinstance(action, events.Drop):
                     self._drop(action)
                     begun = True
-                elif isinstance(action, (events.Fetch, events.Push, events.Stop)):
+                elif isinstance(action, _FOR_DRIVER):
                     begun |= self._tell(action)
             if not begun:
                 return
@@ -185,21 +204,23 @@ class Stream:
     def _tell(self, action: events.Action) -> bool:
         """Give the driver the action that it waits for; returns whether it began."""
         answer = self._answer
-        if answer is None or not isinstance(action, self._wanted):
-            return False
+        assert answer is not None
         if isinstance(action, _BEGUN):
             apply(self.state, self.knobs, action)
         self._answer = None
         answer.set_result(action)
         return isinstance(action, _BEGUN)
 
-    def _admit(self, action: events.Admit) -> None:
+    def _admit(self, action: events.Admit) -> bool:
         for ordinal in action.pending:
-            live = self._live[ordinal]
-            self._begin(ordinal, live.blank)
+            self._begin(ordinal, self._live[ordinal].blank)
         if action.num_new:
-            for group in self._source.get_samples(action.num_new):
+            groups = self._source.draw(action.num_new)
+            for group in groups:
                 self._begin(self.state.next_ordinal, group)
+            if len(groups) < action.num_new:
+                apply(self.state, self.knobs, events.StreamEnd())
+        return True
 
     def _begin(self, ordinal: int, blank: list[Sample]) -> None:
         group = copy.deepcopy(blank)
@@ -220,18 +241,28 @@ class Stream:
         context = replace(self._context, samples=replace(self._context.samples, on_generated=generated))
         try:
             made = await generate_group(context, group, sampling_params(self._args))
-            await self._teacher.score(made)
             verdict = apply_filter(context.filter_path, self._args, made)
-            check_bound([made], self._label, self.knobs)  # the controller knows of no older ones
+            if verdict.keep:
+                await self._teacher.score(made)
+                if ordinal in self._live:
+                    # By this version the controller has counted on it.
+                    check_not_older(made, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
+            elif ordinal in self._live:
+                self._num_dropped[verdict.reason or "filtered"] += 1
+                check_filter_keeps(context.filter_path, self._num_kept, self._num_dropped, self.knobs.groups_per_fetch)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # of a user's function, or of the engines: the run ends with it
-            self._failed.append(error)
-            self._wake.set()
+            if ordinal in self._live:  # a group that was dropped matters no more
+                self._failed.append(error)
+                self._wake.set()
+            return
+        if ordinal not in self._live:
             return
         while left > 0:  # samples that needed no engine
             generated()
         if verdict.keep:
+            self._num_kept += 1
             self._live[ordinal].made = made
             self._happen(events.GroupReady(ordinal, oldest_version(made, self.knobs.fetches_per_push)))
         else:
@@ -265,7 +296,11 @@ class Stream:
             "pipeline/admitted": float(state.committed),
         }
         ahead = [self._live[ordinal].blank for ordinal in sorted(self._live)]
-        return Batch(groups, self._label, ahead, counts | told | self._client.retries("rollout"))
+        retries = self._client.retries("rollout")
+        new = {name: count - self._retries.get(name, 0.0) for name, count in retries.items()}
+        self._retries = retries
+        self._args.rollout_id = fetch.fetch + 1  # hooks read it
+        return Batch(groups, self._label, ahead, self._source.state(), counts | told | new)
 
     # ------------------------------------------------------------------------------------ between the threads
     def _ask(self, *wanted: type) -> events.Action:
@@ -316,6 +351,22 @@ def trained_versions(sample: Sample) -> np.ndarray:
         return np.zeros(0, np.int64)
     versions = np.asarray(sample.weight_versions, np.int64)[response_mask(sample) > 0]
     return versions[versions != UNKNOWN_VERSION]
+
+
+def check_not_older(samples: Sequence[Sample], born: int) -> None:
+    """Refuse tokens of weights from before the group was begun, by version `born`.
+
+    Raises:
+        HookError: names the sample; a function has put them into it.
+    """
+    for sample in samples:
+        versions = trained_versions(sample)
+        if len(versions) and versions.min() < born:
+            raise HookError(
+                f"--max-staleness: sample {sample.index} has a token of version {versions.min()}, but its prompt was"
+                f" begun under version {born}; a function must bring tokens of now",
+                [sample],
+            )
 
 
 def check_bound(groups: Groups, version: int, knobs: Knobs) -> None:

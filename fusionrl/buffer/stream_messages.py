@@ -32,7 +32,7 @@ class StreamMessages:
         """Begin to generate without pause, after `num_trained` rollouts; the engines have their weights."""
         assert self.plan.knobs is not None
         self._border.begin()
-        stream = Stream(self.plan.knobs, self._border, self.source.hooked, num_trained)
+        stream = Stream(self.plan.knobs, self._border, self.source, num_trained)
         await asyncio.to_thread(stream.start)
         self._stream = stream
 
@@ -45,9 +45,9 @@ class StreamMessages:
         start = time.perf_counter()
         with self._phase_of(f"rollout of step {rollout_id + 1}", rollout_id, "failed"):
             batch = await asyncio.to_thread(self._stream.next_batch)
-            waited = time.perf_counter() - start
             rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, self._phase_since)
-        self.source.keep(rollout_id, batch.ahead)
+        waited = time.perf_counter() - start
+        self.source.keep_with(rollout_id, batch.state, batch.ahead)
         rollout.warnings += take_warnings()
         rollout.metrics |= {"perf/time_generate_s": waited, "perf/time_wait_rollout_s": waited}
         self._last_metrics = rollout.metrics
@@ -55,7 +55,8 @@ class StreamMessages:
 
     async def rollout_trained(self) -> bool:
         """Note that the last rollout is trained; returns, when nothing stands in its way, whether a push is due now."""
-        return await asyncio.to_thread(self._stream.trained)
+        with self._phase_of("waiting for samples in flight", self._stream.state.num_fetched, "failed"):
+            return await asyncio.to_thread(self._stream.trained)
 
     async def weights_pushed(self, version: int) -> None:
         """Note that the engines have weights of `version`."""

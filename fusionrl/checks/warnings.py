@@ -29,9 +29,16 @@ def staleness_warnings(config: Config) -> list[str]:
     if not is_streamed(config) or not has_policy_loss(config) or corrects or config.rollout.rollout_batch_size is None:
         return []
     try:
-        staleness = knobs_of(config, None, 1).max_staleness
+        knobs = knobs_of(config, None, 1)
     except ValueError:  # an error tells it
         return []
+    staleness, interval = knobs.max_staleness, knobs.fetches_per_push
+    if not staleness and interval > 1:
+        return [
+            f"--pipeline {config.run.pipeline}: the later of the {interval} rollouts between two pushes are trained by"
+            " weights that have moved, and the loss does not correct for it; add --use-tis (decoupled PPO) or"
+            " --use-rollout-logprobs"
+        ]
     if not staleness:
         return []
     return [

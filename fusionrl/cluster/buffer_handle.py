@@ -125,9 +125,9 @@ class BufferHandle:
         """Begin to read what `save` wrote."""
         return self.actor.load.remote(str(folder / "buffer.json"))
 
-    def state_hash(self) -> str:
-        """SHA-256 of the Buffer's state."""
-        return ray.get(self.actor.state_hash.remote())
+    def state_hash(self, rollout_id: int | None = None) -> str:
+        """SHA-256 of the Buffer's state, of now or right after a rollout."""
+        return ray.get(self.actor.state_hash.remote(rollout_id))
 
     def close(self) -> None:
         """Give the Buffer some seconds to write the last of what it was told."""
@@ -161,4 +161,4 @@ class StreamHandle:
 
     def stop(self) -> None:
         """End what is under way."""
-        ray.get(self._buffer.actor.end_stream.remote())
+        self._supervisor.wait(self._buffer.actor.end_stream.remote())

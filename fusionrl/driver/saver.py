@@ -68,7 +68,7 @@ class Saver:
         self._say("saving a checkpoint")
         facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
         if options.verify_checkpoints:
-            facts["hashes"] = state_hashes(self._actors)
+            facts["hashes"] = state_hashes(self._actors, rollout_id)
         start = time.perf_counter()
         folder = self._checkpoints.begin(rollout_id)
         with self._checkpoints.discarding(folder):
@@ -92,6 +92,7 @@ class Saver:
             self._checkpoints.prune(options.keep_checkpoints, options.keep_best)
 
 
-def state_hashes(actors: Actors) -> StateHashes:
-    """SHA-256 of the Buffer's state, and of each trainer's weights, optimizer and RNG states."""
-    return {"buffer": actors.buffer.state_hash(), "trainers": actors.trainers.state_hashes()}
+def state_hashes(actors: Actors, rollout_id: int | None = None) -> StateHashes:
+    """SHA-256 of the Buffer's state, of now or right after a rollout, and of each trainer's weights, optimizer and RNG
+    states."""
+    return {"buffer": actors.buffer.state_hash(rollout_id), "trainers": actors.trainers.state_hashes()}

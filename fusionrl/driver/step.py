@@ -74,6 +74,8 @@ class Step:
             self.values["perf/time_drain_s"] = time.perf_counter() - start
             self.push()
             stream.pushed(self.number)
+        elif self.number == self._run.plan.num_rollout:
+            self.push()  # nothing is in flight any more; an evaluation comes
 
     def measure(self, tokens: str) -> None:
         """Note the time since the step began; throughput is of the metric `tokens`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fusionrl.config.config import Config
+from fusionrl.config.parts import estimator_of
 from fusionrl.config.pipelines import IN_TURN
 from fusionrl.control.knobs import PIPELINES, Knobs
 
@@ -23,6 +24,7 @@ FULLY_ASYNC = (
     "fusionrl.slime_api.fully_async.generate_rollout_fully_async",
 )
 # Knob → the flag's field.
+_ANY_ENGINES = 1_000_000  # where their number is not known yet
 FLAGS = {
     "max_staleness": "max_staleness",
     "lead": "admission_lead",
@@ -49,6 +51,11 @@ def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs
     assert rollout.rollout_batch_size is not None
     values: dict[str, object] = dict(PIPELINES[config.run.pipeline])
     values["max_samples_in_flight"] = rollout.sglang_server_concurrency * max(1, num_engines)
+    most = values["max_samples_in_flight"]
+    if (wanted := given["max_samples_in_flight"]) is not None and wanted > most:
+        raise ValueError(
+            f"--max-samples-in-flight {wanted}: the engines take {most} requests; raise --sglang-server-concurrency"
+        )
     values |= {knob: given[field] for knob, field in FLAGS.items() if given[field] is not None}
     staleness, lead = values["max_staleness"], values["lead"]
     if given["admission_lead"] is None and isinstance(staleness, int) and isinstance(lead, float):
@@ -102,7 +109,7 @@ def stream_errors(config: Config) -> list[str]:
     errors = []
     if rollout.rollout_batch_size is not None:
         try:
-            knobs_of(config, None, 1)
+            knobs_of(config, None, _ANY_ENGINES)
         except ValueError as error:
             errors.append(str(error))
     if config.cluster.colocate:
@@ -117,7 +124,32 @@ def stream_errors(config: Config) -> list[str]:
             flag = "--" + field.replace("_", "-")
             cure = "--in-flight and --admission-lead do it here"
             errors.append(f"{shown}: {flag} belongs to --pipeline {IN_TURN}; {cure}")
+    missing = {
+        "--use-fault-tolerance": rollout.use_fault_tolerance,
+        f"--data-source-path {config.data.data_source_path}": config.data.data_source_path
+        != type(config.data)().data_source_path,
+        "--rollout-all-samples-process-path": rollout.rollout_all_samples_process_path,
+        f"--advantage-estimator {config.algorithm.advantage_estimator}": estimator_of(
+            config.algorithm
+        ).needs_greedy_answer,
+    }
+    errors += [
+        f"{shown}: {flag} is not available here yet; take --pipeline {IN_TURN}"
+        for flag, is_given in missing.items()
+        if is_given
+    ]
+    interval, pushes = config.eval.eval_interval, _interval(config)
+    if interval is not None and interval % pushes:
+        errors.append(
+            f"{shown}: --eval-interval {interval} is no multiple of the {pushes} rollouts between two pushes"
+            " (--update-weights-interval): the engines would have older weights"
+        )
     return errors
+
+
+def _interval(config: Config) -> int:
+    given = config.pipelining.update_weights_interval
+    return int(given if given is not None else PIPELINES[config.run.pipeline]["fetches_per_push"])
 
 
 def _worker_errors(config: Config) -> list[str]:

@@ -275,7 +275,7 @@ class _Rollout:
             self._teacher.begin(group)
         else:
             self._dropped[verdict.reason or "filtered"] += 1
-            _check_filter_keeps(context.filter_path, len(self._kept), self._dropped, wanted)
+            check_filter_keeps(context.filter_path, len(self._kept), self._dropped, wanted)
 
     def give_back_kept(self) -> None:
         """Hand the prompts of finished groups back: the rollout ends without them, and they come again."""
@@ -326,7 +326,7 @@ class _Rollout:
         return RolloutFnTrainOutput(kept[:wanted], metrics | retries)
 
 
-def _check_filter_keeps(path: str | None, num_kept: int, dropped: Counter[str], target: int) -> None:
+def check_filter_keeps(path: str | None, num_kept: int, dropped: Counter[str], target: int) -> None:
     """A filter that keeps next to nothing would never fill the rollout.
 
     Raises:

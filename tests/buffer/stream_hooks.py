@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from argparse import Namespace
 from typing import Any
 
@@ -59,3 +60,31 @@ def parity(args: Namespace, sample: Sample) -> float:
 def odd_prompts(args: Namespace, group: list[Sample]) -> bool:
     """Keep the groups of odd prompts."""
     return int(group[0].label) % 2 == 1
+
+
+def nothing(args: Namespace, group: list[Sample]) -> bool:
+    """Keep no group."""
+    return False
+
+
+def slow_look(args: Namespace, groups: list[list[Sample]]) -> None:
+    """Look at a batch for a while; the stream goes on meanwhile."""
+    time.sleep(0.3)
+
+
+async def answers_all_the_same(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Return something when it is cancelled; every fifth prompt takes very long."""
+    try:
+        await asyncio.sleep(3.0 if int(sample.label) % 5 == 0 else 0.0)
+    except asyncio.CancelledError:
+        return sample
+    return await answer(args, sample, sampling_params)
+
+
+async def fails_when_cancelled(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Raise something else when it is cancelled."""
+    try:
+        await asyncio.sleep(3.0 if int(sample.label) % 5 == 0 else 0.0)
+    except asyncio.CancelledError as error:
+        raise ValueError("I was cancelled") from error
+    return await answer(args, sample, sampling_params)

@@ -15,7 +15,8 @@ from fusionrl.config.config import Config
     [
         ({"pipeline": "async"}, True),
         ({"pipeline": "async-partial", "max_staleness": 1}, True),
-        ({"pipeline": "stream"}, False),
+        ({"pipeline": "stream"}, True),
+        ({"pipeline": "stream", "update_weights_interval": 1}, False),
         ({"pipeline": "on-policy"}, False),
         ({"pipeline": "async", "use_tis": True}, False),
         ({"pipeline": "async", "use_rollout_logprobs": True}, False),

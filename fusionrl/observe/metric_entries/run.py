@@ -56,7 +56,7 @@ PIPELINE: Table = {
     ),
     "pipeline/admitted": Entry(
         "groups",
-        "Admitted and not dropped since the run began: trained, under way or ready.",
+        "Admitted and not dropped: trained, under way or ready.",
         "buffer/stream.py",
         "--pipeline that runs ahead",
     ),
