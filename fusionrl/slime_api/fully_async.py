@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Group = Sequence[Sample | list[Sample]]
 _POLL_S = 0.1
+_UNFINISHED = (Sample.Status.ABORTED, Sample.Status.PENDING)  # pending: `abort` was called before it began
 _worker: AsyncRolloutWorker | None = None
 
 
@@ -41,7 +42,7 @@ class AsyncRolloutWorker:
         self.running = False
         self.output_queue: queue.Queue[tuple[int, Group]] = queue.Queue()
         self._flying: dict[asyncio.Task[Group], list[Sample]] = {}
-        self._aborted: list[list[Sample]] = []
+        self._aborted: queue.SimpleQueue[list[Sample]] = queue.SimpleQueue()  # filled by the loop's thread
         self._failure: BaseException | None = None
         self._num_begun = 0
 
@@ -67,7 +68,9 @@ class AsyncRolloutWorker:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        aborted, self._aborted = self._aborted, []
+        aborted = []
+        while not self._aborted.empty():
+            aborted.append(self._aborted.get())
         if aborted:
             self.data_buffer.add_samples(aborted)
         room = self.concurrency - max(len(self._flying), self.queue_size())
@@ -91,8 +94,8 @@ class AsyncRolloutWorker:
             return
         if (failure := task.exception()) is not None:
             self._failure = failure
-        elif any(sample.status == Sample.Status.ABORTED for one in task.result() for sample in as_list(one)):
-            self._aborted.append(blank)
+        elif any(sample.status in _UNFINISHED for one in task.result() for sample in as_list(one)):
+            self._aborted.put(blank)
         else:
             self.output_queue.put((number, task.result()))
 

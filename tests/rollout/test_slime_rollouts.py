@@ -155,6 +155,12 @@ def test_the_fully_asynchronous_worker(start: Any) -> None:
         time.sleep(0.05)
         assert source.num_groups == drawn
     assert len(set(seen)) == len(seen) == 12
+    worker = function.__globals__["_worker"]
+    deadline = time.monotonic() + 10.0
+    while worker._flying and time.monotonic() < deadline:
+        time.sleep(0.01)
+    waiting = [group[0].group_index for _, group in list(worker.output_queue.queue)]
+    assert sorted([*seen, *waiting]) == list(range(source.num_groups)), "a group was lost"
     assert sorted(seen)[-1] <= 12 + 2 * 4, "four groups in flight, and four that wait, at most"
     with pytest.raises(ValueError, match="does not evaluate; give --eval-function-path"):
         function(args, 6, source, evaluation=True)
