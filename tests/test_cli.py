@@ -53,7 +53,7 @@ def test_mistakes_of_every_kind_in_one_go(good: list[str], tmp_path: Path, capsy
     """Values, combinations, files, hooks and arithmetic are told together, not one a try."""
     argv = [
         *good,
-        *("--lr", "fast", "--hf-checkpoint", str(tmp_path / "none"), "--pipeline", "async", "--fp16"),
+        *("--lr", "fast", "--hf-checkpoint", str(tmp_path / "none"), "--pipeline", "async", "--colocate", "--fp16"),
         *("--tensor-model-parallel-size", "3", "--actor-num-gpus-per-node", "4", "--global-batch-size", "3"),
         *("--custom-rm-path", "no_module.rm", "--eval-prompt-data", "a", str(tmp_path / "eval.jsonl")),
         *("--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2", "--num-epoch"),
