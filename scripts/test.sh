@@ -44,8 +44,8 @@ else
   run_tests -m "not e2e and not timed" -n 2 --dist loadfile --no-loadscope-reorder
   echo "== pytest, what measures time"
   run_tests -m timed
-  # Whole runs wait for each other more than they compute: three at a time.
+  # Whole runs wait for each other more than they compute: two at a time.
   echo "== pytest, whole runs"
-  run_tests -m e2e -n 3 --dist loadgroup
+  run_tests -m e2e -n 2 --dist loadgroup
 fi
 exit "$status"
