@@ -24,6 +24,7 @@ class StreamMessages:
     _phase_since: float
     _last_metrics: dict[str, float]
     _stream: Stream
+    _next_rollout = 0  # whose samples are under way
 
     def _phase_of(self, phase: str, rollout_id: int, kind: str) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -50,17 +51,18 @@ class StreamMessages:
         self.source.keep_with(rollout_id, batch.state, batch.ahead)
         rollout.warnings += take_warnings()
         rollout.metrics |= {"perf/time_generate_s": waited, "perf/time_wait_rollout_s": waited}
-        self._last_metrics = rollout.metrics
+        self._last_metrics, self._next_rollout = rollout.metrics, rollout_id + 1
         return rollout
 
     async def rollout_trained(self) -> bool:
-        """Note that the last rollout is trained; returns, when nothing stands in its way, whether a push is due now."""
-        with self._phase_of("waiting for samples in flight", self._stream.state.num_fetched, "failed"):
+        """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
+        with self._phase_of("waiting for samples in flight", self._next_rollout, "failed"):
             return await asyncio.to_thread(self._stream.trained)
 
     async def weights_pushed(self, version: int) -> None:
         """Note that the engines have weights of `version`."""
-        await asyncio.to_thread(self._stream.pushed, version)
+        with self._phase_of("going on after a push", self._next_rollout, "failed"):
+            await asyncio.to_thread(self._stream.pushed, version)
 
     async def end_stream(self) -> None:
         """End what is under way."""

@@ -137,9 +137,9 @@ def _fits(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) 
 
 
 def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -> list[str]:
-    """Return a message for each set of which the limit of prompt tokens leaves nothing, as far as its shortest tell.
+    """Return a message for each set of which the limit of prompt tokens leaves nothing.
 
-    Only the rows with the fewest bytes are tokenized, until one fits.
+    Rows are tokenized until one fits, those with the fewest bytes first: mostly one row.
     """
     from fusionrl.data.tokenizer import load_tokenizer
 
@@ -150,9 +150,8 @@ def _without_prompts(config: Config, specs: list[str], columns: PromptColumns) -
         keys = (columns.input_key, columns.tool_key)
         shortest = fewest_bytes(read_rows(spec), keys)
         # The fewest bytes may not be the fewest tokens: all rows are asked before a run is refused.
-        if not any(
-            _fits(row, tokenizer, columns) for row in itertools.chain(shortest, (r for _, r in read_rows(spec)))
-        ):
+        rows = itertools.chain(shortest, (row for _, row in read_rows(spec)))
+        if not any(_fits(row, tokenizer, columns) for row in rows):
             errors.append(
                 f"--prompt-data {spec}: no prompt is left: the shortest are over --rollout-max-prompt-len"
                 f" {columns.max_prompt_len}"

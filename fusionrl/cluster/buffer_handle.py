@@ -151,7 +151,7 @@ class StreamHandle:
         return self._buffer.begin(self._buffer.actor.next_rollout.remote, rollout_id)
 
     def trained(self) -> bool:
-        """Note that the last rollout is trained; returns, when nothing stands in its way, whether a push is due now."""
+        """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
         is_due: bool = self._supervisor.wait(self._buffer.actor.rollout_trained.remote())
         return is_due
 

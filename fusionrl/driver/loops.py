@@ -17,10 +17,7 @@ Loop = Callable[[Run], None]
 
 def on_policy(run: Run) -> None:
     """generate → train → push, one after the other: every sample is of the newest weights."""
-    values = run.push(run.first_rollout)
-    if run.is_eval_first:
-        values |= run.evaluate(0)
-    run.reporter.record(run.first_rollout, values)
+    _push_first(run)
     for step in run.steps():
         with step:
             run.reporter.status("generating")
@@ -37,10 +34,7 @@ def on_policy(run: Run) -> None:
 
 def streamed(run: Run) -> None:
     """Generation goes on while trainers train; the Buffer's controller says what is trained, and when to push."""
-    values = run.push(run.first_rollout)
-    if run.is_eval_first:
-        values |= run.evaluate(0)
-    run.reporter.record(run.first_rollout, values)
+    _push_first(run)
     run.begin_stream()
     for step in run.steps():
         with step:
@@ -54,6 +48,14 @@ def streamed(run: Run) -> None:
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
     run.actors.buffer.stream.stop()
+
+
+def _push_first(run: Run) -> None:
+    """Bring the weights that the run begins with to the engines, and evaluate them if that is asked for."""
+    values = run.push(run.first_rollout)
+    if run.is_eval_first:
+        values |= run.evaluate(0)
+    run.reporter.record(run.first_rollout, values)
 
 
 def sft(run: Run) -> None:

@@ -168,10 +168,11 @@ def log_probs(values: list[Any], field: str) -> np.ndarray:
     if largest > LARGEST_LOG_PROB or least < SMALLEST_LOG_PROB:
         exact = np.asarray(values, np.float64)
         bad = ~((exact >= SMALLEST_LOG_PROB) & (exact <= LARGEST_LOG_PROB))
-        raise AnswerError(
-            f"{field} holds the log-prob {exact[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at most"
-            " 0"
-        )
+        if bad.any():  # as float32 a value may lie over its bound by rounding alone
+            raise AnswerError(
+                f"{field} holds the log-prob {exact[bad][0]} at place {int(bad.argmax())}; log-probs are finite and at"
+                " most 0"
+            )
     return found
 
 

@@ -23,8 +23,8 @@ FULLY_ASYNC = (
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
     "fusionrl.slime_api.fully_async.generate_rollout_fully_async",
 )
-# Knob → the flag's field.
 _ANY_ENGINES = 1_000_000  # where their number is not known yet
+# Knob → the flag's field.
 FLAGS = {
     "max_staleness": "max_staleness",
     "lead": "admission_lead",
@@ -90,13 +90,11 @@ def keeps_groups_in_flight(config: Config) -> bool:
 
 def pause_mode(config: Config, plan: HasKnobs) -> str:
     """Return what a push does to running requests, as SGLang's /pause_generation calls it."""
-    if keeps_groups_in_flight(config) and config.weights.pause_generation_mode == "abort":
+    if plan.knobs is not None and plan.knobs.in_flight != "drain":
+        return plan.knobs.in_flight
+    if keeps_groups_in_flight(config) and "pause_generation_mode" not in config.given():
         return "retract"  # aborted, long answers would begin anew at each push, and short ones would win
-    return (
-        config.weights.pause_generation_mode
-        if plan.knobs is None or plan.knobs.in_flight == "drain"
-        else plan.knobs.in_flight
-    )
+    return config.weights.pause_generation_mode
 
 
 def stream_errors(config: Config) -> list[str]:
@@ -124,20 +122,20 @@ def stream_errors(config: Config) -> list[str]:
             flag = "--" + field.replace("_", "-")
             cure = "--in-flight and --admission-lead do it here"
             errors.append(f"{shown}: {flag} belongs to --pipeline {IN_TURN}; {cure}")
+    data, estimator = config.data, config.algorithm.advantage_estimator
+    own_data = data.data_source_path != type(data)().data_source_path
     missing = {
         "--use-fault-tolerance": rollout.use_fault_tolerance,
-        f"--data-source-path {config.data.data_source_path}": config.data.data_source_path
-        != type(config.data)().data_source_path,
-        "--rollout-all-samples-process-path": rollout.rollout_all_samples_process_path,
-        f"--advantage-estimator {config.algorithm.advantage_estimator}": estimator_of(
-            config.algorithm
-        ).needs_greedy_answer,
+        f"--data-source-path {data.data_source_path}": own_data,
+        "--rollout-all-samples-process-path": rollout.rollout_all_samples_process_path is not None,
+        f"--advantage-estimator {estimator}": estimator_of(config.algorithm).needs_greedy_answer,
     }
-    errors += [
-        f"{shown}: {flag} is not available here yet; take --pipeline {IN_TURN}"
-        for flag, is_given in missing.items()
-        if is_given
-    ]
+    flags = [flag for flag, is_given in missing.items() if is_given]
+    errors += [f"{shown}: {flag} is not available here yet; take --pipeline {IN_TURN}" for flag in flags]
+    if "pause_generation_mode" in config.given():
+        errors.append(
+            f"{shown}: --in-flight says what a push does to running samples; leave out --pause-generation-mode"
+        )
     interval, pushes = config.eval.eval_interval, _interval(config)
     if interval is not None and interval % pushes:
         errors.append(

@@ -20,3 +20,11 @@ def test_the_collector_rests_and_goes_on_as_before(was_enabled: bool) -> None:
     finally:
         gc.unfreeze()
         (gc.enable if before else gc.disable)()
+
+
+def test_nothing_is_set_aside_where_nothing_was_imported() -> None:
+    """Else whatever lives at that moment would never be collected."""
+    before = gc.get_freeze_count()
+    with without_collections():
+        pass
+    assert gc.get_freeze_count() == before

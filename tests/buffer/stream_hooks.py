@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from argparse import Namespace
 from typing import Any
@@ -13,6 +14,7 @@ VERSION = [0]  # of the engines' weights, as a test sets it
 IN_FLIGHT: set[int] = set()
 MOST = [0]  # samples that were in flight at once
 LENGTH = 4
+FAILS = threading.Event()  # of `fails_when_told`
 
 
 def seconds(sample: Sample) -> float:
@@ -87,4 +89,15 @@ async def fails_when_cancelled(args: Namespace, sample: Sample, sampling_params:
         await asyncio.sleep(3.0 if int(sample.label) % 5 == 0 else 0.0)
     except asyncio.CancelledError as error:
         raise ValueError("I was cancelled") from error
+    return await answer(args, sample, sampling_params)
+
+
+async def fails_when_told(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Wait with the samples after the first batch until a test lets them fail."""
+    if int(sample.label) >= 4:
+        deadline = time.monotonic() + 3.0
+        while not FAILS.is_set() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        if FAILS.is_set():
+            raise ValueError("no luck")
     return await answer(args, sample, sampling_params)

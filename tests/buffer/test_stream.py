@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.buffer.stream import check_bound
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
+from fusionrl.control.knobs import Knobs
+from fusionrl.data.sample import Sample
 from fusionrl.models.shape import read_model_shape
 from fusionrl.observe.rollouts import list_rollouts
 from fusionrl.plan.plan import make_plan
@@ -221,7 +224,31 @@ def test_engines_are_not_idle_while_nobody_asks(stream: Make) -> None:
     assert running.buffer._stream.state.next_ordinal == 12  # one batch is trained, one is next, one is ahead
 
 
-def test_an_error_while_trainers_work_names_its_samples(stream: Make) -> None:
-    running = stream("async", custom_generate_function_path=f"{HOOKS}:fails_late", num_rollout=8)
-    with pytest.raises(HookError, match=r"no such tool[\s\S]*samples? that it was at"):
-        running.steps(8)
+@pytest.mark.parametrize("call", ["trained", "pushed"])
+def test_an_error_while_trainers_work_names_its_samples(stream: Make, call: str) -> None:
+    """The driver hears of it at its next call, whichever that is."""
+    running = stream("async-partial", custom_generate_function_path=f"{HOOKS}:fails_when_told")
+    buffer, hooks = running.buffer, running.hooks
+    asyncio.run(buffer.next_rollout(0))
+    if call == "pushed":
+        assert asyncio.run(buffer.rollout_trained())
+    hooks["FAILS"].set()
+    try:
+        buffer._stream._thread.join(5)
+        assert not buffer._stream._thread.is_alive()
+        made = buffer.rollout_trained() if call == "trained" else buffer.weights_pushed(1)
+        with pytest.raises(HookError, match=r"no luck[\s\S]*samples? that it was at"):
+            asyncio.run(made)
+    finally:
+        hooks["FAILS"].clear()
+
+
+def test_no_batch_passes_the_bound() -> None:
+    """Whatever the controller may think: the last check before the trainers."""
+    knobs = Knobs(groups_per_fetch=1, fetches_per_push=2, max_staleness=1)
+    sample = Sample(index=7, tokens=[1, 2, 3], response_length=2, weight_versions=[2, 4], loss_mask=[0, 1])
+    check_bound([[sample]], 6, knobs)  # the token of version 2 is not trained
+    sample.loss_mask = [1, 1]
+    check_bound([[sample]], 4, knobs)
+    with pytest.raises(HookError, match=r"--max-staleness 1: sample 7 has a token of version 2, and version 6 would"):
+        check_bound([[sample]], 6, knobs)

@@ -458,6 +458,27 @@ def test_messages_without_a_template_are_for_functions(errors: Errors, write_row
     assert errors(**data, **sets, custom_generate_function_path=generate) == []
 
 
+@pytest.mark.parametrize("num_rows", [2, 1500])
+def test_a_limit_of_prompt_tokens_says_nothing_of_messages_for_functions(
+    errors: Errors, write_rows: Callable[..., Path], num_rows: int
+) -> None:
+    """Without a template nobody here knows how long they become."""
+    rows = [{"input": [{"role": "user", "content": "1 + 1"}], "label": "2"}] * num_rows
+    data = {"prompt_data": str(write_rows(rows, "messages.jsonl")), "apply_chat_template": False}
+    data |= {"custom_generate_function_path": "tests/e2e/slime_functions.py:two_answers", "num_rollout": 1}
+    assert errors(**data, rollout_max_prompt_len=1) == []
+
+
+def test_the_fewest_bytes_may_not_be_the_fewest_tokens(
+    errors: Errors, write_rows: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is refused only where no row fits."""
+    monkeypatch.setattr("fusionrl.checks.data.count_tokens", lambda row, *_: 3 if len(row["input"]) == 1000 else 9)
+    rows = write_rows([{"input": "x" * (n + 1), "label": "2"} for n in range(1500)])
+    assert errors(prompt_data=str(rows), num_rollout=1, rollout_max_prompt_len=3) == []
+    one(errors(prompt_data=str(rows), num_rollout=1, rollout_max_prompt_len=2), "no prompt is left")
+
+
 def test_a_group_of_one_that_trains_nothing_is_told() -> None:
     one = {"n_samples_per_prompt": 1}
     for estimator in OF_GROUPS:

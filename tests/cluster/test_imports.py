@@ -27,3 +27,17 @@ def test_an_engine_s_actor_imports_nothing_of_buffer_and_trainers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_ray_has_the_processes_that_are_left_out() -> None:
+    """A version of Ray that calls them otherwise would start all of them, in silence."""
+    from ray._private.node import Node
+
+    from fusionrl.cluster.ray_processes import _UNUSED, only_what_is_used
+
+    usual = {name: getattr(Node, name) for name in _UNUSED}
+    with only_what_is_used(dashboard=False):
+        assert all(getattr(Node, name) is not usual[name] for name in _UNUSED)
+    with only_what_is_used(dashboard=True):
+        assert all(getattr(Node, name) is usual[name] for name in _UNUSED)
+    assert all(getattr(Node, name) is usual[name] for name in _UNUSED)

@@ -202,6 +202,15 @@ def test_slime_2339_an_evaluation_sees_one_version() -> None:
     assert world.state.pushing
 
 
+def test_an_evaluation_that_a_kill_ended_comes_again() -> None:
+    world = world_of("on-policy", num_fetches=4, eval_interval=2, save_interval=3)
+    while world.checkpoint is None:
+        world.happen(next(one for one in world.possible() if not isinstance(one, events.EvalDone)))
+    assert world.state.evaluating  # since fetch 2; the save of fetch 3 came meanwhile
+    world.restart()
+    assert any(isinstance(event, events.Eval) for event in world.log[-4:])
+
+
 def test_one_step_off_generates_a_batch_while_it_trains_the_one_before() -> None:
     """slime's train_async: the next batch is on its way before the first one is trained, and is whole at the push."""
     world = world_of("one-step-off", num_fetches=3)

@@ -26,11 +26,14 @@ def _num_decodes(folder: Path, index: int) -> int:
 
 
 def _strike(launched: Launched, folder: Path, rollout_id: int, number: int) -> None:
-    """Send the signal to an engine that has begun to answer in the rollout: to its server, SIGSTOP to its scheduler."""
+    """Send the signal to an engine that has answered in part in the rollout: to its server, SIGSTOP to its scheduler.
+
+    The log's first new line may come after a single step, whose tokens are still under way; the second comes 40 later.
+    """
     launched.wait_for(lambda: (folder / f"began-{rollout_id}").exists(), timeout_s=300)
     before = [_num_decodes(folder, index) for index in range(2)]
-    launched.wait_for(lambda: any(_num_decodes(folder, i) > before[i] for i in range(2)))
-    index = next(i for i in range(2) if _num_decodes(folder, i) > before[i])
+    launched.wait_for(lambda: any(_num_decodes(folder, i) > before[i] + 1 for i in range(2)))
+    index = next(i for i in range(2) if _num_decodes(folder, i) > before[i] + 1)
     (server,) = launched.find(rf"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed {42 + index} ")
     children = psutil.Process(server).children(recursive=True)
     schedulers = [child.pid for child in children if "scheduler" in "".join(child.cmdline())]

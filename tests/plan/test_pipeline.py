@@ -52,6 +52,10 @@ def test_a_smaller_bound_takes_the_lead_along() -> None:
         ({"pipeline": "async-partial", "in_flight": "in_place"}, "in_place"),
         ({"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0]}, "retract"),
         (
+            {"pipeline": "on-policy", "rollout_function_path": FULLY_ASYNC[0], "pause_generation_mode": "abort"},
+            "abort",  # as the user says
+        ),
+        (
             {
                 "pipeline": "on-policy",
                 "rollout_function_path": FULLY_ASYNC[1],
@@ -83,3 +87,29 @@ def test_a_batch_function_is_refused_by_name() -> None:
     (found,) = stream_errors(config(rollout_function_path="mine.py:rollout"))
     assert "--pipeline async: --rollout-function-path" in found
     assert stream_errors(config("on-policy", rollout_function_path="mine.py:rollout")) == []
+
+
+def test_two_flags_for_one_thing() -> None:
+    (found,) = stream_errors(config("async-partial", pause_generation_mode="in_place"))
+    assert "leave out --pause-generation-mode" in found
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"use_fault_tolerance": True}, "--use-fault-tolerance is not available here yet"),
+        ({"data_source_path": "mine.py:Source"}, "--data-source-path mine.py:Source is not available"),
+        ({"rollout_all_samples_process_path": "mine.py:look"}, "--rollout-all-samples-process-path is not"),
+        ({"advantage_estimator": "remax"}, "--advantage-estimator remax is not available"),
+        ({"update_weights_interval": 3, "eval_interval": 4}, "--eval-interval 4 is no multiple of the 3 rollouts"),
+        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size belongs to"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(values: dict[str, Any], words: str) -> None:
+    (found,) = stream_errors(config(**values))
+    assert words in found
+
+
+def test_more_samples_than_engines_take() -> None:
+    with pytest.raises(ValueError, match=r"--max-samples-in-flight 1025: the engines take 1024"):
+        knobs_of(config(max_samples_in_flight=1025), None, 2)
