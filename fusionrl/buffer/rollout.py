@@ -18,6 +18,7 @@ from fusionrl.buffer.collect import Collected, Collector, limits_of
 from fusionrl.buffer.replay import load_samples, save_samples
 from fusionrl.buffer.report import report
 from fusionrl.buffer.scores import score
+from fusionrl.buffer.steps_since import StepsSince
 from fusionrl.buffer.stream import Batch
 from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
@@ -121,7 +122,10 @@ class RolloutStages:
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
             version = told.version if trains is None else trains
-            made = cut(chosen, self._plan, rollout_id, version, self._put)
+            # Without a push the versions are those of another run, whose steps nobody knows.
+            since = None if pushed_version is None else StepsSince.of(rollout_id, config)
+            made = cut(chosen, self._plan, rollout_id, version, self._put, since)
+            told.metrics |= {} if since is None else since.metrics()
         accepted, shown = counts.get("accepted", 0), told.glimpses
         return Rollout(
             rollout_id, made.shards, told.metrics, accepted, made.auxiliary, facts=told.facts, glimpses=shown
