@@ -42,12 +42,12 @@ def cut(
     rollout_id: int,
     version: int | None,
     put: Callable[[TrainShard], Ref],
-    since: StepsSince | None = None,
+    ages: StepsSince | None = None,
 ) -> CutShards[Ref]:
     """Cut the samples into shards as the plan divides them; takes the samples out of `chosen`.
 
-    put    puts a shard where trainers can pull it; no name holds a shard while the next one is made
-    since  counts the shards of the actor
+    put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
+    ages  counts the actor's shards
     """
     assert plan.balance is not None and plan.batch is not None
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
@@ -61,8 +61,8 @@ def cut(
     taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
 
     def counted(shard: TrainShard) -> Ref:
-        if since is not None:
-            since.add(shard)
+        if ages is not None:
+            ages.add(shard)
         return put(shard)
 
     return CutShards(list(map(counted, taken)), auxiliary)

@@ -123,9 +123,9 @@ class RolloutStages:
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
             version = told.version if trains is None else trains
             # Without a push the versions are those of another run, whose steps nobody knows.
-            since = None if pushed_version is None else StepsSince.of(rollout_id, config)
-            made = cut(chosen, self._plan, rollout_id, version, self._put, since)
-            told.metrics |= {} if since is None else since.metrics()
+            ages = None if pushed_version is None else StepsSince.of(rollout_id, config)
+            made = cut(chosen, self._plan, rollout_id, version, self._put, ages)
+            told.metrics |= {} if ages is None else ages.metrics()
         accepted, shown = counts.get("accepted", 0), told.glimpses
         return Rollout(
             rollout_id, made.shards, told.metrics, accepted, made.auxiliary, facts=told.facts, glimpses=shown
