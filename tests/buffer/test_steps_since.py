@@ -58,10 +58,10 @@ def test_steps_of_former_rollouts_and_of_this_one() -> None:
             if counts and version >= 0:
                 ages.append((6 - int(version)) * NUM_STEPS + i // SIZE)
     found = count(6)
-    assert found["rollout/staleness/optimizer_steps_mean"] == pytest.approx(np.mean(ages))
-    assert found["rollout/staleness/optimizer_steps_max"] == max(ages) == 4
+    assert found["rollout/steps_since_sampled/mean"] == pytest.approx(np.mean(ages))
+    assert found["rollout/steps_since_sampled/max"] == max(ages) == 4
 
 
 def test_rollouts_that_train_a_critic_alone_move_nothing() -> None:
     assert count(6, num_untrained=7) == {}
-    assert count(6, num_untrained=6)["rollout/staleness/optimizer_steps_max"] == 1
+    assert count(6, num_untrained=6)["rollout/steps_since_sampled/max"] == 1

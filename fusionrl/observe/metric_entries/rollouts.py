@@ -127,14 +127,14 @@ ROLLOUTS: Table = {
         "buffer/tokens.py",
         "when it happens",
     ),
-    "rollout/staleness/optimizer_steps_mean": Entry(
+    "rollout/steps_since_sampled/mean": Entry(
         "steps",
         "Optimizer steps between the weights that sampled a trained token and those that train it, mean over the"
         " tokens. Of a rollout's n steps the first trains tokens of the newest push at 0, the last at n - 1.",
         "buffer/steps_since.py",
         "known weight versions, --mode rl",
     ),
-    "rollout/staleness/optimizer_steps_max": Entry(
+    "rollout/steps_since_sampled/max": Entry(
         "steps", "The same of the oldest token.", "buffer/steps_since.py", "known weight versions, --mode rl"
     ),
     "rollout/partial_samples": Entry(
