@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,9 @@ from typing import Any, Protocol, TypeVar, get_args
 import numpy as np
 
 from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.clock import StreamClock, reason_of
+from fusionrl.buffer.numbers import state_numbers
+from fusionrl.buffer.tally import Tally
 from fusionrl.config.hooks import HookError
 from fusionrl.control import events
 from fusionrl.control.apply import apply
@@ -68,9 +72,10 @@ class Batch:
 
 @dataclass
 class _Live:
-    """A group under way: as it came from the data, and its task."""
+    """A group under way: as it came from the data, as it is being answered, and its task."""
 
     blank: list[Sample]
+    group: list[Sample]
     task: asyncio.Task[None] | None = None
     made: list[Sample] = field(default_factory=list)
 
@@ -104,6 +109,7 @@ class Stream:
         self._has_ended = False
         self._asked: set[Future[Any]] = set()  # what the driver waits for
         self._label = first_version  # of the engines' weights
+        self._tally = Tally(counts_prefills=knobs.in_flight == "retract")
 
     # ------------------------------------------------------------------------------------ the driver's end
     def start(self) -> None:
@@ -165,13 +171,17 @@ class Stream:
         args = self._border.args()
         args.rollout_id = self.state.num_trained
         self._failed: list[BaseException] = []
+        self._clock = StreamClock(time.monotonic())
         async with RolloutClient(args) as client, Teacher.of_args(args) as teacher:
             self._args, self._context, self._teacher = args, GroupContext.of_args(args), teacher
             self._client = client
             started.set_result(None)
             try:
                 while not self._is_ending:
-                    self._proceed()
+                    actions = self._proceed()
+                    reason = reason_of(actions) if self._answer is not None else None
+                    has_work = self.state.samples_in_flight > 0 and not self.state.pushing
+                    self._clock.note(time.monotonic(), reason, has_work)
                     await self._wake.wait()
                     self._wake.clear()
                     if self._failed:
@@ -182,8 +192,8 @@ class Stream:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _proceed(self) -> None:
-        """Begin all that may begin; what is for the driver, when it asks for it."""
+    def _proceed(self) -> tuple[events.Action, ...]:
+        """Begin all that may begin; what is for the driver, when it asks for it. Returns what is left: the waits."""
         while True:
             actions = decide(self.state, self.knobs)
             for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
@@ -199,7 +209,7 @@ class Stream:
                 elif isinstance(action, _FOR_DRIVER):
                     begun |= self._tell(action)
             if not begun:
-                return
+                return actions
 
     def _tell(self, action: events.Action) -> bool:
         """Give the driver the action that it waits for; returns whether it began."""
@@ -225,7 +235,7 @@ class Stream:
     def _begin(self, ordinal: int, blank: list[Sample]) -> None:
         group = copy.deepcopy(blank)
         apply(self.state, self.knobs, events.Admitted(ordinal, len(group)))
-        self._live[ordinal] = live = _Live(blank)
+        self._live[ordinal] = live = _Live(blank, group)
         live.task = asyncio.create_task(self._make(ordinal, group))
 
     async def _make(self, ordinal: int, group: list[Sample]) -> None:
@@ -261,9 +271,10 @@ class Stream:
             return
         while left > 0:  # samples that needed no engine
             generated()
+        self._live[ordinal].made = made
+        self._tally.generated(made)
         if verdict.keep:
             self._num_kept += 1
-            self._live[ordinal].made = made
             self._happen(events.GroupReady(ordinal, oldest_version(made, self.knobs.fetches_per_push)))
         else:
             self._dropped[verdict.reason or "filtered"] += 1
@@ -275,6 +286,9 @@ class Stream:
 
     def _forget(self, action: events.Drop) -> None:
         live = self._live.pop(action.ordinal)
+        if not live.made:
+            self._tally.generated(live.group)
+        self._tally.dropped(live.made or live.group)
         if live.task is not None and live.task is not asyncio.current_task():
             live.task.cancel()
         self._happen(action)
@@ -288,13 +302,7 @@ class Stream:
         check_bound(groups, self._label, self.knobs)
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
-        state = self.state
-        told = {
-            "pipeline/in_flight": float(state.samples_in_flight),
-            "pipeline/running": float(len(state.of("running"))),
-            "pipeline/ready": float(len(state.of("ready"))),
-            "pipeline/admitted": float(state.committed),
-        }
+        told = state_numbers(self.state, self.knobs) | self._tally.take(groups) | self._clock.take(time.monotonic())
         ahead = [self._live[ordinal].blank for ordinal in sorted(self._live)]
         retries = self._client.retries("rollout")
         new = {name: count - self._retries.get(name, 0.0) for name, count in retries.items()}
