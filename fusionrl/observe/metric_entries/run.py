@@ -102,8 +102,8 @@ PIPELINE: Table = {
     ),
     "pipeline/length_trained_by_offered": Entry(
         "ratio",
-        "Mean response length of the samples that were trained, divided by that of all that were generated, of the run"
-        " since its start. Below 1: long answers are trained less often.",
+        "Mean response length of the samples that were trained, divided by that of all that were generated, since"
+        " the run was started or resumed. Below 1: long answers are trained less often.",
         _TALLY,
         _AHEAD,
     ),
