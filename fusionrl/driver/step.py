@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
 from fusionrl.buffer.actor import Rollout
+from fusionrl.config.parts import uses_engines
 from fusionrl.driver.signals import Terminated
 
 if TYPE_CHECKING:
@@ -82,3 +84,18 @@ class Step:
         """Note the time since the step began; throughput is of the metric `tokens`."""
         self.values["perf/step_time_s"] = time.perf_counter() - self._start
         self.values["perf/tokens_per_s"] = self.values[tokens] / self.values["perf/step_time_s"]
+        self.values |= idle_shares(self.values, uses_engines(self._run.config))
+
+
+def idle_shares(values: Mapping[str, float], has_engines: bool) -> dict[str, float]:
+    """Return the shares of a step in which trainers, or engines, had nothing to do; of the times of the step's row.
+
+    A stream has told the engines' own.
+    """
+    step, found = values["perf/step_time_s"], {}
+    if "perf/time_train_s" in values:
+        busy = values["perf/time_train_s"] + values.get("perf/time_sync_s", 0.0)
+        found["perf/trainers_idle"] = max(0.0, 1.0 - busy / step)
+    if has_engines and "perf/engines_idle" not in values and "perf/time_generate_s" in values:
+        found["perf/engines_idle"] = max(0.0, 1.0 - values["perf/time_generate_s"] / step)
+    return found

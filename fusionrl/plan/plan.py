@@ -81,7 +81,8 @@ class Plan:
         layout = None if group is None else group.layout
         assert layout is not None, f"the run has no trainers of the role {role}"
         steps = self.num_optimizer_steps or None
-        return TrainerPlan(layout, self.device, self.precision, self.train_num_threads, steps, self.answers)
+        threads = self.train_num_threads
+        return TrainerPlan(layout, self.device, self.precision, threads, steps, self.answers, self.knobs)
 
     @property
     def push_bytes(self) -> int:

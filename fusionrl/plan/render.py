@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusionrl.config.config import Config
+from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.pipeline import described as described_knobs
@@ -28,6 +29,8 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
     ]
     if plan.knobs:
         lines.append(f"pipeline   {described_knobs(plan.knobs)}")
+    if (loss := described_loss(config)) is not None:
+        lines.append(f"loss       {loss}")
     if config.algorithm.algorithm is not None:
         lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
     if plan.layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -51,6 +52,23 @@ def test_the_text_says_what_in_place_costs() -> None:
     for mode, is_told in (("in_place", True), ("retract", False)):
         text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, "pause_generation_mode": mode}))
         assert ("no prefix cache, for --pause-generation-mode in_place" in text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"pipeline": "async"}, "loss       decoupled: .*the default of --pipeline async, off by --no-use-tis"),
+        ({"pipeline": "stream", "use_rollout_logprobs": True}, "loss       the ratio is taken to the engine's log-p"),
+        ({"pipeline": "async", "use_tis": False}, "loss       tokens of older weights are taken for tokens of the ne"),
+        ({"pipeline": "on-policy"}, None),
+    ],
+)
+def test_the_loss_of_older_tokens_is_told(values: dict[str, Any], told: str | None) -> None:
+    given = {"rollout_batch_size": 8, "n_samples_per_prompt": 2, **values}
+    text = render_plan(plan(**given), Config.from_flat(given))
+    assert re.search(told, text) if told else "\nloss " not in text
+    # Ranks learn of the bound, of each role.
+    assert (plan(**given).trainer_plan().knobs is None) == (told is None)
 
 
 def test_the_push_is_told() -> None:

@@ -130,6 +130,16 @@ ROLLOUTS: Table = {
         "buffer/tokens.py",
         "when it happens",
     ),
+    "rollout/steps_since_sampled/mean": Entry(
+        "steps",
+        "Optimizer steps between the weights that sampled a trained token and those that train it, mean over the"
+        " tokens. Of a rollout's n steps the first trains tokens of the newest push at 0, the last at n - 1.",
+        "buffer/steps_since.py",
+        "known weight versions, --mode rl",
+    ),
+    "rollout/steps_since_sampled/max": Entry(
+        "steps", "The same of the oldest token.", "buffer/steps_since.py", "known weight versions, --mode rl"
+    ),
     "rollout/partial_samples": Entry(
         "samples",
         "Unfinished samples that the next rollout continues.",
