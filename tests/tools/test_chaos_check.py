@@ -113,7 +113,7 @@ CASES: dict[Callable[[Steps], None], str] = {
     train_strange: "not in the data: of nowhere",
     lose_a_step: "steps without samples: 2",
     lose_a_sample: "step 2 has groups of [2, 1, 2] samples",
-    mix_a_group: "samples of different prompts in group 4",
+    mix_a_group: "samples of different prompts in group 5",
     be_too_old: "step 4, sample 25: a token is 2 pushes old, the bound is 1",
     be_of_later: "a token of version 2, from later",
     be_unknown: "a token of unknown weights",
