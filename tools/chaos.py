@@ -122,8 +122,9 @@ def shape_of(case: Case, options: argparse.Namespace) -> check.Shape:
 
 
 def command_of(case: Case, options: argparse.Namespace, model: Path, folder: Path) -> list[str]:
-    """Return the flags of `fusionrl train`."""
+    """Return the command of an attempt."""
     return [
+        *(sys.executable, "-m", "fusionrl.cli", "train"),
         *("--mode", "rl", "--device", "cpu", "--hf-checkpoint", str(model), "--run-dir", str(folder / "run")),
         *("--prompt-data", str(folder / "data.jsonl"), "--input-key", "prompt", "--label-key", "label"),
         *("--custom-rm-path", f"{HOOKS}:reward", "--rollout-batch-size", str(NUM_GROUPS), "--lr", "1e-3", "--use-tis"),

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -100,16 +99,16 @@ class Console:
 
 
 class Attempt:
-    """A running `fusionrl train`, and all processes that come of it."""
+    """A running command (`fusionrl train`), and all processes that come of it."""
 
-    def __init__(self, arguments: list[str], output: Path, **env: str) -> None:
-        """Start it; its console goes to the file `output`."""
+    def __init__(self, command: list[str], output: Path) -> None:
+        """Start it in the repository's root; its console goes to the file `output`."""
         self.output_path = output
         self._token = uuid.uuid4().hex
         paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
         with output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fusionrl.cli", "train", *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -118,7 +117,6 @@ class Attempt:
                     TOKEN_VARIABLE: self._token,
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                    **env,
                 },
                 cwd=REPO,
                 start_new_session=True,
