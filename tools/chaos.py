@@ -229,8 +229,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="of a run")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds that an attempt may take")
-    parser.add_argument("--end-limit", type=float, default=60.0, help="seconds from a kill to the end of the attempt")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further run after so long")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds that an attempt may take")
+    parser.add_argument("--end-limit", type=float, default=90.0, help="seconds from a kill to the end of the attempt")
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs that fail")
     parser.add_argument("--work", type=Path, help="folder for the runs (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="file for the summary, with all runs")
@@ -256,7 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [plan_case(options, number) for number in options.only or range(1, options.runs + 1)]
     outcomes: list[Outcome] = []
 
+    since = time.monotonic()
+
     def run_one(case: Case) -> None:
+        if time.monotonic() - since > 60 * options.minutes:
+            return
         folder = work / f"run-{case.number}"
         shutil.rmtree(folder, ignore_errors=True)
         try:

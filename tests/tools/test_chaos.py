@@ -116,7 +116,7 @@ def test_the_message_has_to_name_who_died(process: Any) -> None:
     good = {
         "buffer": "failed: ActorDied: the Buffer died: its process 77 ended without an error of its own\nlogs: x",
         "trainer": "failed: ActorDied: trainer rank 1 died: its process 77 ended\nlogs: x",
-        "engine": "failed: ChildExited: engine 0 (generation): the process ended (killed by SIGKILL). Its log is x",
+        "engine": "failed: ChildExited: generation of engine 0 at http://x: the process ended (killed by SIGKILL). Its log is x",
     }
     for victim, text in good.items():
         assert process.check_end(end_of(process, 1, text), victim, False) == []
