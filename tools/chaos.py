@@ -252,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = work / "model"
     if not model.is_dir():
         tokenizer = build_tokenizer()
+        tokenizer.chat_template = None  # prompts are plain text, and so the same in the data and in rollouts
         build_model(tokenizer, options.seed).save_pretrained(model)
         tokenizer.save_pretrained(model)
     cases = [plan_case(options, number) for number in options.only or range(1, options.runs + 1)]

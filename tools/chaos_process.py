@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 REPO = Path(__file__).resolve().parents[1]
-TOKEN_VARIABLE = "FUSIONRL_CHAOS_TOKEN"
+MARK_VARIABLE = "FUSIONRL_CHAOS_MARK"  # a name with TOKEN is taken for a secret, and not passed on
 VICTIMS = ("driver", "buffer", "engine", "trainer")
 # The moment's name → the line that the console shows when it begins; of `any`, a step's own line.
 MOMENTS = {
@@ -104,7 +104,7 @@ class Attempt:
     def __init__(self, command: list[str], output: Path) -> None:
         """Start it in the repository's root; its console goes to the file `output`."""
         self.output_path = output
-        self._token = uuid.uuid4().hex
+        self._mark = uuid.uuid4().hex
         paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
         with output.open("w") as file:
             self.process = subprocess.Popen(
@@ -114,7 +114,7 @@ class Attempt:
                 stderr=subprocess.STDOUT,
                 env={
                     **os.environ,
-                    TOKEN_VARIABLE: self._token,
+                    MARK_VARIABLE: self._mark,
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                 },
@@ -133,7 +133,7 @@ class Attempt:
             time.sleep(_SWEEP_S)
 
     def _look(self) -> None:
-        """Note who belongs to the run: children's children, and who carries its token; both have holes.
+        """Note who belongs to the run: children's children, and who carries its mark; both have holes.
 
         A child whose parent has died is no one's child, and a process that gives itself a title (Ray's do) writes it
         over its environment.
@@ -145,7 +145,7 @@ class Attempt:
                     self._family |= {child.pid: child for child in process.children(recursive=True)}
                 except psutil.Error:
                     continue
-            needle = f"{TOKEN_VARIABLE}={self._token}".encode()
+            needle = f"{MARK_VARIABLE}={self._mark}".encode()
             for pid in psutil.pids():
                 try:
                     if pid not in self._family and needle in Path(f"/proc/{pid}/environ").read_bytes():

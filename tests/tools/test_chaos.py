@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fusionrl.base.environment import is_secret
+
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
@@ -85,6 +87,11 @@ def test_a_kill_comes_at_its_moment(process: Any, tmp_path: Path) -> None:
     assert process.check_end(end, "driver", False) == []
 
 
+def test_processes_of_a_run_keep_the_mark(process: Any) -> None:
+    """fusionrl does not pass on what looks like a secret."""
+    assert not is_secret(process.MARK_VARIABLE, "0123456789abcdef")
+
+
 def test_any_moment_begins_with_the_line_of_its_step(process: Any, tmp_path: Path) -> None:
     end = start(process, tmp_path, after="time.sleep(60)").run(process.Kill("driver", "any", 1, 0.0), 30, 30)
     assert end.state in ("any after step 1", "checkpoint after step 1")
@@ -116,7 +123,7 @@ def test_the_message_has_to_name_who_died(process: Any) -> None:
     good = {
         "buffer": "failed: ActorDied: the Buffer died: its process 77 ended without an error of its own\nlogs: x",
         "trainer": "failed: ActorDied: trainer rank 1 died: its process 77 ended\nlogs: x",
-        "engine": "failed: ChildExited: generation of engine 0 at http://x: the process ended (killed by SIGKILL). Its log is x",
+        "engine": "failed: ChildExited: generation of engine 0 at http://x: the process ended (killed by SIGKILL)",
     }
     for victim, text in good.items():
         assert process.check_end(end_of(process, 1, text), victim, False) == []
