@@ -202,7 +202,7 @@ class Attempt:
         began = time.monotonic()
         deadline = began + limit_s
         try:
-            if kill is not None and self._wait_until(console, kill, deadline) and (pid := self.victim(kill.victim)):
+            if kill is not None and (pid := self._wait_until(console, kill, deadline)):
                 console.read()  # for what it does now
                 state = f"{console.moment} after step {console.last_step}"
                 os.kill(pid, signal.SIGKILL)
@@ -218,16 +218,18 @@ class Attempt:
                 self.process.wait()
         return End(code, state, pid, seconds, self.output_path.read_text(errors="replace"))
 
-    def _wait_until(self, console: Console, kill: Kill, deadline: float) -> bool:
-        """Wait for the moment; returns False where the run ends before it, or it is too late."""
-        while True:
+    def _wait_until(self, console: Console, kill: Kill, deadline: float) -> int:
+        """Wait for the moment, and return the process to kill; 0 where the run ends before it, or it is too late."""
+        pid = 0
+        while self.process.poll() is None and time.monotonic() < deadline:
             console.read()
+            if not pid and console.last_step >= 0:
+                pid = self.victim(kill.victim)  # before the moment: it takes longer than a push
             if console.is_at(kill):
                 time.sleep(kill.delay_s)
-                return self.process.poll() is None
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                return False
+                return pid if self.process.poll() is None else 0
             time.sleep(_LOOK_S)
+        return 0
 
 
 def check_end(end: End, victim: str | None, is_complete: bool) -> list[str]:
