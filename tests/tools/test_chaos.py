@@ -151,3 +151,69 @@ def test_the_summary_tells_of_failures(tool: Any) -> None:
     assert tool.told(first).startswith("pass  run   1") and "(push after step 2)" in tool.told(first)
     assert tool.told(second).startswith("FAIL  run   2") and "1 prompts lost" in tool.told(second)
     assert "ended first" in tool.told(second)
+
+
+# A run without engines: every step takes the next four prompts, and a resume goes on from the newest checkpoint; or,
+# with a fault, a prompt later, or never.
+RUN = """
+import json, pathlib, sys, time
+fault, folder, data = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+prompts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
+checkpoints = sorted(folder.glob("checkpoints/*/manifest.json"))
+attempt = 2 if "--resume" in sys.argv else 1
+first = int(checkpoints[-1].parent.name[5:]) if checkpoints else 0
+offset = 1 if fault == "loses" and attempt == 2 else 0
+if fault == "hangs" and attempt == 2:
+    time.sleep(60)
+(folder / "rollouts").mkdir(parents=True, exist_ok=True)
+for step in range(first, 4):
+    if step > first:
+        rows = []
+        for group in range(4 * step - 4 + offset, 4 * step + offset):
+            version = max(0, step - 2)
+            row = {"prompt": prompts[group % len(prompts)], "group_index": group, "weight_versions": [version]}
+            rows += [row | {"index": 2 * group + copy, "response_length": 1} for copy in (0, 1)]
+        name = f"rollouts/step_{step:06d}.train.a{attempt}.jsonl"
+        (folder / name).write_text("".join(json.dumps(row) + chr(10) for row in rows))
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": step, "attempt": attempt, "sync/version": step}) + chr(10))
+    print(f"step {step}/3", flush=True)
+    if step:
+        (folder / f"checkpoints/step_{step:06d}").mkdir(parents=True, exist_ok=True)
+        (folder / f"checkpoints/step_{step:06d}/manifest.json").touch()
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", ""),
+        ("loses", "1 prompts lost"),
+        ("hangs", "no end 3 s after its start"),
+    ],
+)
+def test_a_fault_of_a_run_fails_the_program(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: str, said: str
+) -> None:
+    def command_of(case: Any, options: Any, model: Path, folder: Path) -> list[str]:
+        return [sys.executable, "-c", RUN, fault, str(folder / "run"), str(folder / "data.jsonl")]
+
+    monkeypatch.setattr(tool, "command_of", command_of)
+    # The bound of one-step-off is 1. It is killed by its driver alone: there are no other processes.
+    flags = ["--runs", "1", "--victims", "driver", "--moments", "any", "--max-kills", "1", "--steps", "3"]
+    flags += [
+        "--pipelines",
+        "one-step-off",
+        "--limit",
+        "3" if fault == "hangs" else "60",
+        "--work",
+        str(tmp_path),
+        "--seed",
+        "18",
+    ]
+    (tmp_path / "model").mkdir()  # none is needed
+    code = tool.main(flags)
+    shown = capfd.readouterr().out
+    assert (code == 1) == bool(said) and said in shown, shown
+    assert '"kills": 1, "kills_too_late": 0' in shown
