@@ -168,11 +168,14 @@ class BufferActor(StreamMessages):
         await asyncio.to_thread(self._stages.trained.add, rollout_id, parts)
 
     # -------------------------------------------------------------------------------- evaluation
-    async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json."""
+    async def evaluate(self, rollout_id: int, pushed_version: int | None = None) -> dict[str, float]:
+        """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json.
+
+        pushed_version  of the weights that the engines have; None: nothing was pushed to them
+        """
         start = time.perf_counter()
         with self._phase_of(f"evaluation after step {rollout_id}", rollout_id, "eval-failed"):
-            metrics = await asyncio.to_thread(self._evaluation.run, rollout_id)
+            metrics = await asyncio.to_thread(self._evaluation.run, rollout_id, pushed_version)
         return metrics | {"perf/time_eval_s": time.perf_counter() - start}
 
     async def validation_shards(self) -> dict[str, list[object]]:

@@ -76,9 +76,9 @@ class BufferHandle:
             logger.warning("%s", text)
         return rollout
 
-    def start_evaluation(self, step: int) -> Started:
-        """Begin an evaluation on every set. Does not wait."""
-        return self.begin(self.actor.evaluate.remote, step)
+    def start_evaluation(self, step: int, version: int | None) -> Started:
+        """Begin an evaluation on every set, of weights of `version` (None: as the engines loaded them). Does not wait."""
+        return self.begin(self.actor.evaluate.remote, step, version)
 
     def wait_evaluation(self, started: Started) -> dict[str, float]:
         """Wait for the metrics of an evaluation, as of a rollout."""
@@ -89,7 +89,7 @@ class BufferHandle:
         self._add_faults(metrics, "eval", started.faults)
         return metrics
 
-    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int) -> Started:
+    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> Started:
         """Begin what a method of the actor does with the engines. Does not wait."""
         faults = self._engines.count_faults()
         ref = method(*numbers)

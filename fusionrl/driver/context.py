@@ -73,9 +73,14 @@ class Run:
         self.reporter.status("evaluating")
         self.actors.weights.restore_engines()
         self.actors.trainers.offload()
-        values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step))
+        values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step, self.pushed_version))
         self.reporter.show_evaluation(step, values)
         return values
+
+    @property
+    def pushed_version(self) -> int | None:
+        """The version of the engines' weights; None in a mode where nothing is pushed."""
+        return None if self.plan.transport is None else self.actors.weights.version
 
     def validate(self, step: int) -> dict[str, float]:
         """Validation losses of --mode sft, and say them."""

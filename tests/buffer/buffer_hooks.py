@@ -31,6 +31,14 @@ def bare_lists(args: Any, rollout_id: int, data_source: Any, evaluation: bool = 
     return [fill(group) for group in data_source.get_samples(args.rollout_batch_size)]
 
 
+def two_versions(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Its evaluation has a sample of weights from before a push, and one of those after it."""
+    samples = fill([Sample(index=0), Sample(index=1)])
+    for version, sample in enumerate(samples):
+        sample.weight_versions = [version] * sample.response_length
+    return {"set": {"rewards": [1.0, 0.0], "samples": samples}}
+
+
 def taught(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """A function that asks a teacher of its own."""
     groups = bare_lists(args, rollout_id, data_source)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.buffer.eval_versions import MixedVersions
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
@@ -520,6 +521,14 @@ def test_evaluation_goes_to_the_users_rollout_function(buffer: MakeBuffer, notes
     assert (summary["step"], summary["attempt"]) == (5, 1)
     assert summary["sets"]["set"]["metrics"]["reward"] == 0.5
     assert summary["sets"]["set"]["settings"] is None, "no flag names this set"
+
+
+def test_an_evaluation_of_two_versions_is_an_error_and_its_samples_are_kept(buffer: MakeBuffer) -> None:
+    made = buffer(eval_function_path=f"{HOOKS}:two_versions")
+    with pytest.raises(MixedVersions, match="after step 5 .* pushed version 1, and sample 0 of set set .* version 0"):
+        run(made.evaluate(5, 1))
+    assert [file.kind for file in list_rollouts(made.run_dir)] == ["eval-set"]
+    assert not (made.run_dir / "eval" / "5.json").exists()
 
 
 def test_the_summary_of_an_evaluation_has_its_settings(buffer: MakeBuffer, write_rows: Any) -> None:

@@ -42,7 +42,7 @@ class Cluster:
         self.buffer = SimpleNamespace(
             start_rollout=lambda rollout_id, version: rollout_id,
             wait_rollout=self.generate,
-            start_evaluation=lambda step: step,
+            start_evaluation=lambda step, version: step,
             wait_evaluation=self.evaluate,
             add_trained=lambda *_: None,
             validation_shards=dict,
@@ -102,5 +102,5 @@ def run_of(cluster: Any, stop: StopSignal, num_rollout: int = 2, **flags: Any) -
     diary: Any = Diary(cluster.log)
     cluster.stop = stop
     config = Config.from_flat({"eval_interval": 1, "skip_eval_before_train": True} | flags)
-    plan: Any = SimpleNamespace(num_rollout=num_rollout)
+    plan: Any = SimpleNamespace(num_rollout=num_rollout, transport="broadcast")
     return Run(config, plan, Path(), cluster, diary, diary, stop, 0, -1), diary
