@@ -77,7 +77,7 @@ class BufferHandle:
         return rollout
 
     def start_evaluation(self, step: int, version: int | None) -> Started:
-        """Begin an evaluation on every set, of weights of `version` (None: as the engines loaded them). Does not wait."""
+        """Begin an evaluation on every set, of weights of `version` (None: as loaded). Does not wait."""
         return self.begin(self.actor.evaluate.remote, step, version)
 
     def wait_evaluation(self, started: Started) -> dict[str, float]:

@@ -43,13 +43,13 @@ def test_the_one_version(versions: list[Any], pushed: int | None, found: int | N
         (
             {"a": result([3, 3], [3, 4])},
             3,
-            "engines were pushed version 3, and sample 1 of set a has tokens of version 4",
+            "engines were pushed version 3, and sample 1 of set a .* version 4",
         ),
         ({"a": result([2, 2])}, 3, "pushed version 3, and sample 0 of set a has tokens of version 2"),
         (
             {"a": result([5]), "b": result([5], ["6"])},
             None,
-            "sample 0 of set a .* version 5, and sample 1 of set b .* 6",
+            "sample 0 of set a .* 5, and sample 1 of set b .* 6",
         ),
         ({"a": result([5, 6])}, None, "after step 7 would mix two versions of the weights: .* version 5, and .* 6"),
     ],

@@ -229,8 +229,7 @@ EVALUATIONS: Table = {
     "eval/<set>/num_tokens": Entry("tokens", "Number of these tokens.", "cluster/trainers.py", "--mode sft"),
     "eval/weight_version": Entry(
         "version",
-        "The one version of the weights that sampled all tokens of the evaluation; an evaluation that would mix two ends"
-        " the run.",
+        "The version of the weights that sampled all tokens of the evaluation; one that would mix two ends the run.",
         "buffer/evaluation.py",
     ),
     "eval/reward_timeout": Entry(
