@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,8 +173,12 @@ class BufferActor(StreamMessages):
 
         pushed_version  of the weights that the engines have; None: nothing was pushed to them
         """
-        start = time.perf_counter()
-        with self._phase_of(f"evaluation after step {rollout_id}", rollout_id, "eval-failed"):
+        start, kind = time.perf_counter(), "eval-failed"
+        if self.endpoints.eval_urls:  # beside what the Buffer does else, which `status` tells of
+            phase: AbstractContextManager[None] = writing_blamed(self._writer, rollout_id, self.attempt, kind)
+        else:
+            phase = self._phase_of(f"evaluation after step {rollout_id}", rollout_id, kind)
+        with phase:
             metrics = await asyncio.to_thread(self._evaluation.run, rollout_id, pushed_version)
         return metrics | {"perf/time_eval_s": time.perf_counter() - start}
 

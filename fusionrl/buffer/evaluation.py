@@ -19,7 +19,7 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
-from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rewards.dispatch import counting_lost
 from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
 from fusionrl.rollout.types import EvalResult, as_eval_output
 
@@ -50,18 +50,19 @@ class Evaluation:
             HookError, ValueError: with the flag concerned.
             MixedVersions: the samples, which are written, are not all of that version.
         """
-        result = as_eval_output(self._functions.evaluate(self._border.args(), rollout_id))
+        with counting_lost() as lost:
+            result = as_eval_output(self._functions.evaluate(self._border.eval_args(), rollout_id))
         for name, found in result.data.items():
             rows = (sample.to_row() for sample in found.get("samples", []))
             self._writer.write(rollout_id, self._attempt, rows, kind=f"eval-{name}")
         version = check_one_version(result.data, pushed_version, rollout_id)
         self._write_summary(rollout_id, result.data)
         log = self._border.hook("custom_eval_rollout_log_function_path")
-        itself = log is not None and log(rollout_id, self._border.args(), result.data, result.metrics)
+        itself = log is not None and log(rollout_id, self._border.eval_args(), result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),
             **({} if version is None else {"eval/weight_version": float(version)}),
-            **{f"eval/reward_{reason}": float(count) for reason, count in take_lost().items()},
+            **{f"eval/reward_{reason}": float(count) for reason, count in lost.items()},
             **result.metrics,
         }
 
