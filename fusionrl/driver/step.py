@@ -38,6 +38,7 @@ class Step:
         if self._saves:
             self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
         if error is None:
+            self._run.beside.collect()
             self._run.stop.check()
 
     def generate(self) -> Rollout:
@@ -65,10 +66,12 @@ class Step:
 
     def push(self) -> None:
         """Bring the new weights to the engines."""
+        self.values |= self._run.free_eval_engines(self.number)
         self.values |= self._run.push(self.number)
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
+        self.values |= self._run.free_eval_engines(self.number)  # meanwhile samples go on
         stream, start = self._run.actors.buffer.stream, time.perf_counter()
         if stream.trained():
             self.values["perf/time_drain_s"] = time.perf_counter() - start
