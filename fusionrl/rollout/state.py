@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 512  # for each engine, where `args` do not say
 _Ends = tuple[str, tuple[str, ...]]
-_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Ends, GenerateClient]] = (
+# Rollouts and an evaluation beside them may share a loop, and have other engines.
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Ends, GenerateClient]] = (
     weakref.WeakKeyDictionary()
 )
 _current: list[Namespace] = []  # the `args` of the default rollout that is open, and of an evaluation beside it
@@ -94,11 +95,11 @@ def client_of(args: Namespace) -> GenerateClient | None:
     if not getattr(args, "router_url", None):
         return given
     ends = (args.router_url, tuple(args.engine_urls))
-    held = _clients.get(loop)
-    if held is None or held[0] != ends:
-        held = _clients[loop] = (ends, new_client(args))
-        close_with_loop(held[1].close)
-    return held[1]
+    held = _clients.setdefault(loop, {})
+    if ends not in held:
+        held[ends] = new_client(args)
+        close_with_loop(held[ends].close)
+    return held[ends]
 
 
 def semaphore_of(args: Namespace) -> LoopSemaphore:
