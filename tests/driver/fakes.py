@@ -51,6 +51,16 @@ class Cluster:
             validation_shards=dict,
         )
 
+    def stream(self, interval: int) -> None:
+        """Have a stream that is pushed to after `interval` rollouts."""
+        self.buffer.stream = SimpleNamespace(
+            start=lambda number: None,
+            next_rollout=lambda number: number,
+            trained=lambda: sum(line.startswith("train") for line in self.log) % interval == 0,
+            pushed=lambda version: None,
+            stop=lambda: self.log.append("stop"),
+        )
+
     def _note(self, what: str) -> None:
         self.log.append(what)
         if what.startswith(self._stops) and self._stops:

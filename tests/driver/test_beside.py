@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusionrl.driver.loops import on_policy
+from fusionrl.driver.loops import on_policy, streamed
 from fusionrl.driver.signals import StopSignal, Terminated
 from tests.driver.fakes import Cluster, run_of
 
@@ -33,6 +34,21 @@ def test_training_goes_on_while_one_is_under_way() -> None:
     assert log[-2:] == ["evaluate 5", "record evaluation 5"], "the run waits for the last one"
     assert "perf/time_wait_eval_s" in diary.rows[4] and "perf/time_wait_eval_s" not in diary.rows[3]
     assert all("eval/x/accuracy" in diary.rows[step] for step in (2, 4, 5))
+
+
+def test_a_stream_waits_for_the_one_before_and_ends_with_the_last() -> None:
+    cluster = Cluster()
+    cluster.stream(interval=2)
+    run, diary = run_of(cluster, StopSignal(), 5, **OWN, pipeline="stream")
+    evaluate = cluster.buffer.wait_evaluation
+    cluster.buffer.wait_evaluation = lambda step: (time.sleep(0.02), evaluate(step))[1]
+    streamed(run)
+    log = diary.log
+    pushes = [line for line in log if line.startswith("push")]
+    assert pushes == ["push 0 to all", "push 2 to all", "push 4 to all", "push 5 to all"]
+    assert log.index("train 3") < log.index("evaluate 2") < log.index("push 4 to all")
+    assert diary.rows[4]["perf/time_wait_eval_s"] >= 0.02 and diary.rows[5]["perf/time_wait_eval_s"] >= 0.02
+    assert log[-3:] == ["stop", "evaluate 5", "record evaluation 5"]
 
 
 def test_the_one_before_the_first_step_is_beside_it_too() -> None:
