@@ -34,6 +34,7 @@ from fusionrl.rollout.teacher import Teacher
 
 _BEGUN = get_args(events.Begun)
 _FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
+_AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
 _JOIN_S = 30.0  # for the tasks under way to end when they are cancelled
 _ENDED = "the stream has ended"
 Groups = list[list[Sample]]
@@ -172,6 +173,7 @@ class Stream:
             try:
                 while not self._is_ending:
                     self._proceed()
+                    await asyncio.sleep(0)  # those that begin do so now, also where more are to come at once
                     await self._wake.wait()
                     self._wake.clear()
                     if self._failed:
@@ -192,7 +194,8 @@ class Stream:
             begun = False
             for action in actions:
                 if isinstance(action, events.Admit):
-                    begun |= self._admit(action)
+                    self._admit(action)
+                    self._wake.set()  # the next ones in the loop's next turn
                 elif isinstance(action, events.Drop):
                     self._drop(action)
                     begun = True
@@ -211,16 +214,19 @@ class Stream:
         answer.set_result(action)
         return isinstance(action, _BEGUN)
 
-    def _admit(self, action: events.Admit) -> bool:
-        for ordinal in action.pending:
+    def _admit(self, action: events.Admit) -> None:
+        """Begin the first of the groups that may begin; the caller asks again."""
+        most = max(1, _AT_ONCE // self.knobs.samples_per_group)
+        pending = action.pending[:most]
+        for ordinal in pending:
             self._begin(ordinal, self._live[ordinal].blank)
-        if action.num_new:
-            groups = self._source.draw(action.num_new)
+        num_new = min(action.num_new, most - len(pending))
+        if num_new:
+            groups = self._source.draw(num_new)
             for group in groups:
                 self._begin(self.state.next_ordinal, group)
-            if len(groups) < action.num_new:
+            if len(groups) < num_new:
                 apply(self.state, self.knobs, events.StreamEnd())
-        return True
 
     def _begin(self, ordinal: int, blank: list[Sample]) -> None:
         group = copy.deepcopy(blank)

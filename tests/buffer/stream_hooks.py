@@ -101,3 +101,15 @@ async def fails_when_told(args: Namespace, sample: Sample, sampling_params: dict
         if FAILS.is_set():
             raise ValueError("no luck")
     return await answer(args, sample, sampling_params)
+
+
+IN_TURN = [0, 0]  # samples that began in this turn of the loop, and in the fullest one
+
+
+async def counts_turns(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Count how many samples begin before the loop looks after anything else."""
+    if not IN_TURN[0]:
+        asyncio.get_running_loop().call_soon(IN_TURN.__setitem__, 0, 0)
+    IN_TURN[0] += 1
+    IN_TURN[1] = max(IN_TURN)
+    return await answer(args, sample, sampling_params)
