@@ -8,7 +8,7 @@ request. All running requests get their tokens at one pace, so one count of toke
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,14 +75,32 @@ class Request:
     aborted: bool = False
 
 
-class PacedBatch:
-    """The requests of one engine. Call `advance` before anything else at a moment, with that moment.
+@dataclass
+class Company:
+    """Requests that are modelled and not made: for each real one of the cluster `weight` - 1 others, spread evenly over
+    its engines. So each engine has the load of all, and a long answer is not long many times over at one engine.
 
-    weight  requests of the modelled engine for which each request here stands
+    num_running, context  of all real requests that run
+    retracted             how often an engine was paused → tokens whose KV cache all engines gave up at that pause
     """
 
-    def __init__(self, machine: Machine, weight: float = 1.0, now: float = 0.0) -> None:
-        self.machine, self.weight = machine, weight
+    weight: float = 1.0
+    num_engines: int = 1
+    num_running: int = 0
+    context: float = 0.0
+    retracted: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def share(self) -> float:
+        """Return what one engine has of them, for one of the real ones."""
+        return (self.weight - 1) / self.num_engines
+
+
+class PacedBatch:
+    """The requests of one engine. Call `advance` before anything else at a moment, with that moment."""
+
+    def __init__(self, machine: Machine, company: Company | None = None, now: float = 0.0) -> None:
+        self.machine, self.company = machine, company or Company()
         self.now, self.progress, self.version = now, 0.0, "0"
         self.is_paused = False
         self.running: set[Request] = set()
@@ -92,13 +110,13 @@ class PacedBatch:
         self.running_s = 0.0  # requests that run, over time
         self._prefill_s = 0.0  # of work that goes before the next token
         self._ends: list[tuple[float, int, Request]] = []  # (progress at its end, its turn, request)
-        self._begun = 0
+        self._begun = self._num_pauses = 0
         self._context = 0.0  # tokens in the KV cache at `progress`
 
     @property
     def limit(self) -> int:
         """Return how many requests of here run at once."""
-        return max(1, int(self.machine.max_running / self.weight))
+        return max(1, int(self.machine.max_running / self.company.weight))
 
     def join(self, request: Request) -> None:
         """Take a new request."""
@@ -156,15 +174,18 @@ class PacedBatch:
     def pause(self, mode: PauseMode) -> list[Request]:
         """Stop; returns the requests that this ends as they are."""
         self.is_paused = True
+        self._num_pauses += 1
         if mode == "in_place":
             return []
         stopped = sorted(self.running, key=lambda request: request.begun or 0.0)
         for request in stopped:
             request.done, request.begun = self.tokens_of(request), None
+        self._count(-len(self.running), -self._context)
         self.running.clear()
         self._ends.clear()
-        self._context = self._prefill_s = 0.0
+        self._prefill_s = 0.0
         if mode == "retract":
+            self.company.retracted[self._num_pauses] += sum(one.num_prompt + one.done for one in stopped)
             self.waiting.extendleft(reversed(stopped))
             return []
         stopped += self.waiting
@@ -176,6 +197,8 @@ class PacedBatch:
     def resume(self) -> None:
         """Go on."""
         self.is_paused = False
+        again = self.company.share * self.company.retracted[self._num_pauses]
+        self._prefill_s += self.machine.prefill_s(again)
         self._fill()
 
     def set_version(self, version: str) -> None:
@@ -191,14 +214,22 @@ class PacedBatch:
 
     # ------------------------------------------------------------------------------------ within
     def _token_s(self) -> float:
-        return self.machine.token_s(len(self.running) * self.weight, self._context * self.weight)
+        others = self.company
+        num_running = len(self.running) + others.share * others.num_running
+        return self.machine.token_s(num_running, self._context + others.share * others.context)
+
+    def _count(self, num_running: int, context: float) -> None:
+        """Count requests that begin or end here, and the growth of their contexts."""
+        self._context += context
+        self.company.num_running += num_running
+        self.company.context += context
 
     def _go(self, seconds: float, tokens: float = 0.0, is_prefill: bool = False) -> None:
         self.now += seconds
         self.busy_s += seconds
-        self.running_s += seconds * len(self.running) * self.weight
+        self.running_s += seconds * len(self.running)
         self.progress += tokens
-        self._context += tokens * len(self.running)
+        self._count(0, tokens * len(self.running))
         self.num_sampled += tokens * len(self.running)
         if is_prefill:
             self._prefill_s = max(0.0, self._prefill_s - seconds)
@@ -214,11 +245,11 @@ class PacedBatch:
             self.running.add(request)
             self._begun += 1
             heapq.heappush(self._ends, (self.progress + request.num_tokens - request.done, self._begun, request))
-            self._context += request.num_prompt + request.done
+            self._count(1, request.num_prompt + request.done)
             again = request.done + (request.num_prompt if request.done else 0)
             self.num_prefilled_again += again
-            read = again or (0 if request.cached else request.num_prompt)
-            self._prefill_s += self.machine.prefill_s(read * self.weight)
+            read = 0 if request.cached else request.num_prompt * self.company.weight
+            self._prefill_s += self.machine.prefill_s(again or read)
 
     def _stop(self, request: Request) -> None:
         """Take a request out of those that run; what it has is kept in `done`."""
@@ -226,7 +257,7 @@ class PacedBatch:
         request.done = self.tokens_of(request)
         request.begun = None
         self.running.remove(request)
-        self._context -= request.num_prompt + request.done
+        self._count(-1, -request.num_prompt - request.done)
         if self._ends[0][2] is request:
             heapq.heappop(self._ends)
         else:

@@ -22,7 +22,7 @@ from typing import Any, get_args
 import orjson
 from aiohttp import web
 
-from tools.bench.engine_model import Machine, PacedBatch, PauseMode, Request
+from tools.bench.engine_model import Company, Machine, PacedBatch, PauseMode, Request
 from tools.bench.lengths import Lengths
 
 _STREAM_S = 0.02  # between two events of a stream
@@ -32,11 +32,10 @@ _ENTRY = b"[-0.50,7,null],"
 
 @dataclass(frozen=True)
 class Scale:
-    """How modelled seconds and tokens become real ones; `weight`: modelled requests for each request."""
+    """How modelled seconds and tokens become real ones."""
 
     time: float = 1.0
     tokens: float = 1.0
-    weight: float = 1.0
 
     def real_tokens(self, modelled: float) -> int:
         """Return how many tokens stand for these; one at least."""
@@ -46,9 +45,11 @@ class Scale:
 class PacedEngine:
     """One engine. Belongs to one event loop."""
 
-    def __init__(self, machine: Machine, scale: Scale, lengths: Lengths, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, machine: Machine, scale: Scale, lengths: Lengths, company: Company, clock: Callable[[], float]
+    ) -> None:
         """`clock`: modelled seconds."""
-        self.batch = PacedBatch(machine, scale.weight, clock())
+        self.batch = PacedBatch(machine, company, clock())
         self._scale, self._lengths, self._clock = scale, lengths, clock
         self._futures: dict[Request, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -293,23 +294,25 @@ def _done() -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def start_engines(count: int, machine: Machine, scale: Scale, lengths: Lengths) -> dict[str, PacedEngine]:
-    """Start so many engines in this event loop; returns address → engine."""
-    start = time.monotonic()
+async def start_engines(
+    count: int, machine: Machine, scale: Scale, lengths: Lengths, weight: float = 1.0
+) -> dict[str, PacedEngine]:
+    """Start so many engines in this event loop; returns address → engine. `weight` as of `Company`."""
+    start, company = time.monotonic(), Company(weight, count)
 
     def clock() -> float:
         return (time.monotonic() - start) / scale.time
 
-    engines = [PacedEngine(machine, scale, lengths, clock) for _ in range(count)]
+    engines = [PacedEngine(machine, scale, lengths, company, clock) for _ in range(count)]
     return {await Server(engine, engines).start(): engine for engine in engines}
 
 
 async def _serve(options: argparse.Namespace) -> None:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the router tries gRPC first
     machine = Machine(gpus=options.gpus, overhead_s=options.overhead_s, max_running=options.max_running)
-    scale = Scale(options.time_scale, options.token_scale, options.weight)
+    scale = Scale(options.time_scale, options.token_scale)
     lengths = Lengths(options.median, options.sigma, options.longest, options.prompt, options.seed)
-    urls = await start_engines(options.engines, machine, scale, lengths)
+    urls = await start_engines(options.engines, machine, scale, lengths, options.weight)
     print(json.dumps(list(urls)), flush=True)
     await asyncio.to_thread(sys.stdin.read)
 

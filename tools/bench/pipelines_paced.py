@@ -6,6 +6,7 @@ See `tools/bench/pipelines.py`, whose part (b) this is.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import subprocess
 import sys
@@ -191,7 +192,9 @@ def make_buffer(
 ) -> BufferActor:
     """Return the Buffer of a run, with its prompts read."""
     data, num_prompts = folder / "prompts.jsonl", (num_steps + VERSIONS_AHEAD) * setting.prompts
-    data.write_text("".join(json.dumps({"prompt": f"{number:06d}="}) + "\n" for number in range(num_prompts)))
+    # Unlike from their beginning: the router sends prompts that begin alike to one engine.
+    prompts = [hashlib.md5(str(number).encode()).hexdigest()[:12] for number in range(num_prompts)]
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     longest = max(65, round(setting.lengths.longest * setting.token_scale))  # shorter ones would share requests
     values = {
         "hf_checkpoint": str(model),
