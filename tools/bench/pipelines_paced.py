@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from fusionrl.plan.plan import make_plan
 from tools.bench.lengths import Lengths
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS_AHEAD = 8  # batches of prompts beyond those that are trained
+BATCHES_AFTER = 8  # that are never trained: nothing runs dry before the last step
 _PROBE_S = 0.01
 
 
@@ -69,12 +69,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a pipeline with changes of its flags. `log_probs`: it recomputes them before each step."""
+    """A line of the table: a pipeline, with changes of its flags and of the setting.
+
+    log_probs  they are computed again, by the weights before each step
+    """
 
     name: str
     pipeline: str
     flags: dict[str, Any] = field(default_factory=dict)
     log_probs: bool = False
+    setting: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,7 +97,7 @@ class Step:
 
 
 @contextmanager
-def paced_engines(setting: Setting) -> Iterator[tuple[list[str], psutil.Process]]:
+def paced_engines(setting: Setting) -> Iterator[list[str]]:
     """Start the engines in a process of their own."""
     lengths = setting.lengths
     flags = {"engines": setting.engines, "gpus": setting.gpus, "max_running": setting.max_running}
@@ -106,7 +110,7 @@ def paced_engines(setting: Setting) -> Iterator[tuple[list[str], psutil.Process]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None and process.stdin is not None
         try:
-            yield json.loads(process.stdout.readline()), psutil.Process(process.pid)
+            yield json.loads(process.stdout.readline())
         finally:
             process.stdin.close()
 
@@ -161,6 +165,16 @@ class Engines:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await self._all(session, "continue_generation", {})
 
+    async def pause(self, mode: str) -> None:
+        """Stop all engines."""
+        async with aiohttp.ClientSession() as session:
+            await self._all(session, "pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Let all engines go on."""
+        async with aiohttp.ClientSession() as session:
+            await self._all(session, "continue_generation", {})
+
     async def _all(self, session: aiohttp.ClientSession, path: str, body: dict[str, str]) -> None:
         async def post(url: str) -> None:
             async with session.post(f"{url}/{path}", json=body) as response:
@@ -191,7 +205,7 @@ def make_buffer(
     setting: Setting, row: Row, num_steps: int, model: Path, folder: Path, endpoints: EngineEndpoints
 ) -> BufferActor:
     """Return the Buffer of a run, with its prompts read."""
-    data, num_prompts = folder / "prompts.jsonl", (num_steps + VERSIONS_AHEAD) * setting.prompts
+    data, num_prompts = folder / "prompts.jsonl", (num_steps + BATCHES_AFTER) * setting.prompts
     # Unlike from their beginning: the router sends prompts that begin alike to one engine.
     prompts = [hashlib.md5(str(number).encode()).hexdigest()[:12] for number in range(num_prompts)]
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -206,7 +220,7 @@ def make_buffer(
         "n_samples_per_prompt": setting.samples,
         "rollout_max_response_len": longest,
         "max_tokens_per_gpu": 4 * longest,
-        "num_rollout": num_steps,
+        "num_rollout": num_steps + BATCHES_AFTER,
         "rollout_num_gpus": setting.engines,
         "sglang_server_concurrency": max(1, round(setting.max_running / setting.weight)),
         "pipeline": row.pipeline,
@@ -229,18 +243,23 @@ class PacedRun:
         self.steps: list[Step] = []
         self.probe = LoopProbe()
 
-    def go(self, num_steps: int) -> None:
-        """Run all steps."""
-        asyncio.run(self._engines.push(0, self._mode))
+    @contextmanager
+    def open(self, push: bool = True) -> Iterator[Callable[[int], None]]:
+        """Begin to generate; yields the function of one step, and ends what is under way at the end."""
+        if push:
+            asyncio.run(self._engines.push(0, self._mode))
         if self._is_streamed:
             asyncio.run(self._buffer.begin_stream(0))
             self.probe.begin(self._buffer._stream._loop)
         try:
-            for number in range(num_steps):
-                self.steps.append(self._step(number))
+            yield lambda number: self.steps.append(self._step(number))
         finally:
             if self._is_streamed:
                 asyncio.run(self._buffer.end_stream())
+
+    def retries(self) -> int:
+        """Return how many requests the stream's client has sent again."""
+        return self._buffer._stream._client._client.num_retries
 
     def _step(self, number: int) -> Step:
         clock = [time.perf_counter()]
@@ -282,55 +301,64 @@ class CpuClock:
         """Return the seconds so far."""
         own, times = psutil.Process(), 0.0
         for process in (own, *own.children(recursive=True)):
-            if "answer_parser" in "".join(process.cmdline()) or "parse_worker" in " ".join(process.cmdline()):
+            if "fusionrl.engines.parse_worker" in process.cmdline():
                 times += sum(process.cpu_times()[:2])
         return {"buffer": time.process_time() + times, "router": sum(self.router.cpu_times()[:2])}
 
 
-def run_row(setting: Setting, row: Row, num_steps: int, model: Path) -> dict[str, Any]:
-    """Run one pipeline with engines, router and Buffer of its own; returns its figures."""
-    with tempfile.TemporaryDirectory() as name, paced_engines(setting) as (urls, _):
+@contextmanager
+def opened(setting: Setting, row: Row, num_steps: int, model: Path) -> Iterator[tuple[PacedRun, Engines, CpuClock]]:
+    """Start engines, router and Buffer of one run, and end them."""
+    with tempfile.TemporaryDirectory() as name, paced_engines(setting) as urls:
         folder = Path(name)
         with routed(urls, folder) as router:
             engines = Engines(urls, setting)
             buffer = make_buffer(setting, row, num_steps, model, folder, EngineEndpoints(router.url, tuple(urls)))
-            run = PacedRun(setting, row, buffer, engines)
             pid = router.check_health()["pid"]
             assert isinstance(pid, int)
-            clock, before = CpuClock(psutil.Process(pid)), asyncio.run(engines.report())
-            cpu = clock.now()
-            run.go(num_steps)
-            after = asyncio.run(engines.report())
-            used = {name: value - cpu[name] for name, value in clock.now().items()}
-            worked = {name: value - before[name] for name, value in after.items()}
-            threads = threading.active_count()
-    return figures(setting, row, run, worked | {"latest_s": after["latest_s"]}, used) | {"threads": threads}
+            yield PacedRun(setting, row, buffer, engines), engines, CpuClock(psutil.Process(pid))
+
+
+def run_row(setting: Setting, row: Row, num_steps: int, warm_up: int, model: Path) -> dict[str, Any]:
+    """Run one pipeline with engines, router and Buffer of its own; returns its figures of the steps after `warm_up`."""
+    setting = replace(setting, **row.setting)
+    warm_up = warm_up if row.pipeline != IN_TURN else min(1, warm_up)  # there each step is like the other
+    with opened(setting, row, warm_up + num_steps, model) as (run, engines, clock), run.open() as step:
+        for number in range(warm_up):
+            step(number)
+        before, cpu = asyncio.run(engines.report()), clock.now()
+        for number in range(warm_up, warm_up + num_steps):
+            step(number)
+        after = asyncio.run(engines.report())
+        used = {name: seconds - cpu[name] for name, seconds in clock.now().items()}
+    worked = {name: value - before[name] for name, value in after.items()} | {"latest_s": after["latest_s"]}
+    return figures(setting, row, run, run.steps[warm_up:], worked, used)
 
 
 def figures(
-    setting: Setting, row: Row, run: PacedRun, worked: dict[str, Any], used: dict[str, float]
+    setting: Setting, row: Row, run: PacedRun, steps: list[Step], worked: dict[str, Any], used: dict[str, float]
 ) -> dict[str, Any]:
-    """Return a row of the table."""
-    steps = run.steps
-    seconds = sum(step.seconds for step in steps)
+    """Return a row of the table; times are modelled seconds, and real ones where the name says CPU, delay or late."""
     thousands = len(steps) * setting.batch / 1000
-    trained = sum(step.train_s + step.log_probs_s for step in steps)
+    mean = {name: statistics.fmean(asdict(step)[name] for step in steps) for name in asdict(steps[0])}
     return {
         "name": row.name,
         "pipeline": row.pipeline,
-        "step_s": seconds / len(steps),
-        "wait_s": sum(step.wait_s for step in steps) / len(steps),
-        "log_probs_s": sum(step.log_probs_s for step in steps) / len(steps),
-        "train_s": sum(step.train_s for step in steps) / len(steps),
-        "drain_s": sum(step.drain_s for step in steps) / len(steps),
-        "push_s": sum(step.push_s for step in steps) / len(steps),
+        "flags": row.flags,
+        "engines": setting.engines,
+        "step_s": mean["seconds"],
+        "wait_s": mean["wait_s"],
+        "log_probs_s": mean["log_probs_s"],
+        "train_s": mean["train_s"],
+        "drain_s": mean["drain_s"],
+        "push_s": mean["push_s"],
         "engines_idle": 1 - worked["busy_s"] / worked["seconds"],
-        "running": worked["running_s"] / worked["seconds"],
-        "trainers_idle": 1 - trained / seconds,
-        "staleness": sum(step.staleness for step in steps) / len(steps),
+        "running_per_engine": setting.weight * worked["running_s"] / worked["seconds"],
+        "trainers_idle": 1 - (mean["train_s"] + mean["log_probs_s"]) / mean["seconds"],
+        "staleness": mean["staleness"],
         "staleness_max": max(step.staleness_max for step in steps),
-        "tokens_trained": sum(step.tokens for step in steps) * setting.weight,
-        "tokens_prefilled_again": worked["tokens_prefilled_again"] * setting.weight,
+        "tokens_per_step": mean["tokens"] * setting.weight,
+        "tokens_prefilled_again": worked["tokens_prefilled_again"] * setting.weight / len(steps),
         "buffer_cpu_s_per_1000": used["buffer"] / thousands,
         "router_cpu_s_per_1000": used["router"] / thousands,
         "engines_cpu_s_per_1000": worked["cpu_s"] / thousands,

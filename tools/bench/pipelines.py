@@ -1,0 +1,158 @@
+"""All pipelines by turns: step times over paced engines, and samples a second over real ones.
+
+    python -m tools.bench.pipelines paced [--turns 2] [--steps 6] [--json FILE]
+    python -m tools.bench.pipelines paced --in-flight 10000
+
+`paced` is verl's 64:64 setting (Qwen2.5-7B, lognormal answers of up to 28,672 tokens, 64 devices generate and 64 train).
+Engines emit tokens at modelled rates without computing; training and pushes take their modelled time; the router, the
+Buffer and the controller are the real ones. Modelled seconds take `--time-scale` real ones. The control plane's own time
+is not scaled: with `--time-scale 0.1` a second of it counts as ten.
+
+On-policy recomputes the log-probs before it trains, as verl's synchronous run does; the others take the engines'. The
+speed-up over on-policy is given with that part, and without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tools.bench.lengths import Lengths
+from tools.bench.pipelines_in_flight import hold
+from tools.bench.pipelines_paced import ROOT, Row, Setting, run_row
+
+COLUMNS = {
+    "name": "pipeline",
+    "step_s": "step s",
+    "speed_up": "× on-policy",
+    "speed_up_without": "× without its log-probs",
+    "wait_s": "wait s",
+    "drain_s": "drain s",
+    "push_s": "push s",
+    "engines_idle": "engines idle",
+    "trainers_idle": "trainers idle",
+    "running_per_engine": "running",
+    "staleness": "staleness",
+    "staleness_max": "max",
+    "tokens_prefilled_again": "prefilled again",
+    "control_cpu_s_per_1000": "control CPU s/1,000",
+    "loop_delay_s": "loop delay s",
+}
+FORMATS = {"engines_idle": "{:.0%}", "trainers_idle": "{:.0%}", "speed_up": "{:.2f}", "speed_up_without": "{:.2f}"}
+FORMATS |= {"staleness": "{:.2f}", "staleness_max": "{:.0f}", "tokens_prefilled_again": "{:,.0f}"}
+FORMATS |= {"control_cpu_s_per_1000": "{:.2f}", "loop_delay_s": "{:.2f}"}
+
+
+def rows(setting: Setting) -> list[Row]:
+    """Return the lines of the table."""
+    # verl's synchronous run has all 128 devices for both; so many seconds for each part of training.
+    everywhere = {"engines": 2 * setting.engines, "update_s": 114.0, "log_probs_s": 54.0}
+    further = {"max_staleness": 4, "admission_lead": 1.0}
+    return [
+        Row("on-policy", "on-policy", log_probs=True),
+        Row("on-policy on all devices", "on-policy", log_probs=True, setting=everywhere),
+        Row("stream", "stream"),
+        Row("one-step-off", "one-step-off"),
+        Row("async", "async"),
+        Row("async-partial", "async-partial"),
+        Row("async K=4 lead 1", "async", further),
+        Row("async-partial K=4 lead 1", "async-partial", further),
+        Row("async-partial K=4 lead 1 in place", "async-partial", {**further, "in_flight": "in_place"}),
+    ]
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each name: means over its turns, largest delays, and the speed-up over on-policy."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_name.setdefault(run["name"], []).append(run)
+    found = []
+    for name, turns in by_name.items():
+        row: dict[str, Any] = {"name": name, "turns": len(turns)}
+        for key, value in turns[0].items():
+            if isinstance(value, (int, float)):
+                most = key in ("loop_delay_s", "staleness_max", "engines_late_s")
+                row[key] = (max if most else statistics.fmean)(turn[key] for turn in turns)
+        row["control_cpu_s_per_1000"] = row["buffer_cpu_s_per_1000"] + row["router_cpu_s_per_1000"]
+        found.append(row)
+    base = next((row for row in found if row["name"] == "on-policy"), None)
+    if base is not None:
+        for row in found:
+            row["speed_up"] = base["step_s"] / row["step_s"]
+            row["speed_up_without"] = (base["step_s"] - base["log_probs_s"]) / (row["step_s"] - row["log_probs_s"])
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
+    for row in found:
+        cells = [
+            str(row[key]) if key == "name" else FORMATS.get(key, "{:.1f}").format(row[key]) if key in row else "–"
+            for key in COLUMNS
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def paced(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the paced part; prints a line for each run."""
+    given = {name: getattr(options, name) for name in ("engines", "gpus", "prompts", "samples", "weight")}
+    setting = Setting(**given, time_scale=options.time_scale, token_scale=options.token_scale)
+    setting = replace(setting, lengths=Lengths(seed=options.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        make = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), "--out", folder]
+        subprocess.run(make, check=True, capture_output=True)
+        model = Path(folder) / "model"
+        if options.in_flight:
+            return {"in_flight": hold(setting, options.in_flight, model)}
+        chosen = [row for row in rows(setting) if not options.rows or row.name in options.rows]
+        runs = []
+        for turn in range(options.turns):
+            for row in chosen if turn % 2 == 0 else reversed(chosen):
+                runs.append(run_row(setting, row, options.steps, options.warm_up, model))
+                print(f"turn {turn + 1}: {row.name}: {runs[-1]['step_s']:.1f} s a step", file=sys.stderr, flush=True)
+    return {"setting": asdict(setting), "rows": summary(runs), "runs": runs}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = found.add_subparsers(dest="part", required=True)
+    one = parts.add_parser("paced", help="modelled engines; the real router, Buffer and controller")
+    one.add_argument("--rows", nargs="+", help="names of the rows to run; default: all")
+    one.add_argument("--turns", type=int, default=1)
+    one.add_argument("--steps", type=int, default=6, help="measured steps of a turn")
+    one.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    one.add_argument("--engines", type=int, default=Setting.engines)
+    one.add_argument("--gpus", type=int, default=Setting.gpus, help="of an engine (tensor parallel)")
+    one.add_argument("--prompts", type=int, default=Setting.prompts, help="of a batch")
+    one.add_argument("--samples", type=int, default=Setting.samples, help="of a prompt")
+    one.add_argument("--weight", type=float, default=Setting.weight, help="modelled samples for each sample")
+    one.add_argument("--time-scale", type=float, default=Setting.time_scale)
+    one.add_argument("--token-scale", type=float, default=Setting.token_scale)
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--in-flight", type=int, help="instead: bring so many requests in flight")
+    one.add_argument("--json", type=Path, help="write the figures here as well")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    options = parser().parse_args(argv)
+    found = paced(options)
+    print(table(found["rows"]) if "rows" in found else json.dumps(found, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
