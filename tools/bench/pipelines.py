@@ -2,14 +2,19 @@
 
     python -m tools.bench.pipelines paced [--turns 2] [--steps 6] [--json FILE]
     python -m tools.bench.pipelines paced --in-flight 10000
+    python -m tools.bench.pipelines tool --out runs/pipelines [--size full] [--seeds 1 2 3] [--pipelines async …]
 
-`paced` is verl's 64:64 setting (Qwen2.5-7B, lognormal answers of up to 28,672 tokens, 64 devices generate and 64 train).
-Engines emit tokens at modelled rates without computing; training and pushes take their modelled time; the router, the
-Buffer and the controller are the real ones. Modelled seconds take `--time-scale` real ones. The control plane's own time
-is not scaled: with `--time-scale 0.1` a second of it counts as ten.
+`paced` is verl's 64:64 setting: Qwen2.5-7B, lognormal answers of up to 28,672 tokens, 64 devices that generate and 64
+that train. Engines emit tokens at modelled rates without computing; training and pushes take their modelled time; the
+router, the Buffer and the controller are the real ones. A modelled second takes `--time-scale` real ones. The control
+plane's own time is not scaled: with `--time-scale 0.1` a second of it counts as ten.
 
 On-policy recomputes the log-probs before it trains, as verl's synchronous run does; the others take the engines'. The
 speed-up over on-policy is given with that part, and without it.
+
+`tool` is the quickstart's task with a tool that is slow now and then, with real engines and trainers. Sizes: `full`
+trains to the end, `speed` takes samples a second alone, `smoke` shows that it runs. A run whose figures are in
+OUT/results.jsonl is not run again.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tools.bench import pipelines_tool
 from tools.bench.lengths import Lengths
 from tools.bench.pipelines_in_flight import hold
 from tools.bench.pipelines_paced import ROOT, Row, Setting, run_row
@@ -141,15 +147,32 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--token-scale", type=float, default=Setting.token_scale)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--in-flight", type=int, help="instead: bring so many requests in flight")
-    one.add_argument("--json", type=Path, help="write the figures here as well")
+    two = parts.add_parser("tool", help="real engines and trainers, with a slow tool")
+    two.add_argument("--out", type=Path, required=True, help="folder of the runs and of results.jsonl")
+    two.add_argument("--size", choices=sorted(pipelines_tool.SIZES), default="smoke")
+    two.add_argument("--seeds", type=int, nargs="+", default=[1])
+    two.add_argument("--pipelines", nargs="+", choices=pipelines_tool.PIPELINES, default=pipelines_tool.PIPELINES)
+    two.add_argument("--rollouts", type=int, help="in place of the size's own number")
+    two.add_argument("--target", type=float, default=0.75, help="held-out accuracy; the time to it is given")
+    two.add_argument("--again", action="store_true", help="also what has figures")
+    for part in (one, two):
+        part.add_argument("--json", type=Path, help="write the figures here as well")
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = parser().parse_args(argv)
-    found = paced(options)
-    print(table(found["rows"]) if "rows" in found else json.dumps(found, indent=1))
+    if options.part == "paced":
+        found = paced(options)
+        print(table(found["rows"]) if "rows" in found else json.dumps(found, indent=1))
+    else:
+        task = pipelines_tool.SIZES[options.size]
+        if options.rollouts is not None:
+            task = replace(task, rollouts=options.rollouts)
+        runs = pipelines_tool.run_all(options.out, options.size, options.pipelines, options.seeds, options.again, task)
+        found = {"rows": pipelines_tool.summary(runs, options.target), "runs": runs}
+        print(pipelines_tool.table(found["rows"]))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
