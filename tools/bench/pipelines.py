@@ -61,17 +61,21 @@ def rows(setting: Setting) -> list[Row]:
     """Return the lines of the table."""
     # verl's synchronous run has all 128 devices for both; so many seconds for each part of training.
     everywhere = {"engines": 2 * setting.engines, "update_s": 114.0, "log_probs_s": 54.0}
-    further = {"max_staleness": 4, "admission_lead": 1.0}
+    parts = {"parts": 4}  # as verl: a push after four times 128 prompts
     return [
         Row("on-policy", "on-policy", log_probs=True),
-        Row("on-policy on all devices", "on-policy", log_probs=True, setting=everywhere),
-        Row("stream", "stream"),
+        Row("on-policy, all devices", "on-policy", log_probs=True, setting=everywhere),
+        Row("stream", "stream", **parts),
         Row("one-step-off", "one-step-off"),
         Row("async", "async"),
         Row("async-partial", "async-partial"),
-        Row("async K=4 lead 1", "async", further),
-        Row("async-partial K=4 lead 1", "async-partial", further),
-        Row("async-partial K=4 lead 1 in place", "async-partial", {**further, "in_flight": "in_place"}),
+        Row("async-partial, lead 1", "async-partial", {"admission_lead": 1.0}),
+        Row("async, 4 parts", "async", **parts),
+        Row("async-partial, 4 parts", "async-partial", **parts),
+        Row("async-partial, 4 parts, in place", "async-partial", {"in_flight": "in_place"}, **parts),
+        Row(
+            "async-partial, 4 parts, K 3, lead 1", "async-partial", {"max_staleness": 3, "admission_lead": 1.0}, **parts
+        ),
     ]
 
 

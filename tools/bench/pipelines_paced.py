@@ -71,28 +71,30 @@ class Setting:
 class Row:
     """A line of the table: a pipeline, with changes of its flags and of the setting.
 
+    parts      rollouts that are fetched and trained one after the other between two pushes, a batch together
     log_probs  they are computed again, by the weights before each step
     """
 
     name: str
     pipeline: str
     flags: dict[str, Any] = field(default_factory=dict)
+    parts: int = 1
     log_probs: bool = False
     setting: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Step:
-    """Modelled seconds of one step, and its tokens."""
+    """Modelled seconds of one step, its tokens, and their staleness in pushes."""
 
-    seconds: float
-    wait_s: float
-    train_s: float
-    log_probs_s: float
-    drain_s: float
-    push_s: float
-    tokens: float
-    staleness: float = 0.0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    log_probs_s: float = 0.0
+    drain_s: float = 0.0
+    push_s: float = 0.0
+    tokens: float = 0.0
+    staleness_mean: float = 0.0
     staleness_max: float = 0.0
 
 
@@ -216,15 +218,17 @@ def make_buffer(
         "input_key": "prompt",
         "rollout_sample_hook_path": [f"{Path(__file__).resolve()}:score"],
         "rm_type": "random",  # never asked: the hook sets the reward
-        "rollout_batch_size": setting.prompts,
+        "rollout_batch_size": setting.prompts // row.parts,
         "n_samples_per_prompt": setting.samples,
         "rollout_max_response_len": longest,
         "max_tokens_per_gpu": 4 * longest,
-        "num_rollout": num_steps + BATCHES_AFTER,
+        "num_rollout": (num_steps + BATCHES_AFTER) * row.parts,
         "rollout_num_gpus": setting.engines,
         "sglang_server_concurrency": max(1, round(setting.max_running / setting.weight)),
         "pipeline": row.pipeline,
     }
+    if row.parts > 1:
+        values["update_weights_interval"] = row.parts
     config = Config.from_flat(values | row.flags)
     plan = make_plan(config, read_model_shape(model), device="cpu", num_prompts=num_prompts)
     buffer = BufferActor(config, plan, str(folder / "run"), 1, put=lambda shard: shard)
@@ -262,30 +266,43 @@ class PacedRun:
         return self._buffer._stream._client._client.num_retries
 
     def _step(self, number: int) -> Step:
-        clock = [time.perf_counter()]
+        step, start = Step(), time.perf_counter()
+        for part in range(self._row.parts):
+            is_due = self._train(number * self._row.parts + part, step)
+        assert is_due
+        version, now = (number + 1) * self._row.parts, time.perf_counter()
+        asyncio.run(self._engines.push(version, self._mode))
+        step.push_s = self._since(now)
+        if self._is_streamed:
+            asyncio.run(self._buffer.weights_pushed(version))
+        step.seconds = self._since(start)
+        return step
 
-        def lap() -> float:
-            clock.append(time.perf_counter())
-            return (clock[-1] - clock[-2]) / self._setting.time_scale
-
-        make = self._buffer.next_rollout(number) if self._is_streamed else self._buffer.generate(number, number)
-        metrics = asyncio.run(make).metrics
-        wait_s = lap()
-        tokens = metrics["rollout/num_tokens"] / self._setting.token_scale
-        share = tokens / self._mean
+    def _train(self, rollout_id: int, step: Step) -> bool:
+        """Take one rollout and train it; returns whether a push is due, which may begin."""
+        start = time.perf_counter()
+        streamed, buffer = self._is_streamed, self._buffer
+        rollout = asyncio.run(buffer.next_rollout(rollout_id) if streamed else buffer.generate(rollout_id, rollout_id))
+        step.wait_s += self._since(start)
+        tokens = rollout.metrics["rollout/num_tokens"] / self._setting.token_scale
+        step.tokens += tokens
+        for name in ("mean", "max"):
+            # In pushes; the metric counts rollouts.
+            found = rollout.metrics.get(f"rollout/staleness/token_{name}", 0.0) / self._row.parts
+            setattr(step, f"staleness_{name}", max(getattr(step, f"staleness_{name}"), found))
+        share, start = tokens / self._mean, time.perf_counter()
         self._sleep(self._setting.log_probs_s * share if self._row.log_probs else 0.0)
-        log_probs_s = lap()
+        step.log_probs_s += self._since(start)
+        start = time.perf_counter()
         self._sleep(self._setting.update_s * share)
-        train_s, drain_s, push_s = lap(), 0.0, 0.0
-        if not self._is_streamed or asyncio.run(self._buffer.rollout_trained()):
-            drain_s = lap()
-            asyncio.run(self._engines.push(number + 1, self._mode))
-            push_s = lap()
-            if self._is_streamed:
-                asyncio.run(self._buffer.weights_pushed(number + 1))
-        seconds = (time.perf_counter() - clock[0]) / self._setting.time_scale
-        stale = [metrics.get(f"rollout/staleness/token_{name}", 0.0) for name in ("mean", "max")]
-        return Step(seconds, wait_s, train_s, log_probs_s, drain_s, push_s, tokens, *stale)
+        step.train_s += self._since(start)
+        start = time.perf_counter()
+        is_due = asyncio.run(buffer.rollout_trained()) if streamed else True
+        step.drain_s += self._since(start)
+        return is_due
+
+    def _since(self, start: float) -> float:
+        return (time.perf_counter() - start) / self._setting.time_scale
 
     def _sleep(self, modelled_s: float) -> None:
         time.sleep(modelled_s * self._setting.time_scale)
@@ -355,7 +372,7 @@ def figures(
         "engines_idle": 1 - worked["busy_s"] / worked["seconds"],
         "running_per_engine": setting.weight * worked["running_s"] / worked["seconds"],
         "trainers_idle": 1 - (mean["train_s"] + mean["log_probs_s"]) / mean["seconds"],
-        "staleness": mean["staleness"],
+        "staleness": mean["staleness_mean"],
         "staleness_max": max(step.staleness_max for step in steps),
         "tokens_per_step": mean["tokens"] * setting.weight,
         "tokens_prefilled_again": worked["tokens_prefilled_again"] * setting.weight / len(steps),
