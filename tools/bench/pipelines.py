@@ -130,7 +130,14 @@ def paced(options: argparse.Namespace) -> dict[str, Any]:
             for row in chosen if turn % 2 == 0 else reversed(chosen):
                 runs.append(run_row(setting, row, options.steps, options.warm_up, model))
                 print(f"turn {turn + 1}: {row.name}: {runs[-1]['step_s']:.1f} s a step", file=sys.stderr, flush=True)
+                write(options.json, {"setting": asdict(setting), "rows": summary(runs), "runs": runs})
     return {"setting": asdict(setting), "rows": summary(runs), "runs": runs}
+
+
+def write(path: Path | None, found: dict[str, Any]) -> None:
+    """Write the figures so far."""
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,8 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = pipelines_tool.run_all(options.out, options.size, options.pipelines, options.seeds, options.again, task)
         found = {"rows": pipelines_tool.summary(runs, options.target), "runs": runs}
         print(pipelines_tool.table(found["rows"]))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(options.json, found)
 
 
 if __name__ == "__main__":

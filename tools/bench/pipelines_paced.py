@@ -348,7 +348,8 @@ def run_row(setting: Setting, row: Row, num_steps: int, warm_up: int, model: Pat
             step(number)
         after = asyncio.run(engines.report())
         used = {name: seconds - cpu[name] for name, seconds in clock.now().items()}
-    worked = {name: value - before[name] for name, value in after.items()} | {"latest_s": after["latest_s"]}
+    worked = {name: value - before[name] for name, value in after.items()}
+    worked |= {name: after[name] for name in ("latest_s", "most_in_flight")}  # the largest, of all steps
     return figures(setting, row, run, run.steps[warm_up:], worked, used)
 
 
@@ -381,5 +382,6 @@ def figures(
         "engines_cpu_s_per_1000": worked["cpu_s"] / thousands,
         "loop_delay_s": run.probe.largest_s,
         "engines_late_s": worked["latest_s"],
+        "most_per_engine": worked["most_in_flight"],
         "steps": [asdict(step) for step in steps],
     }
