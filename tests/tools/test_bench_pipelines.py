@@ -22,13 +22,15 @@ LINE |= {"staleness": 0.0, "staleness_max": 0.0}
 def test_a_pipeline_over_paced_engines(tiny_model: Path) -> None:
     """Real router, Buffer and controller: the steps take what the model says, and the bound holds."""
     setting = Setting(
-        engines=4, prompts=8, samples=4, weight=1.0, update_s=20.0, push_s=2.0, time_scale=0.05,
-        lengths=Lengths(median=500.0, sigma=0.5, longest=4_000),
+        engines=4, prompts=8, samples=4, weight=1.0, update_s=2.0, push_s=2.0, time_scale=0.1,
+        lengths=Lengths(median=500.0, sigma=1.0, longest=4_000),
     )  # fmt: skip
-    found = run_row(setting, Row("async-partial", "async-partial"), 4, 2, tiny_model)
+    row = Row("async-partial", "async-partial", {"admission_lead": 1.0}, parts=2)
+    found = run_row(setting, row, 4, 2, tiny_model)
     assert len(found["steps"]) == 4 and 0 < found["staleness_max"] <= 2
-    assert all(step["train_s"] == pytest.approx(20 * step["tokens"] / (32 * 567), rel=0.3) for step in found["steps"])
-    assert all(2 <= step["push_s"] < 8 for step in found["steps"])
+    mean = 32 * setting.lengths.mean()
+    assert all(step["train_s"] >= 1.99 * step["tokens"] / mean for step in found["steps"])
+    assert all(step["push_s"] >= 2 for step in found["steps"])
     assert found["step_s"] >= found["train_s"] + found["push_s"]
     assert 0 < found["engines_idle"] < 1 and 0 < found["trainers_idle"] < 1
     assert found["tokens_prefilled_again"] > 0 and found["loop_delay_s"] > 0

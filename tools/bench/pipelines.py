@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--out", type=Path, required=True, help="folder of the runs and of results.jsonl")
     two.add_argument("--size", choices=sorted(pipelines_tool.SIZES), default="smoke")
     two.add_argument("--seeds", type=int, nargs="+", default=[1])
-    two.add_argument("--pipelines", nargs="+", choices=pipelines_tool.PIPELINES, default=pipelines_tool.PIPELINES)
+    two.add_argument("--pipelines", nargs="+", choices=pipelines_tool.PIPELINES, default=list(pipelines_tool.PIPELINES))
     two.add_argument("--rollouts", type=int, help="in place of the size's own number")
     two.add_argument("--target", type=float, default=0.75, help="held-out accuracy; the time to it is given")
     two.add_argument("--again", action="store_true", help="also what has figures")
