@@ -106,7 +106,11 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
     for row in found:
         cells = [
-            str(row[key]) if key == "name" else FORMATS.get(key, "{:.1f}").format(row[key]) if key in row else "–"
+            str(row[key])
+            if key == "name"
+            else FORMATS.get(key, "{:.1f}").format(row[key])
+            if row.get(key) is not None
+            else "–"
             for key in COLUMNS
         ]
         lines.append("| " + " | ".join(cells) + " |")
