@@ -34,6 +34,7 @@ from fusionrl.rollout.teacher import Teacher
 
 _BEGUN = get_args(events.Begun)
 _FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
+_AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
 Groups = list[list[Sample]]
 
 
@@ -150,6 +151,7 @@ class Stream(LoopThread):
             try:
                 while not self._is_ending:
                     self._proceed()
+                    await asyncio.sleep(0)  # those that begin do so now, also where more are to come at once
                     await self._wake.wait()
                     self._wake.clear()
                     if self._failed:
@@ -176,7 +178,7 @@ class Stream(LoopThread):
             begun = False
             for action in actions:
                 if isinstance(action, events.Admit):
-                    begun |= self._admit(action)
+                    self._admit(action)
                 elif isinstance(action, events.Drop):
                     self._drop(action)
                     begun = True
@@ -195,12 +197,15 @@ class Stream(LoopThread):
         answer.set_result(action)
         return isinstance(action, _BEGUN)
 
-    def _admit(self, action: events.Admit) -> bool:
-        for ordinal in action.pending:
+    def _admit(self, action: events.Admit) -> None:
+        """Begin the first of the groups that may begin; the others in the loop's next turn."""
+        most = max(1, _AT_ONCE // self.knobs.samples_per_group)
+        pending = action.pending[:most]
+        for ordinal in pending:
             self._begin(ordinal, self._live[ordinal].blank)
-        for group in self._drawn(action.num_new):
+        for group in self._drawn(min(action.num_new, most - len(pending))):
             self._begin(self.state.next_ordinal, group)
-        return True
+        self._wake.set()
 
     def _drawn(self, num_groups: int) -> Groups:
         """Draw the next groups; where there are fewer, the data have ended."""
