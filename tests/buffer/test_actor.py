@@ -288,6 +288,9 @@ def test_staleness_is_reported_and_marked_for_the_trainers(buffer: MakeBuffer) -
         **{"sample_max": 3.0, "tokens/0": 0.0, "tokens/1": pytest.approx(10 / 14), "tokens/3": pytest.approx(4 / 14)},
         **{"samples/0": 0.0, "samples/1": pytest.approx(3 / 7), "samples/3": pytest.approx(4 / 7), "unknown": 0.125},
     }
+    assert rollout.metrics["rollout/tokens_prefilled_again"] > 0
+    kept = buffer(run="k", rollout_function_path=f"{HOOKS}:of_several_versions", pause_generation_mode="in_place")
+    assert "rollout/tokens_prefilled_again" not in run(kept.generate(0, 6)).metrics
     assert sum(shard.fields["current"].sum() for shard in rollout.shards) == 2, "but for those of unknown version"
     shards = run(buffer(run="b", rollout_function_path=f"{HOOKS}:of_several_versions").generate(0)).shards
     marks = {

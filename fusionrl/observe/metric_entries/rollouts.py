@@ -127,6 +127,13 @@ ROLLOUTS: Table = {
         "buffer/tokens.py",
         "when it happens",
     ),
+    "rollout/tokens_prefilled_again": Entry(
+        "tokens",
+        "Tokens whose KV cache engines computed again because weights were pushed while a sample was made: at each"
+        " change of version the sample so far, its prompt too. Of the samples that are trained on.",
+        "buffer/report.py",
+        "known weight versions; not with --in-flight in_place, which keeps the cache",
+    ),
     "rollout/partial_samples": Entry(
         "samples",
         "Unfinished samples that the next rollout continues.",
