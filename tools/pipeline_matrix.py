@@ -31,7 +31,7 @@ from pathlib import Path
 
 from fusionrl.control.knobs import PIPELINES
 from tools.matrix_task import write_task
-from tools.rescoring import Rescored, rescore, saved_samples
+from tools.rescoring import Rescored, pushed_versions, rescore, saved_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 420.0
@@ -223,8 +223,7 @@ def launch(row: Row, folder: Path, options: argparse.Namespace, keeps_weights: b
 def weights_of(row: Row, folder: Path, model: Path) -> dict[int, Path]:
     """Return the weights of every version that engines got: version → Hugging Face folder."""
     if row.transport == "disk":
-        folders = (folder / "weights").glob("weight_v*")
-        return {int(path.name.removeprefix("weight_v")): path for path in sorted(folders)}
+        return pushed_versions(folder)
     from tools.convert import to_hf
 
     found = {0: model}

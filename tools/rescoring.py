@@ -108,6 +108,11 @@ def _sample(row: Mapping[str, Any], where: str, trained_by: int) -> SavedSample:
     )
 
 
+def pushed_versions(run_dir: Path) -> dict[int, Path]:
+    """Return the files of each version, of a run with the disk transport and --update-weight-disk-keep-files."""
+    return {int(path.name.removeprefix("weight_v")): path for path in (run_dir / "weights").glob("weight_v??????")}
+
+
 def rescore(
     samples: Sequence[SavedSample],
     weights: Mapping[int, Path],
