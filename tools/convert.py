@@ -60,9 +60,9 @@ def to_megatron(hf_checkpoint: str, out: Path, precision: str) -> None:
     Raises:
         ValueError: a folder or a flag that does not fit.
     """
-    from fusionrl.trainer.checkpoint import save_weights
-
     with _model(hf_checkpoint, None, precision) as (_, modules, _):
+        from fusionrl.trainer.checkpoint import save_weights  # Megatron, after the CPU layer is in place
+
         save_weights(str(out), modules, rank=0)
 
 
@@ -72,9 +72,9 @@ def to_hf(hf_checkpoint: str, megatron_checkpoint: str, out: Path, precision: st
     Raises:
         ValueError: a folder or a flag that does not fit.
     """
-    from fusionrl.models.hf_io import iter_hf_tensors, save_hf
-
     with _model(hf_checkpoint, megatron_checkpoint, precision) as (trainer, modules, transformer):
+        from fusionrl.models.hf_io import iter_hf_tensors, save_hf
+
         tensors = iter_hf_tensors(modules, transformer, trainer.shape)
         save_hf(out, hf_checkpoint, tensors, write=True)
 
