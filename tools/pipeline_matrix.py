@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,7 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     options = _parser().parse_args(argv)
+    warnings.simplefilter("ignore")  # Megatron's, of parts that a conversion on a CPU does not use
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.out / "model").is_dir():
         write_task(options.out)
@@ -124,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--generation", type=_choice(list(GENERATION)), default=["default", "agent", "batch"])
     parser.add_argument("--transport", type=_choice(["broadcast", "disk"]), default=["broadcast", "disk"])
     parser.add_argument("--steps", type=int, default=6, help="of each run; 9 see a second version under stream")
-    parser.add_argument("--response-len", type=int, default=96, help="tokens of an answer, at most")
+    parser.add_argument("--response-len", type=int, default=160, help="tokens of an answer, at most")
     parser.add_argument("--allow-refused", action="store_true", help="combinations that fusionrl refuses do not fail")
     parser.add_argument("--in-flight", choices=["retract", "in_place"], help="of async-partial, in place of its own")
     parser.add_argument("--pauses", type=int, default=0, metavar="TURNS", help="compare pauses only, by turns")
@@ -189,11 +191,13 @@ def launch(row: Row, folder: Path, options: argparse.Namespace, keeps_weights: b
         *("--prompt-data", str(options.out / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
         *("--apply-chat-template", "--custom-rm-path", "tools/pipeline_hooks.py:reward", "--rollout-shuffle"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--lr", "1e-3", "--device", "cpu"),
+        # Some requests wait in the engine, also over a push.
+        *("--sglang-max-running-requests", "12"),
         *("--rollout-max-response-len", str(options.response_len), "--num-rollout", str(options.steps)),
         *("--update-weight-transport", row.transport, "--run-dir", str(folder)),
         *GENERATION[row.generation],
     ]
-    if row.max_staleness:
+    if row.max_staleness or row.fetches_per_push > 1:
         flags.append("--use-tis")
     if row.pipeline == "async-partial" and options.in_flight is not None:
         flags += ["--in-flight", options.in_flight]

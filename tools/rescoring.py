@@ -210,7 +210,9 @@ def load_model(folder: Path) -> PreTrainedModel:
     """Return transformers' model of a Hugging Face folder, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model
 
