@@ -32,7 +32,7 @@ from pathlib import Path
 
 from fusionrl.control.knobs import PIPELINES
 from tools.matrix_task import write_task
-from tools.rescoring import Rescored, pushed_versions, rescore, saved_samples
+from tools.rescoring import Rescored, checkpoint_versions, pushed_versions, rescore, saved_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 420.0
@@ -228,16 +228,7 @@ def weights_of(row: Row, folder: Path, model: Path) -> dict[int, Path]:
     """Return the weights of every version that engines got: version → Hugging Face folder."""
     if row.transport == "disk":
         return pushed_versions(folder)
-    from tools.convert import to_hf
-
-    found = {0: model}
-    for checkpoint in sorted((folder / "checkpoints").glob("step_*")):
-        version = int(checkpoint.name.removeprefix("step_"))
-        if version % row.fetches_per_push == 0:
-            found[version] = folder / "versions" / str(version)
-            if not found[version].is_dir():
-                to_hf(str(model), str(checkpoint), found[version], "fp32")
-    return found
+    return checkpoint_versions(folder, model, row.fetches_per_push)
 
 
 def read_metrics(folder: Path, outcome: Outcome) -> None:

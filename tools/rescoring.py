@@ -113,6 +113,20 @@ def pushed_versions(run_dir: Path) -> dict[int, Path]:
     return {int(path.name.removeprefix("weight_v")): path for path in (run_dir / "weights").glob("weight_v??????")}
 
 
+def checkpoint_versions(run_dir: Path, model: Path, fetches_per_push: int = 1) -> dict[int, Path]:
+    """Convert the checkpoints of a run with --save-interval 1; version 0 is --hf-checkpoint `model`."""
+    from tools.convert import to_hf
+
+    found = {0: model}
+    for checkpoint in sorted((run_dir / "checkpoints").glob("step_??????")):
+        version = int(checkpoint.name.removeprefix("step_"))
+        if version % fetches_per_push == 0:
+            found[version] = run_dir / "versions" / str(version)
+            if not found[version].is_dir():
+                to_hf(str(model), str(checkpoint), found[version], "fp32")
+    return found
+
+
 def rescore(
     samples: Sequence[SavedSample],
     weights: Mapping[int, Path],
