@@ -235,7 +235,7 @@ def read_metrics(folder: Path, outcome: Outcome) -> None:
     """Read the pauses of the run's pushes, the first one apart: it also builds groups; and what was computed again."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines):
-        outcome.prefilled_again += row.get("rollout/tokens_prefilled_again", 0.0)
+        outcome.prefilled_again += row.get("pipeline/tokens_prefilled_again", 0.0)
         if row.get("sync/pause_s") is not None and row["step"] > 0:
             outcome.pauses.append(row["sync/pause_s"])
     for file in sorted((folder / "rollouts").glob("*.train.*.jsonl")):

@@ -13,7 +13,7 @@ from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.eval_metrics import ACCURATE
 from fusionrl.buffer.rollout_facts import rollout_facts
 from fusionrl.buffer.scores import Scored
-from fusionrl.buffer.tokens import prefilled_again, token_numbers
+from fusionrl.buffer.tokens import token_numbers
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample, Status, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
@@ -64,16 +64,9 @@ def report(
     else:
         metrics |= {name: usual[name] for name in ("rollout/num_samples", "rollout/num_tokens")}
     metrics |= sets | tokens.staleness
-    if tokens.staleness and not _keeps_cache(config):
-        metrics["rollout/tokens_prefilled_again"] = float(prefilled_again(samples))
     metrics |= {f"rollout/reward_{reason}": float(count) for reason, count in take_lost().items()}
     facts, shown = rollout_facts(config, samples, raw, scored.rewards)
     return Report(metrics, tokens.version, facts, shown)
-
-
-def _keeps_cache(config: Config) -> bool:
-    """Return whether engines keep the KV cache of running samples at a push."""
-    return "in_place" in (config.pipelining.in_flight, config.weights.pause_generation_mode)
 
 
 def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,11 @@ from typing import Any, Protocol, get_args
 
 from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.clock import StreamClock, reason_of
+from fusionrl.buffer.numbers import state_numbers
 from fusionrl.buffer.stream_saved import Held, SavedStream, fresh_state, packed, unpacked
 from fusionrl.buffer.stream_thread import LoopThread
+from fusionrl.buffer.tally import Tally
 from fusionrl.control import events
 from fusionrl.control.apply import apply
 from fusionrl.control.decide import decide, engine_actions
@@ -86,6 +90,8 @@ class Stream(LoopThread):
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[events.Action] | None = None
         self._label = first_version  # of the engines' weights
+        self._tally = Tally(counts_prefills=knobs.in_flight == "retract")
+        self._clock = StreamClock(time.monotonic())
 
     # ------------------------------------------------------------------------------------ the driver's end
     def next_batch(self) -> Batch:
@@ -103,7 +109,13 @@ class Stream(LoopThread):
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
-        self._call(self._note_trained)
+
+        def note() -> None:
+            for ordinal in self.state.lease:
+                del self._live[ordinal]
+            self._happen(events.TrainDone())
+
+        self._call(note)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         self._ask(events.Push)
@@ -149,7 +161,13 @@ class Stream(LoopThread):
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _proceed(self) -> None:
-        """Begin all that may begin; what is for the driver, when it asks for it."""
+        """Begin all that may begin; what is for the driver, when it asks for it. Note what is waited for."""
+        actions = self._begin_all()
+        reason = reason_of(actions) if self._answer is not None else None
+        has_work = self.state.samples_in_flight > 0 and not self.state.pushing
+        self._clock.note(time.monotonic(), reason, has_work)
+
+    def _begin_all(self) -> tuple[events.Action, ...]:
         while True:
             actions = decide(self.state, self.knobs)
             for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
@@ -165,7 +183,7 @@ class Stream(LoopThread):
                 elif isinstance(action, _FOR_DRIVER):
                     begun |= self._tell(action)
             if not begun:
-                return
+                return actions
 
     def _tell(self, action: events.Action) -> bool:
         """Give the driver the action that it waits for; returns whether it began."""
@@ -195,7 +213,7 @@ class Stream(LoopThread):
         group = copy.deepcopy(blank)
         num_samples = len(group) + self._context.needs_greedy_answer
         apply(self.state, self.knobs, events.Admitted(ordinal, num_samples))
-        self._live[ordinal] = Held(blank)
+        self._live[ordinal] = Held(blank, group=group)
         self._tasks[ordinal] = task = asyncio.create_task(self._make(ordinal, group, num_samples))
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -235,13 +253,14 @@ class Stream(LoopThread):
             return
         while left > 0:  # samples that needed no engine
             generated()
+        self._live[ordinal].made = made
+        self._tally.generated(made)
         if failure:
             self._fail(ordinal, failure)
         elif refused:
             self._drop(events.Drop(ordinal, "filtered"), refused)
         else:
             self._num_kept += 1
-            self._live[ordinal].made = made
             self._happen(events.GroupReady(ordinal, oldest_version(made, self.knobs.fetches_per_push)))
 
     def _why_refused(self, context: GroupContext, made: list[Sample]) -> str:
@@ -258,12 +277,18 @@ class Stream(LoopThread):
         """Note that a group cannot be trained: it is tried again, or another takes its place."""
         self._happen(events.GroupFailed(ordinal, reason))
         self._dropped["failed"] += 1
+        held = self._live[ordinal]
+        self._tally.dropped(held.made)
+        held.made = []
         if ordinal not in self.state.groups:
             del self._live[ordinal]
 
     def _drop(self, action: events.Drop, reason: str | None = None) -> None:
         self._dropped[reason or action.reason] += 1
-        del self._live[action.ordinal]
+        held = self._live.pop(action.ordinal)
+        if not held.made:
+            self._tally.generated(held.group)
+        self._tally.dropped(held.made or held.group)
         task = self._tasks.pop(action.ordinal, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -272,11 +297,6 @@ class Stream(LoopThread):
     def _happen(self, event: events.Event | events.Drop) -> None:
         apply(self.state, self.knobs, event)
         self._wake.set()
-
-    def _note_trained(self) -> None:
-        for ordinal in self.state.lease:
-            del self._live[ordinal]
-        self._happen(events.TrainDone())
 
     def _taken(self, fetch: events.Fetch) -> Batch:
         groups = []
@@ -287,13 +307,7 @@ class Stream(LoopThread):
         check_bound(groups, self._label, self.knobs)
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
-        state = self.state
-        told = {
-            "pipeline/in_flight": float(state.samples_in_flight),
-            "pipeline/running": float(len(state.of("running"))),
-            "pipeline/ready": float(len(state.of("ready"))),
-            "pipeline/admitted": float(state.committed),
-        }
+        told = state_numbers(self.state, self.knobs) | self._tally.take(groups) | self._clock.take(time.monotonic())
         self._args.rollout_id = fetch.fetch + 1  # hooks read it
         return Batch(groups, self._label, self._new_metrics() | counts | told)
 

@@ -30,10 +30,16 @@ class SavedStream(TypedDict):
 
 @dataclass
 class Held:
-    """A group that has not ended: as it came from the data, or was handed back, and as it is when it is ready."""
+    """A group that has not ended.
+
+    blank  as it came from the data, or was handed back
+    made   as it is when it is ready
+    group  the samples that are being answered
+    """
 
     blank: list[Sample]
     made: list[Sample] = field(default_factory=list)
+    group: list[Sample] = field(default_factory=list)
 
 
 def packed(state: Mapping[str, Any], held: Mapping[int, Held], knobs: Knobs) -> SavedStream:

@@ -76,23 +76,6 @@ def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) 
     return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
 
 
-def prefilled_again(samples: Sequence[Sample]) -> int:
-    """Return the tokens whose KV cache engines computed again because weights changed while a sample was made.
-
-    At each change of version that is the whole sample so far, its prompt too: a push empties the caches. Not for
-    engines that keep them (in_place).
-    """
-    count = 0
-    for sample in samples:
-        versions = sample.array("weight_versions")
-        if versions is None:
-            continue
-        known = versions != UNKNOWN_VERSION
-        changes = 1 + np.flatnonzero((versions[1:] != versions[:-1]) & known[1:] & known[:-1])
-        count += int(changes.sum()) + len(changes) * (sample.num_tokens - sample.response_length)
-    return count
-
-
 def _staleness_metrics(ages: Sequence[np.ndarray], num_unknown: int) -> dict[str, float]:
     """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
 

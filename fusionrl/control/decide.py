@@ -98,12 +98,13 @@ def fetch_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
     if len(ready) < knobs.groups_per_fetch:
         if not unready and not may_come(state, knobs):
             return (Stop(_ended_early(state, knobs, len(ready))),)
-        return (Wait("trainers", f"{len(ready)} of {knobs.groups_per_fetch} groups are ready", _ordinals(unready)),)
+        why = f"{len(ready)} of {knobs.groups_per_fetch} groups are ready"
+        return (Wait("trainers", why, _ordinals(unready), "batch"),)
     chosen, rest = ready[: knobs.groups_per_fetch], ready[knobs.groups_per_fetch :]
     late = latecomers(state, knobs, [*rest, *unready])
     if late and knobs.at_deadline == "wait":
         unready_late = [group for group in late if group.phase != "ready"]
-        return (Wait("trainers", "groups that are due are not ready", _ordinals(unready_late or late)),)
+        return (Wait("trainers", "groups that are due are not ready", _ordinals(unready_late or late), "deadline"),)
     fetch = Fetch(state.num_fetched, _ordinals(chosen), state.version)
     return (*left_behind(state, knobs, [*rest, *unready]), fetch)
 

@@ -150,11 +150,15 @@ class Stop:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do for `who` now: for a person who asks, and for the watchdog."""
+    """Nothing to do for `who` now: for a person who asks, and for the watchdog.
+
+    reason  of trainers that want a batch: too few groups are ready, or one that is due is not; whose time is told apart
+    """
 
     who: Literal["engines", "trainers"]
     why: str
     on: tuple[int, ...] = ()  # groups
+    reason: Literal["", "batch", "deadline"] = ""
 
 
 Happened = Admitted | SampleDone | GroupReady | GroupFailed | Parked | TrainDone | Pushed | EvalDone | Saved

@@ -9,7 +9,6 @@ import pytest
 
 from fusionrl.buffer.eval_metrics import eval_metrics, eval_table
 from fusionrl.buffer.report import rollout_metrics, set_metrics
-from fusionrl.buffer.tokens import prefilled_again
 from fusionrl.data.sample import Sample
 
 
@@ -27,15 +26,6 @@ def test_of_a_rollout() -> None:
     assert found["rollout/failed"] == 2.0
     assert found["rollout/zero_std_groups"] == 0.5
     assert found["rollout/num_tokens"] == 8.0
-
-
-def test_tokens_that_a_push_makes_engines_compute_again() -> None:
-    def of(versions: list[int] | None) -> Sample:
-        return Sample(tokens=[7] * 14, response_length=4, weight_versions=versions)
-
-    assert prefilled_again([of(None), of([2, 2, 2, 2]), of([-1, 3, -1, -1])]) == 0
-    assert prefilled_again([of([2, 2, 2, 3])]) == 10 + 3  # the prompt and three tokens
-    assert prefilled_again([of([2, 3, 3, 5]), of([-1, 0, 1, 1])]) == (10 + 1) + (10 + 3) + (10 + 2)
 
 
 def test_the_parts_of_a_weighted_sum() -> None:

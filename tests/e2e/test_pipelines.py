@@ -55,8 +55,6 @@ def test_a_pipeline(
     folder = tmp_path / "run"
     given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--save-interval", "1"]
     given += ["--verify-checkpoints"]
-    if bound:
-        given += ["--use-tis"]
     run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
     given += ["--num-rollout", "8", "--resume"]
     if pipeline == "async-partial":
@@ -70,6 +68,14 @@ def test_a_pipeline(
     assert max(ages) <= bound * interval and (bound == 0 or max(ages) >= 1)
     prompts = trained_prompts(folder)
     assert len(prompts) == len(set(prompts)) == 8 * 8
+    # The loss corrects for them by default, and the numbers tell what became of the tokens.
+    assert all("train/is_ratio" in row for row in rows)
+    for row in rows:
+        assert row["pipeline/tokens_trained"] <= row["rollout/num_tokens"] and row["pipeline/tokens_dropped"] == 0
+        assert row["rollout/steps_since_sampled/max"] >= row["rollout/staleness/token_max"]
+        assert 0 <= row["perf/engines_idle"] <= 1 and 0 <= row["perf/trainers_idle"] <= 1
+    assert (max(row["pipeline/tokens_prefilled_again"] for row in rows) > 0) == (pipeline == "async-partial")
+    assert rows[-1]["pipeline/length_trained_by_offered"] == pytest.approx(1.0, abs=0.2)
     # Of a token that is not stale, the engine's log-prob is the trainer's; a step may have stale ones alone.
     gaps = [row["train/logprob_diff_max"] for row in rows if "train/logprob_diff_max" in row]
     assert gaps and max(gaps) < 1e-4
@@ -77,4 +83,4 @@ def test_a_pipeline(
         found = rescore(saved_samples(folder), checkpoint_versions(folder, task / "model"), max_staleness=bound)
         assert found.faults == [] and found.samples == 8 * 8 * 4
         assert found.stale_tokens > 0 and found.spanning > 0
-        assert sum(row["rollout/tokens_prefilled_again"] for row in rows) > 0
+        assert sum(row["pipeline/tokens_prefilled_again"] for row in rows) > 0

@@ -64,7 +64,7 @@ def test_versions_and_metrics_of_a_run(tmp_path: Path) -> None:
         (tmp_path / "weights" / name).mkdir(parents=True)
     found = weights_of(Row("stream", "default", "disk"), tmp_path, tmp_path / "model")
     assert found == {0: tmp_path / "weights" / "weight_v000000", 4: tmp_path / "weights" / "weight_v000004"}
-    steps = [{"step": 0, "sync/pause_s": 9.0}, {"step": 1, "sync/pause_s": 0.1, "rollout/tokens_prefilled_again": 7.0}]
+    steps = [{"step": 0, "sync/pause_s": 9.0}, {"step": 1, "sync/pause_s": 0.1, "pipeline/tokens_prefilled_again": 7.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_000001.train.a1.jsonl").write_text('{"metadata": {"num_tool_calls": 2}}\n{}\n')

@@ -130,12 +130,15 @@ ROLLOUTS: Table = {
         "buffer/tokens.py",
         "when it happens",
     ),
-    "rollout/tokens_prefilled_again": Entry(
-        "tokens",
-        "Tokens whose KV cache engines computed again because weights were pushed while a sample was made: at each"
-        " change of version the sample so far, its prompt too. Of the samples that are trained on.",
-        "buffer/report.py",
-        "known weight versions; not with --in-flight in_place, which keeps the cache",
+    "rollout/steps_since_sampled/mean": Entry(
+        "steps",
+        "Optimizer steps between the weights that sampled a trained token and those that train it, mean over the"
+        " tokens. Of a rollout's n steps the first trains tokens of the newest push at 0, the last at n - 1.",
+        "buffer/steps_since.py",
+        "known weight versions, --mode rl",
+    ),
+    "rollout/steps_since_sampled/max": Entry(
+        "steps", "The same of the oldest token.", "buffer/steps_since.py", "known weight versions, --mode rl"
     ),
     "rollout/partial_samples": Entry(
         "samples",
@@ -237,6 +240,11 @@ EVALUATIONS: Table = {
         "--mode sft",
     ),
     "eval/<set>/num_tokens": Entry("tokens", "Number of these tokens.", "cluster/trainers.py", "--mode sft"),
+    "eval/weight_version": Entry(
+        "version",
+        "The version of the weights that sampled all tokens of the evaluation; one that would mix two ends the run.",
+        "buffer/evaluation.py",
+    ),
     "eval/reward_timeout": Entry(
         "samples", "As rollout/reward_timeout, of all sets.", "rewards/pool.py", "when it happens"
     ),
