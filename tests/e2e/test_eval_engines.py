@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
@@ -17,6 +18,10 @@ pytestmark = pytest.mark.e2e
 def answers(folder: Path, step: int) -> list[dict[str, Any]]:
     file = next(one for one in list_rollouts(folder) if one.kind == "eval-held" and one.step == step)
     return list(file.rows())
+
+
+def log_probs(rows: list[dict[str, Any]]) -> np.ndarray:
+    return np.concatenate([row["rollout_log_probs"] for row in rows])
 
 
 def test_training_goes_on_during_an_evaluation(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
@@ -54,6 +59,8 @@ def test_training_goes_on_during_an_evaluation(rl_flags: list[str], task: Path, 
     beside, in_turn = answers(folder, 5), answers(tmp_path / "alone", 0)
     assert len(beside) == 32
     assert [row["tokens"] for row in beside] == [row["tokens"] for row in in_turn]
+    assert np.abs(log_probs(beside) - log_probs(in_turn)).max() < 1e-4, "the same weights"
+    assert abs(log_probs(beside).mean() - log_probs(answers(folder, 3)).mean()) > 0.01, "others"
     assert [row["reward"] for row in beside] == [row["reward"] for row in in_turn]
     found = [
         json.loads((run_dir / "eval" / name).read_text())
