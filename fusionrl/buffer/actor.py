@@ -77,8 +77,8 @@ class BufferActor(StreamMessages):
         await self.prepare()
         self.endpoints = endpoints
         await self.set_engines(endpoints.engine_urls)
-        functions = RolloutFunctions(config, self.source)
-        collector = Collector(config, plan, border, functions, self.source)
+        self._functions = functions = RolloutFunctions(config, self.source)
+        self._collector = collector = Collector(config, plan, border, functions, self.source)
         self._stages = RolloutStages(
             config, plan, border, collector, self._writer, self._accepted, self.attempt, self._put
         )
@@ -118,7 +118,8 @@ class BufferActor(StreamMessages):
 
     async def save(self, path: str, rollout_id: int) -> None:
         """Write the data cursor as it was right after rollout `rollout_id` to `path` (JSON)."""
-        self.source.save(Path(path), rollout_id)
+        await self._remember(rollout_id)
+        await asyncio.to_thread(self.source.save, Path(path), rollout_id)
 
     async def load(self, path: str) -> int:
         """Go on from a file that `save` wrote; returns its rollout id.
@@ -137,6 +138,7 @@ class BufferActor(StreamMessages):
 
     async def state_hash(self, rollout_id: int | None = None) -> str:
         """SHA-256 of the data source's state, of now or right after a rollout."""
+        await self._remember(rollout_id)
         return self.source.state_hash(rollout_id)
 
     # -------------------------------------------------------------------------------- rollouts
@@ -150,6 +152,7 @@ class BufferActor(StreamMessages):
                 names the file of the samples that the user's function was at.
         """
         self._abort.clear()
+        self.source.take_back()
         start = time.perf_counter()
         with self._phase_of(f"rollout of step {rollout_id + 1}", rollout_id, "failed"):
             rollout = await asyncio.to_thread(self._stages.make, rollout_id, pushed_version, self._phase_since)

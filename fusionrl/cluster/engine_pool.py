@@ -209,8 +209,8 @@ class EnginePool:
         return self._is_memory_away
 
     def release_memory(self) -> None:
-        """Give the engines' memory back before the trainers work, where the two take turns."""
-        if not self._plan.engines_give_memory:
+        """Give the engines' memory back before the trainers work, where the two take turns. Idempotent."""
+        if not self._plan.engines_give_memory or self._is_memory_away:
             return
         if self._recovery is not None:
             self._recovery.check(is_generating=False)

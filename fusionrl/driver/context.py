@@ -39,12 +39,17 @@ class Run:
 
     def start_rollout(self, rollout_id: int) -> Started:
         """Begin a rollout with all engines. Returns at once; see `wait_rollout`."""
+        self.make_room_for_engines()
+        return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
+
+    def make_room_for_engines(self) -> None:
+        """Bring back engines that died, and let the trainers give their memory away, where the two take turns."""
         self.actors.weights.restore_engines()
         self.actors.trainers.offload()
-        return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
 
     def begin_stream(self) -> None:
         """Begin to generate without pause; the engines have their weights."""
+        self.make_room_for_engines()
         self.actors.buffer.stream.start(self.first_rollout)
 
     def wait_rollout(self, started: Started) -> Rollout:
@@ -71,8 +76,7 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate, and say the result."""
         self.reporter.status("evaluating")
-        self.actors.weights.restore_engines()
-        self.actors.trainers.offload()
+        self.make_room_for_engines()
         values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step))
         self.reporter.show_evaluation(step, values)
         return values

@@ -40,6 +40,7 @@ def streamed(run: Run) -> None:
         with step:
             run.reporter.status("generating")
             rollout = step.fetch()
+            run.actors.engines.release_memory()  # colocated: all groups of this version are ready
             run.reporter.status("training")
             step.train(rollout)
             run.reporter.status("pushing weights")

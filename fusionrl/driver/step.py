@@ -75,6 +75,7 @@ class Step:
         if stream.trained():
             self.values["perf/time_drain_s"] = time.perf_counter() - start
             self.push()
+            self._run.make_room_for_engines()
             stream.pushed(self.number)
         elif self.number == self._run.plan.num_rollout:
             self.push()  # nothing is in flight any more; an evaluation comes

@@ -65,7 +65,7 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"pipeline": "async", "colocate": True}, ["--pipeline async", "engines and trainers work in turn"]),
+        ({"pipeline": "async", "colocate": True}, ["--pipeline async", "share devices and work in turn"]),
         ({"pipeline": "async", "partial_rollout": True}, ["--pipeline async", "--partial-rollout belongs to"]),
         ({"pipeline": "stream", "in_flight": "retract"}, ["--pipeline stream: --in-flight is retract", "at least 1"]),
         ({"pipeline": "async", "admission_lead": 3.0}, ["--admission-lead is 3", "0 to --max-staleness (2)"]),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
-from tests.e2e.launch import metrics_of, run
+from tests.e2e.launch import launch, metrics_of, run
 
 pytestmark = pytest.mark.e2e
 
@@ -20,12 +22,28 @@ def trained_prompts(folder: Path) -> list[str]:
     return [row["prompt"] for row in rows[::4]]
 
 
+def loses_an_engine(flags: list[str], folder: Path, tmp_path: Path) -> None:
+    """Run with two engines, and kill one of them after a step or two; it comes back with the weights of a push."""
+    flags += ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--rollout-health-check-interval", "2"]
+    launched = launch(flags, tmp_path)
+    try:
+        launched.wait_for(lambda: max((row["step"] for row in metrics_of(folder)), default=0) >= 4)
+        (server,) = launched.find(r"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed 43 ")
+        os.kill(server, signal.SIGKILL)
+        assert launched.wait(300) == 0, launched.output()[-3000:]
+    finally:
+        for pid in launched.living() if launched.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+    launched.assert_nothing_left()
+    assert "engine 1 is dead" in launched.output()
+
+
 @pytest.mark.parametrize(
     ("pipeline", "bound", "flags"),
     [
         ("async-partial", 2, ["--update-weight-transport", "broadcast"]),
         ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk"]),
-        ("stream", 0, ["--update-weights-interval", "4"]),
+        ("stream", 0, ["--update-weights-interval", "4", "--colocate"]),
     ],
 )
 def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: int, flags: list[str]) -> None:
@@ -33,7 +51,11 @@ def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: i
     given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--save-interval", "1"]
     given += ["--verify-checkpoints"]
     run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
-    run([*given, "--num-rollout", "8", "--resume"], tmp_path)
+    given += ["--num-rollout", "8", "--resume"]
+    if pipeline == "async-partial":
+        loses_an_engine(given, folder, tmp_path)
+    else:
+        run(given, tmp_path)
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
     assert sorted({row["step"] for row in rows}) == list(range(1, 9))
     ages = [row["rollout/staleness/token_max"] for row in rows]

@@ -30,6 +30,9 @@ ROLLOUTS: Table = {
     "rollout/failed": Entry(
         "samples", "Samples that failed or were aborted; they are not trained on.", "buffer/report.py"
     ),
+    "rollout/timed_out": Entry(
+        "samples", "Samples that passed the time limit; they failed.", "buffer/report.py", "--sample-timeout"
+    ),
     "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/report.py"),
     "rollout/num_tokens": Entry(
         "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/report.py"

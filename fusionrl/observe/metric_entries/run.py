@@ -96,7 +96,7 @@ PIPELINE: Table = {
     "pipeline/tokens_prefilled_again": Entry(
         "tokens",
         "Prompt and response tokens whose KV cache was computed again because a push came while their sample was under"
-        " way, of samples that ended; 0 but with --in-flight retract.",
+        " way, of samples that ended; 0 with --in-flight drain and in_place.",
         _TALLY,
         _AHEAD,
     ),
