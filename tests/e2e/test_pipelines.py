@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
-from tests.e2e.launch import metrics_of, run
+from tests.e2e.deaths import kill_and_check
+from tests.e2e.launch import launch, metrics_of, run
 
 pytestmark = pytest.mark.e2e
+# Pipelines whose first process is ended by a death: who dies, and how the error begins.
+DEATHS = {
+    "async-partial": ("buffer.a1.log", "the Buffer died: its process "),
+    "async": ("trainer-1.a1.log", "trainer rank 1 died: its process "),
+}
 
 
 def trained_prompts(folder: Path) -> list[str]:
@@ -24,7 +30,7 @@ def trained_prompts(folder: Path) -> list[str]:
     ("pipeline", "bound", "flags"),
     [
         ("async-partial", 2, ["--update-weight-transport", "broadcast"]),
-        ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk"]),
+        ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk", "--actor-num-gpus-per-node", "2"]),
         ("stream", 0, ["--update-weights-interval", "4"]),
     ],
 )
@@ -34,7 +40,12 @@ def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: i
     given += ["--verify-checkpoints"]
     if bound:
         given += ["--use-tis"]
-    run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
+    if pipeline in DEATHS:
+        launched = launch([*given, "--num-rollout", "8"], tmp_path)
+        second = folder / "checkpoints" / "step_000002" / "manifest.json"
+        kill_and_check(launched, folder, second.is_file, *DEATHS[pipeline])
+    else:
+        run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
     run([*given, "--num-rollout", "8", "--resume"], tmp_path)
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
     assert sorted({row["step"] for row in rows}) == list(range(1, 9))
