@@ -87,7 +87,7 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
     [("engine-actor-0.a1.log", "engine 0 died: its process "), ("router.log", "of the router at http")],
 )
 def test_the_error_names_who_died(log: str, name: str, rl_flags: list[str], tmp_path: Path) -> None:
-    """Killed at any moment after the first step. A trainer, the Buffer: test_pipelines.py; a server: test_end_of_run."""
+    """Killed at any moment after the first step. A trainer, the Buffer: test_pipelines; a server: test_end_of_run."""
     folder = tmp_path / "run"
     flags = ["--num-rollout", "100", "--run-dir", str(folder), "--no-save", "--rollout-num-gpus", "1"]
     launched = launch([*rl_flags, *flags], tmp_path)
