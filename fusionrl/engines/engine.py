@@ -173,8 +173,8 @@ class EngineActor(EngineControl):
     def shutdown(self, timeout_s: float | None = None) -> None:
         """End the server and all its processes, by force after `timeout_s` seconds. Idempotent.
 
-        Without a limit: at once on a CPU. SGLang looks for SIGTERM once in 5 s, and only then ends its schedulers, which
-        matters where they hold a GPU's memory.
+        Without a limit: at once on a CPU. SGLang looks for SIGTERM once in 5 s, and then waits for its schedulers,
+        which matters where they hold a GPU's memory.
         """
         if self._server is not None:
             if timeout_s is None:
