@@ -84,11 +84,14 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("log", "name"),
-    [("engine-actor-0.a1.log", "engine 0 died: its process "), ("router.log", "of the router at http")],
+    [
+        ("buffer.a1.log", "the Buffer died: its process "),
+        ("engine-actor-0.a1.log", "engine 0 died: its process "),
+        ("router.log", "of the router at http"),
+    ],
 )
 def test_the_error_names_who_died(log: str, name: str, rl_flags: list[str], tmp_path: Path) -> None:
-    """Killed at any moment after the first step. A trainer, the Buffer: test_pipelines; a server: test_end_of_run."""
+    """Killed at any moment after the first step. A trainer: test_pipelines.py; an engine's server: test_end_of_run.py."""
     folder = tmp_path / "run"
-    flags = ["--num-rollout", "100", "--run-dir", str(folder), "--no-save", "--rollout-num-gpus", "1"]
-    launched = launch([*rl_flags, *flags], tmp_path)
+    launched = launch([*rl_flags, "--num-rollout", "100", "--run-dir", str(folder), "--no-save"], tmp_path)
     kill_and_check(launched, folder, lambda: len(metrics_of(folder)) >= 2, log, name)
