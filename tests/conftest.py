@@ -26,6 +26,10 @@ hypothesis.settings.load_profile("fusionrl")
 _LONG = (
     "sandbox/test_sandbox.py",
     "engines/test_engine.py",
+    "sync/test_push_matrix.py",
+    "sandbox/test_escapes.py",
+    "sync/test_push_engine.py",
+    "rewards/test_code_cheats.py",
     "cluster/test_supervisor.py",
     "trainer/test_checkpoint.py",
     "tools/test_memory_check.py",
@@ -35,13 +39,18 @@ _LONG = (
     "tools/test_make_quickstart.py",
     "trainer/test_megatron_checkpoint.py",
     "trainer/test_losses.py",
-    "sandbox/test_escapes.py",
     "trainer/test_parallel.py",
     "trainer/test_routing_replay.py",
     "trainer/test_train_hooks.py",
     "engines/test_answers.py",
     "tools/test_bench_loss.py",
     "cluster/test_open_ray.py",
+    "engines/test_scorers.py",
+    "engines/test_router_key.py",
+    "tools/test_from_slime_check.py",
+    "upstream/test_auto_tokenizer.py",
+    "control/test_properties.py",
+    "test_cli.py",
 )
 
 
