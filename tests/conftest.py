@@ -14,6 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from fusionrl.base.imports import without_collections
 from tests.tiny_model import make_tiny_qwen3
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -52,6 +53,13 @@ _LONG = (
     "control/test_properties.py",
     "test_cli.py",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests as a run imports libraries: the collector of garbage never looks at what is there to the end."""
+    with without_collections():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
