@@ -91,7 +91,7 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
     ],
 )
 def test_the_error_names_who_died(log: str, name: str, rl_flags: list[str], tmp_path: Path) -> None:
-    """Killed at any moment after the first step. A trainer: test_pipelines.py; an engine's server: test_end_of_run.py."""
+    """Killed at any moment after the first step. A trainer: test_pipelines.py; a server: test_end_of_run.py."""
     folder = tmp_path / "run"
     launched = launch([*rl_flags, "--num-rollout", "100", "--run-dir", str(folder), "--no-save"], tmp_path)
     kill_and_check(launched, folder, lambda: len(metrics_of(folder)) >= 2, log, name)
