@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,11 +171,18 @@ class BufferActor(StreamMessages):
         await asyncio.to_thread(self._stages.trained.add, rollout_id, parts)
 
     # -------------------------------------------------------------------------------- evaluation
-    async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json."""
-        start = time.perf_counter()
-        with self._phase_of(f"evaluation after step {rollout_id}", rollout_id, "eval-failed"):
-            metrics = await asyncio.to_thread(self._evaluation.run, rollout_id)
+    async def evaluate(self, rollout_id: int, pushed_version: int | None = None) -> dict[str, float]:
+        """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json.
+
+        pushed_version  of the weights that the engines have; None: nothing was pushed to them
+        """
+        start, kind = time.perf_counter(), "eval-failed"
+        if self.endpoints.eval_urls:  # beside what the Buffer does else, which `status` tells of
+            phase: AbstractContextManager[None] = writing_blamed(self._writer, rollout_id, self.attempt, kind)
+        else:
+            phase = self._phase_of(f"evaluation after step {rollout_id}", rollout_id, kind)
+        with phase:
+            metrics = await asyncio.to_thread(self._evaluation.run, rollout_id, pushed_version)
         return metrics | {"perf/time_eval_s": time.perf_counter() - start}
 
     async def validation_shards(self) -> dict[str, list[object]]:

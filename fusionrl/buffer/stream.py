@@ -34,6 +34,7 @@ from fusionrl.rollout.teacher import Teacher
 
 _BEGUN = get_args(events.Begun)
 _FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
+_AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
 Groups = list[list[Sample]]
 
 
@@ -108,7 +109,13 @@ class Stream(LoopThread):
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
-        self._call(self._note_trained)
+
+        def note() -> None:
+            for ordinal in self.state.lease:
+                del self._live[ordinal]
+            self._happen(events.TrainDone())
+
+        self._call(note)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         self._ask(events.Push)
@@ -143,6 +150,7 @@ class Stream(LoopThread):
             try:
                 while not self._is_ending:
                     self._proceed()
+                    await asyncio.sleep(0)  # those that begin do so now, also where more are to come at once
                     await self._wake.wait()
                     self._wake.clear()
                     if self._failed:
@@ -154,7 +162,13 @@ class Stream(LoopThread):
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _proceed(self) -> None:
-        """Begin all that may begin; what is for the driver, when it asks for it."""
+        """Begin all that may begin; what is for the driver, when it asks for it. Note what is waited for."""
+        actions = self._begin_all()
+        reason = reason_of(actions) if self._answer is not None else None
+        has_work = self.state.samples_in_flight > 0 and not self.state.pushing
+        self._clock.note(time.monotonic(), reason, has_work)
+
+    def _begin_all(self) -> tuple[events.Action, ...]:
         while True:
             actions = decide(self.state, self.knobs)
             for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
@@ -163,17 +177,14 @@ class Stream(LoopThread):
             begun = False
             for action in actions:
                 if isinstance(action, events.Admit):
-                    begun |= self._admit(action)
+                    self._admit(action)
                 elif isinstance(action, events.Drop):
                     self._drop(action)
                     begun = True
                 elif isinstance(action, _FOR_DRIVER):
                     begun |= self._tell(action)
             if not begun:
-                reason = reason_of(actions) if self._answer is not None else None
-                has_work = self.state.samples_in_flight > 0 and not self.state.pushing
-                self._clock.note(time.monotonic(), reason, has_work)
-                return
+                return actions
 
     def _tell(self, action: events.Action) -> bool:
         """Give the driver the action that it waits for; returns whether it began."""
@@ -185,12 +196,15 @@ class Stream(LoopThread):
         answer.set_result(action)
         return isinstance(action, _BEGUN)
 
-    def _admit(self, action: events.Admit) -> bool:
-        for ordinal in action.pending:
+    def _admit(self, action: events.Admit) -> None:
+        """Begin the first of the groups that may begin; the others in the loop's next turn."""
+        most = max(1, _AT_ONCE // self.knobs.samples_per_group)
+        pending = action.pending[:most]
+        for ordinal in pending:
             self._begin(ordinal, self._live[ordinal].blank)
-        for group in self._drawn(action.num_new):
+        for group in self._drawn(min(action.num_new, most - len(pending))):
             self._begin(self.state.next_ordinal, group)
-        return True
+        self._wake.set()
 
     def _drawn(self, num_groups: int) -> Groups:
         """Draw the next groups; where there are fewer, the data have ended."""
@@ -284,11 +298,6 @@ class Stream(LoopThread):
     def _happen(self, event: events.Event | events.Drop) -> None:
         apply(self.state, self.knobs, event)
         self._wake.set()
-
-    def _note_trained(self) -> None:
-        for ordinal in self.state.lease:
-            del self._live[ordinal]
-        self._happen(events.TrainDone())
 
     def _taken(self, fetch: events.Fetch) -> Batch:
         groups = []

@@ -128,9 +128,8 @@ class BatchStream(Stream):
             if self._failed:
                 raise self._failed[0]
 
-    def _admit(self, action: events.Admit) -> bool:
-        """Nothing begins by itself: the function asks (`grant`)."""
-        return False
+    def _admit(self, action: events.Admit) -> None:
+        """Begin nothing: the function asks (`granted`)."""
 
     def _next_batch(self) -> int:
         """The rollout that the next call is for: the first that no groups are there for."""

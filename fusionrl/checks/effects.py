@@ -355,7 +355,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     (
         (EVALUATES, HAS_SETS),
         (
-            *("eval_function_path", "custom_eval_rollout_log_function_path", "eval_reward_key"),
+            *("eval_num_gpus", "eval_function_path", "custom_eval_rollout_log_function_path", "eval_reward_key"),
             *("n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len"),
         ),
     ),

@@ -40,6 +40,7 @@ class Step:
         if self._saves:
             self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
         if error is None:
+            self._run.beside.collect()
             self._run.stop.check()
 
     def generate(self) -> Rollout:
@@ -67,18 +68,23 @@ class Step:
 
     def push(self) -> None:
         """Bring the new weights to the engines."""
-        self.values |= self._run.push(self.number)
+        self.values |= self._run.free_eval_engines(self.number)
+        self._push()
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
+        self.values |= self._run.free_eval_engines(self.number)  # meanwhile samples go on
         stream, start = self._run.actors.buffer.stream, time.perf_counter()
         if stream.trained():
             self.values["perf/time_drain_s"] = time.perf_counter() - start
-            self.push()
+            self._push()
             self._run.make_room_for_engines()
             stream.pushed(self.number)
         elif self.number == self._run.plan.num_rollout:
-            self.push()  # nothing is in flight any more; an evaluation comes
+            self._push()  # nothing is in flight any more; an evaluation comes
+
+    def _push(self) -> None:
+        self.values |= self._run.push(self.number)
 
     def measure(self, tokens: str) -> None:
         """Note the time since the step began; throughput is of the metric `tokens`."""

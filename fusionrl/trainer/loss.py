@@ -7,14 +7,10 @@ changes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
@@ -34,6 +30,7 @@ from fusionrl.config.hooks import HookError, call_hook, flag_of
 from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.config.parts import policy_loss_name
 from fusionrl.trainer.batch import MicroBatch
+from fusionrl.trainer.context_sum import sum_over_context_ranks
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK
 
@@ -263,7 +260,7 @@ def _outcome_terms(
     """(losses of tokens: of each that of its sample; sums; values of tokens of which the mean over samples counts)."""
     labels = batch.fields["outcomes"]
     rewards, excluded = implicit_rewards(log_probs, batch.fields["ref_log_probs"], batch.fields["loss_mask"], beta)
-    sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
+    sequences = Sequences(batch.sequences, len(batch.samples), sum_over_context_ranks())
     totals = sequences.spread(sequences.sum(rewards))
     losses = implicit_reward_loss(totals, labels)
     right = ((totals > 0) == (labels > 0)).to(losses.dtype)
@@ -283,7 +280,7 @@ def _policy_terms(
     # One optimizer step a rollout: the policy that acted is the one of this very forward pass.
     recomputed = fields.get("log_probs", log_probs.detach())
     old = fields["rollout_log_probs"] if options.use_rollout_log_probs else recomputed
-    sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
+    sequences = Sequences(batch.sequences, len(batch.samples), sum_over_context_ranks())
     extra = {"selected": fields["selected"] > 0} if LOSSES[options.policy_loss].selects else {}
     advantages = fields["advantages"]
     losses, means = options.token_loss(log_probs, old, advantages, mask, sequences, options.constants, **extra)
@@ -313,25 +310,3 @@ def _policy_terms(
         means["kl_loss"] = kl
         losses, loss = losses + kl, loss + options.kl_coef * (batch.weights * kl).sum()
     return loss, losses, {"loss": loss} | sums, means | {"advantage_mean": advantages}
-
-
-def _over_context_ranks() -> Callable[[Tensor], Tensor] | None:
-    group = parallel_state.get_context_parallel_group()
-    return None if group.size() == 1 else lambda values: _Sum.apply(values, group)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over a group's ranks; the gradient of each one's part is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None

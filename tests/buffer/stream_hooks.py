@@ -167,3 +167,15 @@ class Counting:
     def load(self, rollout_id: int) -> None:
         """Read it."""
         self.next = int(self._file(rollout_id).read_text())
+
+
+IN_TURN = [0, 0]  # samples that began in this turn of the loop, and in the fullest one
+
+
+async def counts_turns(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Count how many samples begin before the loop looks after anything else."""
+    if not IN_TURN[0]:
+        asyncio.get_running_loop().call_soon(IN_TURN.__setitem__, 0, 0)
+    IN_TURN[0] += 1
+    IN_TURN[1] = max(IN_TURN)
+    return await answer(args, sample, sampling_params)

@@ -368,3 +368,16 @@ def test_no_batch_passes_the_bound() -> None:
     check_bound([[sample]], 4, knobs)
     with pytest.raises(HookError, match=r"--max-staleness 1: sample 7 has a token of version 2, and version 6 would"):
         check_bound([[sample]], 6, knobs)
+
+
+def test_answers_do_not_wait_until_all_have_begun(stream: Make) -> None:
+    """A version's samples begin a few at a time: to begin thousands takes seconds."""
+    running = stream(
+        "stream",
+        custom_generate_function_path=f"{HOOKS}:counts_turns",
+        rollout_batch_size=10,
+        n_samples_per_prompt=16,
+        num_rollout=1,
+    )
+    running.train()
+    assert 16 <= running.hooks["IN_TURN"][1] <= 64 < 160

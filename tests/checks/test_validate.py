@@ -85,6 +85,8 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ),
         ({"rollout_max_response_len": None}, ["--rollout-max-response-len is required"]),
         ({"mode": "eval"}, ["--eval-prompt-data is required"]),
+        ({"eval_num_gpus": 1, "mode": "sft"}, ["--eval-num-gpus 1: no engine evaluates in --mode sft"]),
+        ({"eval_num_gpus": 1}, ["--eval-num-gpus 1: nothing is evaluated; give --eval-prompt-data"]),
         ({"eval_interval": 2}, ["--eval-interval 2 needs --eval-prompt-data"]),
         ({"eval_prompt_data": ["a"]}, ["--eval-prompt-data a", "pairs"]),
         ({"debug_rollout_only": True, "debug_train_only": True, "mode": "sft"}, ["exclude each other"]),

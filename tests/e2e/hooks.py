@@ -26,6 +26,16 @@ async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
     return await partial_credit(args, sample)
 
 
+async def late(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """The default answer of an evaluation, some seconds later."""
+    import asyncio
+
+    from fusionrl.plugin_api import generate
+
+    await asyncio.sleep(4.0)
+    return await generate(args, sample, sampling_params)
+
+
 async def never(args: Any, sample: Any, **kwargs: Any) -> float:
     """A reward that does not find the answer in this form."""
     return float(sample.response == f"The answer is {sample.label}.")

@@ -11,8 +11,11 @@ import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.launch import launch, metrics_of, run
+from tools.rescoring import checkpoint_versions, rescore, saved_samples
 
 pytestmark = pytest.mark.e2e
+# Random weights end an answer at any length; the longer ones lie over a push.
+LONG_ANSWERS = ["--rollout-max-response-len", "48"]
 
 
 def trained_prompts(folder: Path) -> list[str]:
@@ -41,12 +44,14 @@ def loses_an_engine(flags: list[str], folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "bound", "flags"),
     [
-        ("async-partial", 2, ["--update-weight-transport", "broadcast"]),
+        ("async-partial", 2, ["--update-weight-transport", "broadcast", *LONG_ANSWERS]),
         ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk"]),
         ("stream", 0, ["--update-weights-interval", "4", "--colocate"]),
     ],
 )
-def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: int, flags: list[str]) -> None:
+def test_a_pipeline(
+    rl_flags: list[str], task: Path, tmp_path: Path, pipeline: str, bound: int, flags: list[str]
+) -> None:
     folder = tmp_path / "run"
     given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--save-interval", "1"]
     given += ["--verify-checkpoints"]
@@ -74,3 +79,8 @@ def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: i
     # Of a token that is not stale, the engine's log-prob is the trainer's; a step may have stale ones alone.
     gaps = [row["train/logprob_diff_max"] for row in rows if "train/logprob_diff_max" in row]
     assert gaps and max(gaps) < 1e-4
+    if pipeline == "async-partial":  # every token is of the version that it claims; tools/pipeline_matrix.py has more
+        found = rescore(saved_samples(folder), checkpoint_versions(folder, task / "model"), max_staleness=bound)
+        assert found.faults == [] and found.samples == 8 * 8 * 4
+        assert found.stale_tokens > 0 and found.spanning > 0
+        assert sum(row["pipeline/tokens_prefilled_again"] for row in rows) > 0

@@ -240,6 +240,11 @@ EVALUATIONS: Table = {
         "--mode sft",
     ),
     "eval/<set>/num_tokens": Entry("tokens", "Number of these tokens.", "cluster/trainers.py", "--mode sft"),
+    "eval/weight_version": Entry(
+        "version",
+        "The version of the weights that sampled all tokens of the evaluation; one that would mix two ends the run.",
+        "buffer/evaluation.py",
+    ),
     "eval/reward_timeout": Entry(
         "samples", "As rollout/reward_timeout, of all sets.", "rewards/pool.py", "when it happens"
     ),

@@ -50,6 +50,12 @@ TIMES: Table = {
     ),
     "perf/time_sync_s": Entry("seconds", "The weight push, without its verification.", "sync/push.py"),
     "perf/time_eval_s": Entry("seconds", "An evaluation of all sets.", "buffer/actor.py"),
+    "perf/time_wait_eval_s": Entry(
+        "seconds",
+        "How long a push waited for the evaluation before, whose engines the next one needs.",
+        "driver/context.py",
+        "--eval-num-gpus, where an evaluation follows",
+    ),
     "perf/tokens_per_s": Entry(
         "tokens/s",
         "Response tokens of the rollout divided by perf/step_time_s; in mode sft trained tokens.",
