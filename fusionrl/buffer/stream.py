@@ -109,13 +109,7 @@ class Stream(LoopThread):
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
-
-        def note() -> None:
-            for ordinal in self.state.lease:
-                del self._live[ordinal]
-            self._happen(events.TrainDone())
-
-        self._call(note)
+        self._call(self._note_trained)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         self._ask(events.Push)
@@ -162,13 +156,7 @@ class Stream(LoopThread):
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _proceed(self) -> None:
-        """Begin all that may begin; what is for the driver, when it asks for it. Note what is waited for."""
-        actions = self._begin_all()
-        reason = reason_of(actions) if self._answer is not None else None
-        has_work = self.state.samples_in_flight > 0 and not self.state.pushing
-        self._clock.note(time.monotonic(), reason, has_work)
-
-    def _begin_all(self) -> tuple[events.Action, ...]:
+        """Begin all that may begin; what is for the driver, when it asks for it."""
         while True:
             actions = decide(self.state, self.knobs)
             for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
@@ -184,7 +172,10 @@ class Stream(LoopThread):
                 elif isinstance(action, _FOR_DRIVER):
                     begun |= self._tell(action)
             if not begun:
-                return actions
+                reason = reason_of(actions) if self._answer is not None else None
+                has_work = self.state.samples_in_flight > 0 and not self.state.pushing
+                self._clock.note(time.monotonic(), reason, has_work)
+                return
 
     def _tell(self, action: events.Action) -> bool:
         """Give the driver the action that it waits for; returns whether it began."""
@@ -298,6 +289,11 @@ class Stream(LoopThread):
     def _happen(self, event: events.Event | events.Drop) -> None:
         apply(self.state, self.knobs, event)
         self._wake.set()
+
+    def _note_trained(self) -> None:
+        for ordinal in self.state.lease:
+            del self._live[ordinal]
+        self._happen(events.TrainDone())
 
     def _taken(self, fetch: events.Fetch) -> Batch:
         groups = []

@@ -192,7 +192,6 @@ class BatchStream(Stream):
         apply(self.state, self.knobs, events.Admitted(ordinal, len(blank), oldest, is_spare))
         self._live[ordinal] = Held(blank)
         group = copy.deepcopy(blank)
-        self._tally.began(ordinal, group)
         self._drawn_groups.add(ordinal, group)
         return group
 

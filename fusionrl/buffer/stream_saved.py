@@ -30,11 +30,7 @@ class SavedStream(TypedDict):
 
 @dataclass
 class Held:
-    """A group that has not ended.
-
-    blank  as it came from the data, or was handed back
-    made   as it is when it is ready
-    """
+    """A group that has not ended: as it came from the data, or was handed back, and as it is when it is ready."""
 
     blank: list[Sample]
     made: list[Sample] = field(default_factory=list)

@@ -129,7 +129,7 @@ def test_a_run_that_was_killed_goes_on_with_every_prompt(stream: Make, tmp_path:
 
 @pytest.mark.parametrize("function", ["whole_batches", "filtering"])
 def test_its_tokens_are_counted(stream: Make, function: str) -> None:
-    """Four groups of two samples with four tokens each; what the function drops it has generated too."""
+    """Four groups of two samples with four tokens each; what the function drops is gone before anyone counts it."""
     flags = {} if function == "filtering" else {"custom_generate_function_path": None}
     running = stream("async", rollout_function_path=f"{HOOKS}.{function}", num_rollout=4, **flags)
     sums, waited = dict.fromkeys(("generated", "trained", "dropped"), 0.0), 0.0
@@ -140,6 +140,5 @@ def test_its_tokens_are_counted(stream: Make, function: str) -> None:
         waited += found["perf/time_wait_batch_s"]
         assert 0 <= found["perf/engines_idle"] <= 1
     assert waited > 0
-    assert sums["trained"] == 4 * 4 * 2 * 4 and sums["generated"] >= sums["trained"] + sums["dropped"]
-    assert (sums["dropped"] > 0) == (function == "filtering")
+    assert sums == {"generated": 4 * 4 * 2 * 4, "trained": 4 * 4 * 2 * 4, "dropped": 0.0}
     assert found["pipeline/length_trained_by_offered"] == 1.0
