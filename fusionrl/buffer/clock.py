@@ -14,10 +14,10 @@ _IDLE, _ALL = "idle", "all"
 
 
 class StreamClock:
-    """Adds up seconds. What it was told last holds until it is told again."""
+    """Adds up seconds, from when it is told first. What it was told last holds until it is told again."""
 
-    def __init__(self, now: float) -> None:
-        self._since = now
+    def __init__(self) -> None:
+        self._since: float | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._holds: set[str] = {_IDLE}
 
@@ -27,8 +27,9 @@ class StreamClock:
         reason    `Wait.reason` of a driver that waits for a batch; None where it does not
         has_work  samples are under way, and no push holds them up
         """
+        passed = 0.0 if self._since is None else now - self._since
         for name in (_ALL, *self._holds):
-            self._seconds[name] += now - self._since
+            self._seconds[name] += passed
         self._since = now
         self._holds = ({reason} if reason else set()) | (set() if has_work else {_IDLE})
 

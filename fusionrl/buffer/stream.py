@@ -91,8 +91,7 @@ class Stream(LoopThread):
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[events.Action] | None = None
         self._label = first_version  # of the engines' weights
-        self._tally = Tally(counts_prefills=knobs.in_flight == "retract")
-        self._clock = StreamClock(time.monotonic())
+        self._clock, self._tally = StreamClock(), Tally()
 
     # ------------------------------------------------------------------------------------ the driver's end
     def next_batch(self) -> Batch:
@@ -110,13 +109,7 @@ class Stream(LoopThread):
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
-
-        def note() -> None:
-            for ordinal in self.state.lease:
-                del self._live[ordinal]
-            self._happen(events.TrainDone())
-
-        self._call(note)
+        self._call(self._note_trained)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         self._ask(events.Push)
@@ -163,13 +156,7 @@ class Stream(LoopThread):
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _proceed(self) -> None:
-        """Begin all that may begin; what is for the driver, when it asks for it. Note what is waited for."""
-        actions = self._begin_all()
-        reason = reason_of(actions) if self._answer is not None else None
-        has_work = self.state.samples_in_flight > 0 and not self.state.pushing
-        self._clock.note(time.monotonic(), reason, has_work)
-
-    def _begin_all(self) -> tuple[events.Action, ...]:
+        """Begin all that may begin; what is for the driver, when it asks for it."""
         while True:
             actions = decide(self.state, self.knobs)
             for_driver = [action for action in actions if isinstance(action, _FOR_DRIVER)]
@@ -185,7 +172,10 @@ class Stream(LoopThread):
                 elif isinstance(action, _FOR_DRIVER):
                     begun |= self._tell(action)
             if not begun:
-                return actions
+                reason = reason_of(actions) if self._answer is not None else None
+                has_work = self.state.samples_in_flight > 0 and not self.state.pushing
+                self._clock.note(time.monotonic(), reason, has_work)
+                return
 
     def _tell(self, action: events.Action) -> bool:
         """Give the driver the action that it waits for; returns whether it began."""
@@ -218,7 +208,8 @@ class Stream(LoopThread):
         group = copy.deepcopy(blank)
         num_samples = len(group) + self._context.needs_greedy_answer
         apply(self.state, self.knobs, events.Admitted(ordinal, num_samples))
-        self._live[ordinal] = Held(blank, group=group)
+        self._live[ordinal] = Held(blank)
+        self._tally.began(ordinal, group)
         self._tasks[ordinal] = task = asyncio.create_task(self._make(ordinal, group, num_samples))
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -258,14 +249,14 @@ class Stream(LoopThread):
             return
         while left > 0:  # samples that needed no engine
             generated()
-        self._live[ordinal].made = made
-        self._tally.generated(made)
+        self._tally.generated(ordinal, made)
         if failure:
             self._fail(ordinal, failure)
         elif refused:
             self._drop(events.Drop(ordinal, "filtered"), refused)
         else:
             self._num_kept += 1
+            self._live[ordinal].made = made
             self._happen(events.GroupReady(ordinal, oldest_version(made, self.knobs.fetches_per_push)))
 
     def _why_refused(self, context: GroupContext, made: list[Sample]) -> str:
@@ -280,20 +271,16 @@ class Stream(LoopThread):
 
     def _fail(self, ordinal: int, reason: str) -> None:
         """Note that a group cannot be trained: it is tried again, or another takes its place."""
+        self._tally.dropped(ordinal)
         self._happen(events.GroupFailed(ordinal, reason))
         self._dropped["failed"] += 1
-        held = self._live[ordinal]
-        self._tally.dropped(held.made)
-        held.made = []
         if ordinal not in self.state.groups:
             del self._live[ordinal]
 
     def _drop(self, action: events.Drop, reason: str | None = None) -> None:
         self._dropped[reason or action.reason] += 1
-        held = self._live.pop(action.ordinal)
-        if not held.made:
-            self._tally.generated(held.group)
-        self._tally.dropped(held.made or held.group)
+        del self._live[action.ordinal]
+        self._tally.dropped(action.ordinal)
         task = self._tasks.pop(action.ordinal, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -302,6 +289,11 @@ class Stream(LoopThread):
     def _happen(self, event: events.Event | events.Drop) -> None:
         apply(self.state, self.knobs, event)
         self._wake.set()
+
+    def _note_trained(self) -> None:
+        for ordinal in self.state.lease:
+            del self._live[ordinal]
+        self._happen(events.TrainDone())
 
     def _taken(self, fetch: events.Fetch) -> Batch:
         groups = []
@@ -312,7 +304,8 @@ class Stream(LoopThread):
         check_bound(groups, self._label, self.knobs)
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
-        told = state_numbers(self.state, self.knobs) | self._tally.take(groups) | self._clock.take(time.monotonic())
+        tokens = self._tally.take(dict(zip(fetch.ordinals, groups, strict=True)), self.knobs.in_flight != "in_place")
+        told = state_numbers(self.state, self.knobs) | tokens | self._clock.take(time.monotonic())
         self._args.rollout_id = fetch.fetch + 1  # hooks read it
         return Batch(groups, self._label, self._new_metrics() | counts | told)
 

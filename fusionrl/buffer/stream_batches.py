@@ -241,13 +241,13 @@ class BatchStream(Stream):
             ordinal = self.state.next_ordinal
             apply(self.state, self.knobs, events.Admitted(ordinal, len(group), oldest, is_spare=True))
             self._live[ordinal] = Held([])
-        self._tally.generated(group)
-        self._live[ordinal].made = group
+        self._tally.generated(ordinal, group)
         if failure:
             self._fail(ordinal, failure)
             return
         for _ in range(self.state.groups[ordinal].num_running):
             self._happen(events.SampleDone(ordinal))
+        self._live[ordinal].made = group
         self._happen(events.GroupReady(ordinal, oldest))
 
     def _give_up(self, out: Drawn, reason: str) -> None:

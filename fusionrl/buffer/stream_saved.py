@@ -30,16 +30,10 @@ class SavedStream(TypedDict):
 
 @dataclass
 class Held:
-    """A group that has not ended.
-
-    blank  as it came from the data, or was handed back
-    made   as it is when it is ready
-    group  the samples that are being answered
-    """
+    """A group that has not ended: as it came from the data, or was handed back, and as it is when it is ready."""
 
     blank: list[Sample]
     made: list[Sample] = field(default_factory=list)
-    group: list[Sample] = field(default_factory=list)
 
 
 def packed(state: Mapping[str, Any], held: Mapping[int, Held], knobs: Knobs) -> SavedStream:

@@ -125,3 +125,20 @@ def test_a_run_that_was_killed_goes_on_with_every_prompt(stream: Make, tmp_path:
     running = stream("async", resume=path, **flags)
     trained += [label for rows in running.steps(5) for label in labels(rows)]
     assert sorted(trained) == list(range(32))
+
+
+@pytest.mark.parametrize("function", ["whole_batches", "filtering"])
+def test_its_tokens_are_counted(stream: Make, function: str) -> None:
+    """Four groups of two samples with four tokens each; what the function drops is gone before anyone counts it."""
+    flags = {} if function == "filtering" else {"custom_generate_function_path": None}
+    running = stream("async", rollout_function_path=f"{HOOKS}.{function}", num_rollout=4, **flags)
+    sums, waited = dict.fromkeys(("generated", "trained", "dropped"), 0.0), 0.0
+    for _ in range(4):
+        running.train()
+        found = running.buffer._last_metrics
+        sums = {name: count + found[f"pipeline/tokens_{name}"] for name, count in sums.items()}
+        waited += found["perf/time_wait_batch_s"]
+        assert 0 <= found["perf/engines_idle"] <= 1
+    assert waited > 0
+    assert sums == {"generated": 4 * 4 * 2 * 4, "trained": 4 * 4 * 2 * 4, "dropped": 0.0}
+    assert found["pipeline/length_trained_by_offered"] == 1.0

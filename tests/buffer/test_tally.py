@@ -35,29 +35,53 @@ def test_what_is_prefilled_again(versions: list[int], count: int) -> None:
 
 
 def test_tokens_by_what_became_of_them() -> None:
-    tally = Tally(counts_prefills=True)
+    tally = Tally()
     short, long, filtered = sample(2, [0, 1]), sample(10), sample(6)
     failed = sample(4, status=Sample.Status.FAILED)
-    for group in ([short], [long], [filtered], [failed]):
-        tally.generated(group)
-    tally.dropped([filtered])
-    assert tally.take([[short, failed]]) == {
+    tally.began(0, [Sample(tokens=[1, 2, 3])])
+    for ordinal, group in enumerate([[short, failed], [long], [filtered]]):
+        tally.generated(ordinal, group)
+    tally.dropped(2)
+    assert tally.take({0: [short, failed]}, True) == {
         "pipeline/tokens_generated": 22.0,
         "pipeline/tokens_trained": 2.0,  # none of a sample that failed
         "pipeline/tokens_dropped": 6.0,
         "pipeline/tokens_prefilled_again": 4.0,
         "pipeline/length_trained_by_offered": 2 / 6,  # the long one and the filtered one were offered too
     }
-    again = tally.take([[long]])
+    again = tally.take({1: [long]}, True)
     assert again["pipeline/tokens_generated"] == again["pipeline/tokens_dropped"] == 0.0
     assert again["pipeline/length_trained_by_offered"] == 1.0
-    in_place = Tally(counts_prefills=False)
-    in_place.generated([short])
-    assert in_place.take([[short]])["pipeline/tokens_prefilled_again"] == 0.0
+
+
+def test_a_kv_cache_that_is_kept_is_not_computed_again() -> None:
+    tally, one = Tally(), sample(2, [0, 1])
+    tally.generated(0, [one])
+    assert tally.take({0: [one]}, False)["pipeline/tokens_prefilled_again"] == 0.0
+
+
+def test_a_group_that_is_given_up_under_way() -> None:
+    """What has ended of it was generated, and is dropped; its prompt may be tried again."""
+    tally, ended, going_on = Tally(), sample(5), Sample(tokens=[1, 2, 3])
+    tally.began(0, [ended, going_on])
+    tally.dropped(0)
+    tally.began(0, [going_on])
+    tally.generated(0, [sample(2)])
+    found = tally.take({0: [sample(2)]}, True)
+    assert (found["pipeline/tokens_generated"], found["pipeline/tokens_dropped"]) == (7.0, 5.0)
+    assert found["pipeline/length_trained_by_offered"] == 2 / 3.5
+
+
+def test_answers_of_a_checkpoint_are_trained_and_were_offered_before() -> None:
+    tally = Tally()
+    tally.generated(1, [sample(4)])
+    found = tally.take({0: [sample(9)], 1: [sample(4)]}, True)
+    assert found["pipeline/tokens_trained"] == 13.0 and found["pipeline/length_trained_by_offered"] == 1.0
 
 
 def test_seconds_go_to_what_holds() -> None:
-    clock = StreamClock(100.0)
+    clock = StreamClock()
+    clock.note(100.0, None, False)
     clock.note(101.0, "batch", True)  # a second without work before it
     clock.note(104.0, "deadline", True)
     clock.note(106.0, None, False)

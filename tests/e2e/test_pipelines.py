@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
+from tests.e2e.deaths import kill_and_check
 from tests.e2e.launch import launch, metrics_of, run
 from tools.rescoring import checkpoint_versions, rescore, saved_samples
 
 pytestmark = pytest.mark.e2e
 # Random weights end an answer at any length; the longer ones lie over a push.
 LONG_ANSWERS = ["--rollout-max-response-len", "48"]
+# Pipelines whose first process is ended by a death: who dies, and how the error begins.
+DEATHS = {
+    "async-partial": ("buffer.a1.log", "the Buffer died: its process "),
+    "async": ("trainer-1.a1.log", "trainer rank 1 died: its process "),
+}
 
 
 def trained_prompts(folder: Path) -> list[str]:
@@ -45,7 +51,7 @@ def loses_an_engine(flags: list[str], folder: Path, tmp_path: Path) -> None:
     ("pipeline", "bound", "flags"),
     [
         ("async-partial", 2, ["--update-weight-transport", "broadcast", *LONG_ANSWERS]),
-        ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk"]),
+        ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk", "--actor-num-gpus-per-node", "2"]),
         ("stream", 0, ["--update-weights-interval", "4", "--colocate"]),
     ],
 )
@@ -55,7 +61,12 @@ def test_a_pipeline(
     folder = tmp_path / "run"
     given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--save-interval", "1"]
     given += ["--verify-checkpoints"]
-    run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
+    if pipeline in DEATHS:
+        launched = launch([*given, "--num-rollout", "8"], tmp_path)
+        second = folder / "checkpoints" / "step_000002" / "manifest.json"
+        kill_and_check(launched, folder, second.is_file, *DEATHS[pipeline])
+    else:
+        run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
     given += ["--num-rollout", "8", "--resume"]
     if pipeline == "async-partial":
         loses_an_engine(given, folder, tmp_path)

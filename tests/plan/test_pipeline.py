@@ -75,7 +75,6 @@ def test_what_a_push_does_to_running_requests(values: dict[str, Any], mode: str)
     [
         ({"colocate": True}, "leave out --colocate"),
         ({"dynamic_sampling_filter_path": "f.py:keep"}, "it asks no --dynamic-sampling-filter-path"),
-        ({"pipeline": "async"}, "take --pipeline on-policy"),
     ],
 )
 def test_slime_s_worker_says_what_it_does_not_do(values: dict[str, Any], words: str) -> None:
@@ -83,10 +82,14 @@ def test_slime_s_worker_says_what_it_does_not_do(values: dict[str, Any], words: 
     assert words in found
 
 
-def test_a_batch_function_is_refused_by_name() -> None:
-    (found,) = stream_errors(config(rollout_function_path="mine.py:rollout"))
-    assert "--pipeline async: --rollout-function-path" in found
-    assert stream_errors(config("on-policy", rollout_function_path="mine.py:rollout")) == []
+@pytest.mark.parametrize("path", ["mine.py:rollout", *FULLY_ASYNC])
+def test_a_batch_function_goes_with_every_pipeline(path: str) -> None:
+    """What it keeps under way goes on over a push: nobody can wait for it."""
+    for name in PIPELINES:
+        made = config(name, rollout_function_path=path)
+        assert stream_errors(made) == []
+        if name != "on-policy":
+            assert pause_mode(made, WithKnobs(made)) == "retract"
 
 
 def test_two_flags_for_one_thing() -> None:

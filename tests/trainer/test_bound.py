@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fusionrl.buffer.ages import check_bound
 from fusionrl.buffer.build import build_shards
-from fusionrl.buffer.stream import check_bound
 from fusionrl.config.hooks import HookError
 from fusionrl.control.knobs import Knobs
 from fusionrl.data.convert import samples_of

@@ -85,7 +85,13 @@ PIPELINE: Table = {
     "pipeline/credits": Entry(
         "groups", "That may be admitted and not yet be taken for training: the bound and the lead.", _STATE, _AHEAD
     ),
-    "pipeline/credits_used": Entry("groups", "Of these, that are under way, parked or ready.", _STATE, _AHEAD),
+    "pipeline/credits_used": Entry(
+        "groups",
+        "Of these, that are under way, parked or ready; more than there are where a rollout function of yours took"
+        " prompts beyond the bound.",
+        _STATE,
+        _AHEAD,
+    ),
     "pipeline/tokens_generated": Entry(
         "tokens",
         "Response tokens of samples that ended since the batch before, tools' tokens included.",
@@ -102,7 +108,7 @@ PIPELINE: Table = {
     "pipeline/tokens_prefilled_again": Entry(
         "tokens",
         "Prompt and response tokens whose KV cache was computed again because a push came while their sample was under"
-        " way, of samples that ended; 0 but with --in-flight retract.",
+        " way, of samples that ended; 0 with --in-flight drain and in_place.",
         _TALLY,
         _AHEAD,
     ),
