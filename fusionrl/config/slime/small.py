@@ -19,7 +19,7 @@ _LEFT_OUT = (
     *("--use-rollout-routing-replay", "--rollout-max-prompt-len", "--eval-interval", "--n-samples-per-eval-prompt"),
     *("--skip-eval-before-train", "--sglang-mem-fraction-static"),
 )
-_LEFT_OUT_STARTS = (
+_LEFT_OUT_STARTS: tuple[str, ...] = (
     "--eval-",
     "--sglang-cuda-graph",
     "--sglang-speculative",

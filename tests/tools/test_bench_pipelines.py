@@ -1,0 +1,86 @@
+"""tools/bench/pipelines.py: a pipeline over paced engines, the slow tool, and the table that goes on."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tools.bench import pipelines, pipelines_tool
+from tools.bench.lengths import Lengths
+from tools.bench.pipelines_paced import Row, Setting, run_row
+from tools.bench.slow_tool import LIMIT_S, latency_s
+
+LINE = {"samples_per_s": 4.0, "step_s": 2.0, "wait_s": 1.0, "drain_s": 0.0, "train_s": 0.5, "push_s": 0.1}
+LINE |= {"staleness": 0.0, "staleness_max": 0.0}
+
+
+@pytest.mark.engine
+def test_a_pipeline_over_paced_engines(tiny_model: Path) -> None:
+    """Real router, Buffer and controller: the steps take what the model says, and the bound holds."""
+    setting = Setting(
+        engines=4, prompts=8, samples=4, weight=1.0, update_s=2.0, push_s=2.0, time_scale=0.1,
+        lengths=Lengths(median=500.0, sigma=1.0, longest=4_000),
+    )  # fmt: skip
+    row = Row("async-partial", "async-partial", {"admission_lead": 1.0}, parts=2)
+    found = run_row(setting, row, 4, 2, tiny_model)
+    assert len(found["steps"]) == 4 and 0 < found["staleness_max"] <= 2
+    mean = 32 * setting.lengths.mean()
+    assert all(step["train_s"] >= 1.99 * step["tokens"] / mean for step in found["steps"])
+    assert all(step["push_s"] >= 2 for step in found["steps"])
+    assert found["step_s"] >= found["train_s"] + found["push_s"]
+    assert 0 < found["engines_idle"] < 1 and 0 < found["trainers_idle"] < 1
+    assert found["tokens_prefilled_again"] > 0 and found["loop_delay_s"] > 0
+    assert found["buffer_cpu_s_per_1000"] > 0 and found["router_cpu_s_per_1000"] > 0
+
+
+def test_the_tool_is_slow_now_and_then() -> None:
+    seconds = sorted(latency_s(index) for index in range(20_000))
+    assert statistics.median(seconds) == pytest.approx(0.5, rel=0.05)
+    assert seconds[19_800] == pytest.approx(8.0, rel=0.15) and seconds[-1] == LIMIT_S
+
+
+def test_speed_up_with_and_without_log_probs() -> None:
+    base = {"name": "on-policy", "step_s": 300.0, "log_probs_s": 60.0, "loop_delay_s": 0.0}
+    base |= {"buffer_cpu_s_per_1000": 1.0, "router_cpu_s_per_1000": 0.5}
+    turns = [base, {**base, "name": "async", "step_s": 90.0, "log_probs_s": 0.0, "loop_delay_s": 0.2}]
+    turns += [{**turns[1], "step_s": 110.0, "loop_delay_s": 0.1}]
+    _, row = pipelines.summary(turns)
+    assert row["step_s"] == 100 and row["speed_up"] == 3 and row["speed_up_without"] == pytest.approx(2.4)
+    assert row["loop_delay_s"] == 0.2 and row["turns"] == 2
+    assert "| async | 100.0 | 3.00 | 2.40 |" in pipelines.table([row])
+
+
+def test_figures_of_a_run() -> None:
+    """The first steps are not timed; an evaluation counts at the time of its step."""
+    task = pipelines_tool.Task(prompts=2, samples=4, warm_up=1)
+    metrics = [{"perf/step_time_s": 9.0}] + [{"perf/step_time_s": 2.0, "perf/time_generate_s": 1.0}] * 2
+    metrics += [{"eval/held-out/accuracy": 0.5}, {"perf/step_time_s": 2.0, "rollout/staleness/token_max": 2.0}]
+    metrics += [{"eval/held-out/accuracy": 0.9}]
+    found = pipelines_tool.figures(metrics, task)
+    assert found["samples_per_s"] == 4 and found["curve"] == [[13.0, 0.5], [15.0, 0.9]]
+    assert found["accuracy"] == 0.9 and found["staleness_max"] == 2
+    assert pipelines_tool.time_to(found["curve"], 0.8) == 15.0
+    assert pipelines_tool.time_to(found["curve"], 0.95) is None
+
+
+def test_what_has_figures_is_not_run_again(tmp_path: Path) -> None:
+    task = pipelines_tool.SIZES["smoke"]
+    lines = [
+        {"size": "smoke", "pipeline": name, "seed": seed, "task": asdict(task), "accuracy": 0.8, "curve": [[9.0, 0.8]]}
+        | LINE
+        | ({"samples_per_s": 10.0, "accuracy": 0.78} if name == "async-partial" else {})
+        for name in ("on-policy", "async-partial")
+        for seed in (1, 2)
+    ]
+    lines.append({**lines[0], "size": "full"})
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = pipelines_tool.run_all(tmp_path, "smoke", ["on-policy", "async-partial"], [1, 2], False, task)
+    assert found == lines[:4]
+    base, partial = pipelines_tool.summary(found, 0.75)
+    assert base["seeds"] == 2 and base["time_to_target_s"] == 9.0
+    assert partial["speed_up"] == 2.5 and partial["accuracy_gap"] == pytest.approx(-0.02)
+    assert "| async-partial | 2 | 10.0 | 2.5 |" in pipelines_tool.table([partial])

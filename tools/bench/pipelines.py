@@ -1,0 +1,195 @@
+"""All pipelines by turns: step times over paced engines, and samples a second over real ones.
+
+    python -m tools.bench.pipelines paced [--turns 2] [--steps 6] [--json FILE]
+    python -m tools.bench.pipelines paced --in-flight 10000
+    python -m tools.bench.pipelines tool --out runs/pipelines [--size full] [--seeds 1 2 3] [--pipelines async …]
+
+`paced` is verl's 64:64 setting: Qwen2.5-7B, lognormal answers of up to 28,672 tokens, 64 devices that generate and 64
+that train. Engines emit tokens at modelled rates without computing; training and pushes take their modelled time; the
+router, the Buffer and the controller are the real ones. A modelled second takes `--time-scale` real ones. The control
+plane's own time is not scaled: with `--time-scale 0.1` a second of it counts as ten.
+
+On-policy recomputes the log-probs before it trains, as verl's synchronous run does; the others take the engines'. The
+speed-up over on-policy is given with that part, and without it.
+
+`tool` is the quickstart's task with a tool that is slow now and then, with real engines and trainers. Sizes: `full`
+trains to the end, `speed` takes samples a second alone, `smoke` shows that it runs. A run whose figures are in
+OUT/results.jsonl is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tools.bench import pipelines_tool
+from tools.bench.lengths import Lengths
+from tools.bench.pipelines_in_flight import hold
+from tools.bench.pipelines_paced import ROOT, Row, Setting, run_row
+
+COLUMNS = {
+    "name": "pipeline",
+    "step_s": "step s",
+    "speed_up": "× on-policy",
+    "speed_up_without": "× without its log-probs",
+    "wait_s": "wait s",
+    "drain_s": "drain s",
+    "push_s": "push s",
+    "engines_idle": "engines idle",
+    "trainers_idle": "trainers idle",
+    "running_per_engine": "running",
+    "staleness": "staleness",
+    "staleness_max": "max",
+    "tokens_prefilled_again": "prefilled again",
+    "control_cpu_s_per_1000": "control CPU s/1,000",
+    "loop_delay_s": "loop delay s",
+}
+FORMATS = {"engines_idle": "{:.0%}", "trainers_idle": "{:.0%}", "speed_up": "{:.2f}", "speed_up_without": "{:.2f}"}
+FORMATS |= {"staleness": "{:.2f}", "staleness_max": "{:.0f}", "tokens_prefilled_again": "{:,.0f}"}
+FORMATS |= {"control_cpu_s_per_1000": "{:.2f}", "loop_delay_s": "{:.2f}"}
+
+
+def rows(setting: Setting) -> list[Row]:
+    """Return the lines of the table."""
+    # verl's synchronous run has all 128 devices for both; so many seconds for each part of training.
+    everywhere = {"engines": 2 * setting.engines, "update_s": 114.0, "log_probs_s": 54.0}
+    parts = {"parts": 4}  # as verl: a push after four times 128 prompts
+    return [
+        Row("on-policy", "on-policy", log_probs=True),
+        Row("on-policy, all devices", "on-policy", log_probs=True, setting=everywhere),
+        Row("stream", "stream", **parts),
+        Row("one-step-off", "one-step-off"),
+        Row("async", "async"),
+        Row("async-partial", "async-partial"),
+        Row("async-partial, lead 1", "async-partial", {"admission_lead": 1.0}),
+        Row("async, 4 parts", "async", **parts),
+        Row("async-partial, 4 parts", "async-partial", **parts),
+        Row("async-partial, 4 parts, in place", "async-partial", {"in_flight": "in_place"}, **parts),
+        Row(
+            "async-partial, 4 parts, K 3, lead 1", "async-partial", {"max_staleness": 3, "admission_lead": 1.0}, **parts
+        ),
+    ]
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each name: means over its turns, largest delays, and the speed-up over on-policy."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_name.setdefault(run["name"], []).append(run)
+    found = []
+    for name, turns in by_name.items():
+        row: dict[str, Any] = {"name": name, "turns": len(turns)}
+        for key, value in turns[0].items():
+            if isinstance(value, (int, float)):
+                most = key in ("loop_delay_s", "staleness_max", "engines_late_s")
+                row[key] = (max if most else statistics.fmean)(turn[key] for turn in turns)
+        row["control_cpu_s_per_1000"] = row["buffer_cpu_s_per_1000"] + row["router_cpu_s_per_1000"]
+        found.append(row)
+    base = next((row for row in found if row["name"] == "on-policy"), None)
+    if base is not None:
+        for row in found:
+            row["speed_up"] = base["step_s"] / row["step_s"]
+            row["speed_up_without"] = (base["step_s"] - base["log_probs_s"]) / (row["step_s"] - row["log_probs_s"])
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
+    for row in found:
+        cells = [
+            str(row[key])
+            if key == "name"
+            else FORMATS.get(key, "{:.1f}").format(row[key])
+            if row.get(key) is not None
+            else "–"
+            for key in COLUMNS
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def paced(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the paced part; prints a line for each run."""
+    given = {name: getattr(options, name) for name in ("engines", "gpus", "prompts", "samples", "weight")}
+    setting = Setting(**given, time_scale=options.time_scale, token_scale=options.token_scale)
+    setting = replace(setting, lengths=Lengths(seed=options.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        make = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), "--out", folder]
+        subprocess.run(make, check=True, capture_output=True)
+        model = Path(folder) / "model"
+        if options.in_flight:
+            return {"in_flight": hold(setting, options.in_flight, model)}
+        chosen = [row for row in rows(setting) if not options.rows or row.name in options.rows]
+        runs = []
+        for turn in range(options.turns):
+            for row in chosen if turn % 2 == 0 else reversed(chosen):
+                runs.append(run_row(setting, row, options.steps, options.warm_up, model))
+                print(f"turn {turn + 1}: {row.name}: {runs[-1]['step_s']:.1f} s a step", file=sys.stderr, flush=True)
+                write(options.json, {"setting": asdict(setting), "rows": summary(runs), "runs": runs})
+    return {"setting": asdict(setting), "rows": summary(runs), "runs": runs}
+
+
+def write(path: Path | None, found: dict[str, Any]) -> None:
+    """Write the figures so far."""
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = found.add_subparsers(dest="part", required=True)
+    one = parts.add_parser("paced", help="modelled engines; the real router, Buffer and controller")
+    one.add_argument("--rows", nargs="+", help="names of the rows to run; default: all")
+    one.add_argument("--turns", type=int, default=1)
+    one.add_argument("--steps", type=int, default=6, help="measured steps of a turn")
+    one.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    one.add_argument("--engines", type=int, default=Setting.engines)
+    one.add_argument("--gpus", type=int, default=Setting.gpus, help="of an engine (tensor parallel)")
+    one.add_argument("--prompts", type=int, default=Setting.prompts, help="of a batch")
+    one.add_argument("--samples", type=int, default=Setting.samples, help="of a prompt")
+    one.add_argument("--weight", type=float, default=Setting.weight, help="modelled samples for each sample")
+    one.add_argument("--time-scale", type=float, default=Setting.time_scale)
+    one.add_argument("--token-scale", type=float, default=Setting.token_scale)
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--in-flight", type=int, help="instead: bring so many requests in flight")
+    two = parts.add_parser("tool", help="real engines and trainers, with a slow tool")
+    two.add_argument("--out", type=Path, required=True, help="folder of the runs and of results.jsonl")
+    two.add_argument("--size", choices=sorted(pipelines_tool.SIZES), default="smoke")
+    two.add_argument("--seeds", type=int, nargs="+", default=[1])
+    two.add_argument("--pipelines", nargs="+", choices=pipelines_tool.PIPELINES, default=list(pipelines_tool.PIPELINES))
+    two.add_argument("--rollouts", type=int, help="in place of the size's own number")
+    two.add_argument("--target", type=float, default=0.75, help="held-out accuracy; the time to it is given")
+    two.add_argument("--again", action="store_true", help="also what has figures")
+    for part in (one, two):
+        part.add_argument("--json", type=Path, help="write the figures here as well")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    options = parser().parse_args(argv)
+    if options.part == "paced":
+        found = paced(options)
+        print(table(found["rows"]) if "rows" in found else json.dumps(found, indent=1))
+    else:
+        task = pipelines_tool.SIZES[options.size]
+        if options.rollouts is not None:
+            task = replace(task, rollouts=options.rollouts)
+        runs = pipelines_tool.run_all(options.out, options.size, options.pipelines, options.seeds, options.again, task)
+        found = {"rows": pipelines_tool.summary(runs, options.target), "runs": runs}
+        print(pipelines_tool.table(found["rows"]))
+    write(options.json, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The quickstart's task with a slow tool, on real engines, router and trainers: part (a) of `tools/bench/pipelines.py`.
+
+Every run is one `fusionrl train` with a folder of its own. Its figures are a line of results.jsonl, and a run that has
+its line is not run again: a program that was ended goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionrl.observe.metrics import read_metrics
+from tools.bench.pipelines_paced import ROOT
+
+# Name of a row → flags. A tool call takes up to 10 s and a step without it less than 3: K 4 leaves room for both.
+PIPELINES: dict[str, list[str]] = {
+    **{name: ["--pipeline", name] for name in ("on-policy", "stream", "one-step-off", "async", "async-partial")},
+    "async-partial-k4": ["--pipeline", "async-partial", "--max-staleness", "4", "--admission-lead", "2"],
+}
+TOOL = "tools/bench/slow_tool.py:answer"
+ACCURACY = "eval/held-out/accuracy"
+COLUMNS = {
+    "pipeline": "pipeline",
+    "seeds": "seeds",
+    "samples_per_s": "samples/s",
+    "speed_up": "× on-policy",
+    "accuracy": "final accuracy",
+    "accuracy_gap": "− on-policy",
+    "time_to_target_s": "s to target",
+    "wait_s": "wait s",
+    "drain_s": "drain s",
+    "train_s": "train s",
+    "push_s": "push s",
+    "staleness": "staleness",
+    "staleness_max": "max",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sizes of a run. `eval_interval` None: no evaluation, the speed alone; `warm_up`: steps that are not timed."""
+
+    prompts: int = 32
+    samples: int = 16
+    rollouts: int = 88
+    sft_steps: int = 180
+    eval_interval: int | None = 8
+    warm_up: int = 2
+
+
+SIZES = {
+    "full": Task(),
+    "speed": Task(rollouts=14, eval_interval=None),
+    "smoke": Task(prompts=8, samples=8, rollouts=8, sft_steps=20, eval_interval=4, warm_up=1),
+}
+
+
+def fusionrl(arguments: Sequence[str], log: Path) -> None:
+    """Run `fusionrl train`.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    command = [sys.executable, "-m", "fusionrl.cli", "train", *arguments]
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {log}\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def prepare(folder: Path, seed: int, task: Task) -> Path:
+    """Make the quickstart's data and supervised model of a seed, where they are not there yet; returns their folder."""
+    made = folder / f"task-s{seed}-sft{task.sft_steps}"
+    if (made / "sft-model" / "config.json").is_file():
+        return made
+    shutil.rmtree(made, ignore_errors=True)
+    command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), "--out", str(made), "--seed", str(seed)]
+    subprocess.run(command, check=True, capture_output=True)
+    flags = ["--mode", "sft", "--run-dir", str(made / "sft"), "--hf-checkpoint", str(made / "model")]
+    flags += ["--seed", str(seed), "--prompt-data", str(made / "sft.jsonl"), "--input-key", "messages"]
+    flags += ["--rollout-shuffle", "--rollout-batch-size", "128", "--num-rollout", str(task.sft_steps)]
+    flags += ["--lr", "1e-3", "--lr-warmup-iters", str(min(20, task.sft_steps // 2)), "--no-save"]
+    fusionrl([*flags, "--save-hf", str(made / "sft-model")], made / "sft.txt")
+    return made
+
+
+def flags_of(pipeline: str, seed: int, task: Task, made: Path, run_dir: Path) -> list[str]:
+    """Return the command line of one run: the quickstart's, with the tool, on engines of its own."""
+    num_samples = task.prompts * task.samples
+    flags = ["--mode", "rl", *PIPELINES[pipeline], "--run-dir", str(run_dir), "--no-save", "--device", "cpu"]
+    flags += ["--hf-checkpoint", str(made / "sft-model"), "--seed", str(seed), "--rollout-seed", str(seed)]
+    flags += ["--prompt-data", str(made / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"]
+    flags += ["--apply-chat-template", "--custom-rm-path", "plugins.rewards.digits.reward", "--rollout-shuffle"]
+    flags += ["--custom-generate-function-path", TOOL, "--rollout-max-response-len", "5"]
+    flags += ["--rollout-batch-size", str(task.prompts), "--n-samples-per-prompt", str(task.samples)]
+    flags += ["--num-steps-per-rollout", "2", "--num-rollout", str(task.rollouts)]
+    flags += ["--lr", "1.2e-4", "--min-lr", "1e-5", "--adam-beta2", "0.99", "--lr-decay-style", "linear"]
+    flags += ["--lr-warmup-iters", "4", "--sglang-max-running-requests", "256"]
+    flags += ["--sglang-server-concurrency", str(max(512, 4 * num_samples))]
+    if pipeline != "on-policy":
+        flags += ["--use-tis"]  # tokens of older weights: log-probs before the step, and truncated ratios
+    if task.eval_interval is not None:
+        flags += ["--eval-prompt-data", "held-out", str(made / "eval.jsonl"), "--eval-temperature", "0"]
+        flags += ["--skip-eval-before-train", "--eval-interval", str(task.eval_interval)]
+    return flags
+
+
+def run_one(folder: Path, size: str, pipeline: str, seed: int, task: Task) -> dict[str, Any]:
+    """Run one pipeline with one seed; returns its line."""
+    made = prepare(folder, seed, task)
+    run_dir = folder / f"{size}-{pipeline}-s{seed}"
+    shutil.rmtree(run_dir, ignore_errors=True)  # one that was ended: its times are of no use
+    start = time.monotonic()
+    fusionrl(flags_of(pipeline, seed, task, made, run_dir), folder / f"{run_dir.name}.txt")
+    found = figures(list(read_metrics(run_dir)), task)
+    return {"size": size, "pipeline": pipeline, "seed": seed, "wall_s": time.monotonic() - start, **found}
+
+
+def figures(metrics: Sequence[dict[str, float]], task: Task) -> dict[str, Any]:
+    """Return what one run has shown; an evaluation's own time is in no figure."""
+    steps = [row for row in metrics if "perf/step_time_s" in row]
+    timed = steps[task.warm_up :]
+    seconds = sum(row["perf/step_time_s"] for row in timed)
+    passed, curve = 0.0, []
+    for row in metrics:
+        passed += row.get("perf/step_time_s", 0.0)
+        if ACCURACY in row:
+            curve.append([passed, row[ACCURACY]])
+
+    def mean(name: str) -> float:
+        return statistics.fmean(row.get(name, 0.0) for row in timed)
+
+    return {
+        "steps": len(steps),
+        "samples_per_s": task.prompts * task.samples * len(timed) / seconds,
+        "step_s": seconds / len(timed),
+        "wait_s": mean("perf/time_generate_s"),
+        "drain_s": mean("perf/time_drain_s"),
+        "train_s": mean("perf/time_train_s"),
+        "push_s": mean("perf/time_sync_s"),
+        "staleness": mean("rollout/staleness/token_mean"),
+        "staleness_max": max(row.get("rollout/staleness/token_max", 0.0) for row in timed),
+        "accuracy": curve[-1][1] if curve else None,
+        "curve": curve,
+    }
+
+
+def time_to(curve: Sequence[Sequence[float]], target: float) -> float | None:
+    """Return the seconds after which an evaluation reached `target`; None: none did."""
+    return next((seconds for seconds, accuracy in curve if accuracy >= target), None)
+
+
+def summary(lines: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any]]:
+    """Return a row for each pipeline: means over its seeds."""
+    found = []
+    for pipeline in PIPELINES:
+        own = [line for line in lines if line["pipeline"] == pipeline]
+        if not own:
+            continue
+        row: dict[str, Any] = {"pipeline": pipeline, "seeds": len(own)}
+        for key in ("samples_per_s", "step_s", "wait_s", "drain_s", "train_s", "push_s", "staleness", "accuracy"):
+            values = [line[key] for line in own if line[key] is not None]
+            row[key] = statistics.fmean(values) if values else None
+        row["staleness_max"] = max(line["staleness_max"] for line in own)
+        times = [time_to(line["curve"], target) for line in own]
+        row["time_to_target_s"] = statistics.fmean(t for t in times if t is not None) if all(times) else None
+        found.append(row)
+    base = next((row for row in found if row["pipeline"] == "on-policy"), None)
+    for row in found if base is not None else []:
+        row["speed_up"] = row["samples_per_s"] / base["samples_per_s"]
+        if row["accuracy"] is not None and base["accuracy"] is not None:
+            row["accuracy_gap"] = row["accuracy"] - base["accuracy"]
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
+    for row in rows:
+        values = [row.get(key) for key in COLUMNS]
+        cells = ["–" if v is None else f"{v:.3f}" if isinstance(v, float) and abs(v) < 1 else v for v in values]
+        lines.append("| " + " | ".join(f"{v:.1f}" if isinstance(v, float) else str(v) for v in cells) + " |")
+    return "\n".join(lines)
+
+
+def run_all(
+    folder: Path, size: str, pipelines: Sequence[str], seeds: Sequence[int], again: bool, task: Task
+) -> list[dict[str, Any]]:
+    """Run what has no line yet, seed by seed and the pipelines by turns; returns all lines of this size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    for number, seed in enumerate(seeds):
+        for pipeline in pipelines if number % 2 == 0 else reversed(pipelines):
+            key = {"size": size, "pipeline": pipeline, "seed": seed, "task": asdict(task)}
+            same = [line for line in lines if key.items() <= line.items()]
+            if same and not again:
+                continue
+            line = run_one(folder, size, pipeline, seed, task) | {"task": asdict(task)}
+            lines = [one for one in lines if one not in same] + [line]
+            part = file.with_suffix(".part")
+            part.write_text("".join(json.dumps(one) + "\n" for one in lines))
+            part.replace(file)
+            print(f"{pipeline}, seed {seed}: {line['samples_per_s']:.1f} samples/s", file=sys.stderr, flush=True)
+    return [line for line in lines if line["size"] == size and line["task"] == asdict(task)]
