@@ -100,7 +100,7 @@ log=$venv/install.log
 
 pip_install() {
   echo "+ pip install $*" >>"$log"
-  if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1; then
+  if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@" >>"$log" 2>&1; then
     tail -n 25 "$log" >&2
     die "pip install $* failed; the whole log is $log"
   fi
@@ -130,4 +130,7 @@ for name in ${sets[@]+"${sets[@]}"}; do
   pip_install --no-build-isolation --no-deps -r "requirements/$name.txt"
   fingerprint "requirements/$name.txt" >"$venv/.stamp-$name"
 done
+# pip would compile one file after the other: a minute of a core. Some are templates, which do not compile.
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$venv/bin/python" -m compileall -qq -j 0 "$packages" >>"$log" 2>&1 || true
 say "$venv is ready ($kind, $((SECONDS - start)) s); for the command fusionrl in your shell: source $venv/bin/activate"

@@ -26,26 +26,36 @@ echo "== ruff check"
 echo "== ruff format --check"
 "$bin/ruff" format --check . || status=1
 
-echo "== mypy fusionrl"
-"$bin/mypy" fusionrl || status=1
-
-# Said here and not at the end: pytest's summary closes the output.
-[ "$status" -eq 0 ] || echo "== lint or types FAILED, see above; this run will exit with an error"
-echo "== pytest"
+check_types() {
+  local said failed=0
+  said=$("$bin/mypy" fusionrl 2>&1) || failed=1
+  printf '\n== mypy fusionrl\n%s\n' "$said"
+  return "$failed"
+}
 # A test that hangs prints where it hangs, instead of leaving an empty log.
-run_tests() { "$bin/python" -m pytest -q --durations=15 -o faulthandler_timeout=600 "$@" || [ $? -eq 5 ] || status=1; }
-if [ -n "$only_unit" ]; then
-  run_tests -m "not e2e and not engine" "$@"
-elif [ $# -gt 0 ]; then
+run_tests() {
+  echo "== pytest $*"
+  "$bin/python" -m pytest -q --durations=15 -o faulthandler_timeout=600 "$@" || [ $? -eq 5 ] || status=1
+}
+# pytest's summary closes the output: failures of lint and types are said before it.
+say_failed() { echo "== lint or types FAILED, see above; this run will exit with an error"; }
+
+if [ -n "$only_unit" ] || [ $# -gt 0 ]; then
+  check_types || status=1
+  [ "$status" -eq 0 ] || say_failed
+  if [ -n "$only_unit" ]; then set -- -m "not e2e and not engine" "$@"; fi
   run_tests "$@"
-else
-  # The cores wait for processes most of the time: two tests at a time, but for what measures time.
-  # In the order of tests/conftest.py, the longest files first: xdist's own begins with those of the most tests.
-  run_tests -m "not e2e and not timed" -n 2 --dist loadfile --no-loadscope-reorder
-  echo "== pytest, what measures time"
-  run_tests -m timed
-  # Whole runs wait for each other more than they compute: two at a time.
-  echo "== pytest, whole runs"
-  run_tests -m e2e -n 2 --dist loadgroup
+  exit "$status"
 fi
+
+[ "$status" -eq 0 ] || say_failed
+# What measures time, with nothing beside it; only the files that have such a test, as all take 15 s to collect.
+# shellcheck disable=SC2046 # a word is a file
+run_tests -m timed $(grep -rlw --include='test_*.py' timed tests)
+# Types are checked beside the first whole runs, which wait for processes some of the time.
+{ check_types || { say_failed; exit 1; }; } &
+types=$!
+# Two at a time, a whole run or a file each, in the order of tests/conftest.py.
+run_tests -m "not timed" -n 2 --dist loadgroup --no-loadscope-reorder
+wait "$types" || status=1
 exit "$status"

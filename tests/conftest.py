@@ -1,4 +1,4 @@
-"""What several rooms' tests share: a tiny model on disk, and files of prompts."""
+"""What several rooms' tests share: a tiny model on disk, files of prompts, and the order for two workers."""
 
 from __future__ import annotations
 
@@ -46,10 +46,33 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files; within a file, and among the others, the order stays."""
+    """Begin with whole runs, those that wait for each other first, then with the longest files.
+
+    Within a file, and among the others, the order stays: the short ones at the end keep two workers busy to the end.
+    """
     here = Path(__file__).parent
     ranks = {here / name: rank for rank, name in enumerate(_LONG)}
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        is_grouped = item.get_closest_marker("xdist_group") is not None
+        return item.get_closest_marker("e2e") is None, not is_grouped, ranks.get(item.path, len(ranks))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadgroup, a worker gets a file at a time, as its tests share engines and ranks, and a whole run."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class RunsAndFiles(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)  # its group, or the test alone
+            return scope if scope != nodeid or nodeid.startswith("tests/e2e/") else nodeid.split("::")[0]
+
+    return RunsAndFiles(config, log)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

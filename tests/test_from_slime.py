@@ -120,6 +120,48 @@ def test_mistakes(argv: list[str], message: str, capsys: pytest.CaptureFixture[s
     assert message in capsys.readouterr().err
 
 
+def test_a_small_command_has_nothing_of_the_cluster(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps on a machine without a GPU: no parallel ranks, no CUDA kernels, no evaluation; the rest as it was."""
+    text = script.read_text().replace(
+        "--optimizer adam",
+        "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --moe-grouped-gemm"
+        " --optimizer-cpu-offload --use-precision-aware-optimizer --eval-interval 5 --eval-prompt-data aime a.jsonl"
+        " --sglang-cuda-graph-bs 1 2 4 --eval-top-p 1 --num-epoch 3 --entropy-coef 0.01",
+    )
+    script.write_text(text)
+    assert main(["from-slime", str(script), "--small"]) == 0
+    (command,) = [line for line in _joined(capsys.readouterr().out) if line.startswith("fusionrl train")]
+    words = shlex.split(command)
+    gone = ("parallel-size", "moe", "offload", "precision", "eval", "cuda-graph", "--num-epoch", "--resume", "2 4")
+    assert not [part for part in gone if part in command]
+    for flag, value in {"--num-rollout": "2", "--global-batch-size": "4", "--entropy-coef": "0.01"}.items():
+        assert [after for word, after in pairwise(words) if word == flag] == [value]
+    assert words.count("--actor-num-gpus-per-node") == 1 and "TO CHANGE" not in command
+
+
+@pytest.mark.parametrize(
+    ("more", "is_ahead", "said"),
+    [
+        ("", True, ""),
+        ("--colocate", False, "in turn: --pipeline one-step-off: with --colocate engines and trainers work in turn"),
+        ("--loss-type sft_loss", False, ""),
+        ("--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async", False, ""),
+    ],
+)
+def test_train_async_generates_one_rollout_ahead(
+    script: Path, capsys: pytest.CaptureFixture[str], more: str, is_ahead: bool, said: str
+) -> None:
+    script.write_text(script.read_text().replace("train.py", "train_async.py").replace("--optimizer adam", more))
+    assert main(["from-slime", str(script)]) == 0
+    out = capsys.readouterr().out
+    assert ("--pipeline one-step-off" in out.partition("\nfusionrl train")[2]) is is_ahead
+    assert said in " ".join(line.removeprefix("#").strip() for line in out.splitlines())
+
+
+def _joined(text: str) -> list[str]:
+    return text.replace("\\\n", " ").splitlines()
+
+
 def test_the_shim_takes_slimes_arguments(tmp_path: Path) -> None:
     """`python train.py …` is `fusionrl train …`: here up to the checks, which name what is wrong."""
     train, other = make_shim(str(tmp_path))

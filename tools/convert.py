@@ -14,14 +14,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusionrl.base.stores import create_group_store
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.trainer_plan import trainer_plan
 from fusionrl.trainer.model_rank import ModelRank
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer import TransformerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,34 +42,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--megatron-checkpoint belongs to to-hf, which needs it")
     if options.out.exists():
         parser.error(f"--out {options.out}: it exists already; give another folder")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one process, in host memory
+    try:
+        if options.direction == "to-megatron":
+            to_megatron(options.hf_checkpoint, options.out, options.precision)
+        else:
+            to_hf(options.hf_checkpoint, options.megatron_checkpoint, options.out, options.precision)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(options.out)
+    return 0
+
+
+def to_megatron(hf_checkpoint: str, out: Path, precision: str) -> None:
+    """Write the weights of a Hugging Face folder as a Megatron checkpoint.
+
+    Raises:
+        ValueError: a folder or a flag that does not fit.
+    """
+    with _model(hf_checkpoint, None, precision) as (_, modules, _):
+        from fusionrl.trainer.checkpoint import save_weights  # Megatron, after the CPU layer is in place
+
+        save_weights(str(out), modules, rank=0)
+
+
+def to_hf(hf_checkpoint: str, megatron_checkpoint: str, out: Path, precision: str) -> None:
+    """Write the weights of a Megatron checkpoint as a Hugging Face folder; may be called again and again.
+
+    Raises:
+        ValueError: a folder or a flag that does not fit.
+    """
+    with _model(hf_checkpoint, megatron_checkpoint, precision) as (trainer, modules, transformer):
+        from fusionrl.models.hf_io import iter_hf_tensors, save_hf
+
+        tensors = iter_hf_tensors(modules, transformer, trainer.shape)
+        save_hf(out, hf_checkpoint, tensors, write=True)
+
+
+@contextmanager
+def _model(
+    hf_checkpoint: str, megatron_checkpoint: str | None, precision: str
+) -> Iterator[tuple[ModelRank, list[torch.nn.Module], TransformerConfig]]:
+    """Give the model with its weights, in one process and in host memory."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     values = {
-        "hf_checkpoint": options.hf_checkpoint,
-        "megatron_checkpoint": options.megatron_checkpoint,
-        "precision": options.precision,
+        "hf_checkpoint": hf_checkpoint,
+        "megatron_checkpoint": megatron_checkpoint,
+        "precision": precision,
         "device": "cpu",
     }
     config = Config.from_flat(values, PassThrough())
     trainer = ModelRank(config, trainer_plan(config, TrainerLayout(1), "cpu", os.cpu_count() or 1), 0, "unused")
     store = create_group_store("127.0.0.1", 600.0)
     try:
-        modules, transformer = trainer.setup_model("127.0.0.1", store.port)
-        if options.direction == "to-megatron":
-            from fusionrl.trainer.checkpoint import save_weights
-
-            save_weights(str(options.out), modules, rank=0)
-        else:
-            from fusionrl.models.hf_io import iter_hf_tensors, save_hf
-
-            tensors = iter_hf_tensors(modules, transformer, trainer.shape)
-            save_hf(options.out, options.hf_checkpoint, tensors, write=True)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        yield (trainer, *trainer.setup_model("127.0.0.1", store.port))
     finally:
         trainer.shutdown()
-    print(options.out)
-    return 0
 
 
 if __name__ == "__main__":

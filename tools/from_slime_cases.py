@@ -232,6 +232,7 @@ CASES: Sequence[Case] = (
         (
             *("--custom-config-path", f"{_MIS}mis.yaml", "--use-tis", "--rm-type", "deepscaler"),
             *("--custom-tis-function-path", f"{_MIS}mis.py:compute_mis_weights_with_cp"),
+            *("--actor-num-gpus-per-node", "2", "--context-parallel-size", "2"),
         ),
         evidence=(_metric("mis_is_ratio_mean_final"),),
     ),

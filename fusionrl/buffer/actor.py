@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,8 +77,8 @@ class BufferActor(StreamMessages):
         await self.prepare()
         self.endpoints = endpoints
         await self.set_engines(endpoints.engine_urls)
-        functions = RolloutFunctions(config, self.source)
-        collector = Collector(config, plan, border, functions, self.source)
+        self._functions = functions = RolloutFunctions(config, self.source)
+        self._collector = collector = Collector(config, plan, border, functions, self.source)
         self._stages = RolloutStages(
             config, plan, border, collector, self._writer, self._accepted, self.attempt, self._put
         )
@@ -118,7 +118,8 @@ class BufferActor(StreamMessages):
 
     async def save(self, path: str, rollout_id: int) -> None:
         """Write the data cursor as it was right after rollout `rollout_id` to `path` (JSON)."""
-        self.source.save(Path(path), rollout_id)
+        await self._remember(rollout_id)
+        await asyncio.to_thread(self.source.save, Path(path), rollout_id)
 
     async def load(self, path: str) -> int:
         """Go on from a file that `save` wrote; returns its rollout id.
@@ -137,6 +138,7 @@ class BufferActor(StreamMessages):
 
     async def state_hash(self, rollout_id: int | None = None) -> str:
         """SHA-256 of the data source's state, of now or right after a rollout."""
+        await self._remember(rollout_id)
         return self.source.state_hash(rollout_id)
 
     # -------------------------------------------------------------------------------- rollouts
@@ -150,6 +152,7 @@ class BufferActor(StreamMessages):
                 names the file of the samples that the user's function was at.
         """
         self._abort.clear()
+        self.source.take_back()
         start = time.perf_counter()
         with self._phase_of(f"rollout of step {rollout_id + 1}", rollout_id, "failed"):
             rollout = await asyncio.to_thread(self._stages.make, rollout_id, pushed_version, self._phase_since)
@@ -168,11 +171,18 @@ class BufferActor(StreamMessages):
         await asyncio.to_thread(self._stages.trained.add, rollout_id, parts)
 
     # -------------------------------------------------------------------------------- evaluation
-    async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json."""
-        start = time.perf_counter()
-        with self._phase_of(f"evaluation after step {rollout_id}", rollout_id, "eval-failed"):
-            metrics = await asyncio.to_thread(self._evaluation.run, rollout_id)
+    async def evaluate(self, rollout_id: int, pushed_version: int | None = None) -> dict[str, float]:
+        """Evaluate on every set; returns eval/<set>/…, writes the samples and eval/<step>.json.
+
+        pushed_version  of the weights that the engines have; None: nothing was pushed to them
+        """
+        start, kind = time.perf_counter(), "eval-failed"
+        if self.endpoints.eval_urls:  # beside what the Buffer does else, which `status` tells of
+            phase: AbstractContextManager[None] = writing_blamed(self._writer, rollout_id, self.attempt, kind)
+        else:
+            phase = self._phase_of(f"evaluation after step {rollout_id}", rollout_id, kind)
+        with phase:
+            metrics = await asyncio.to_thread(self._evaluation.run, rollout_id, pushed_version)
         return metrics | {"perf/time_eval_s": time.perf_counter() - start}
 
     async def validation_shards(self) -> dict[str, list[object]]:

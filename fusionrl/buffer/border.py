@@ -70,6 +70,11 @@ class HookBorder:
             built = self._built = (ends, self._build(ends))
         return copy.deepcopy(built[1])
 
+    def eval_args(self) -> argparse.Namespace:
+        """Return the same for an evaluation, which may have engines of its own."""
+        ends = self._endpoints.for_evaluation()
+        return self.args() if ends is self._endpoints else self._build(ends)
+
     def teacher(self) -> Teacher:
         """Return the teacher, whose clients belong to the event loop that uses it."""
         ends = self._endpoints

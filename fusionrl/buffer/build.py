@@ -16,8 +16,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from fusionrl.buffer.choose import TrainingSamples
+from fusionrl.buffer.steps_since import StepsSince
 from fusionrl.buffer.tokens import is_current
-from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, Status, response_mask
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
@@ -36,11 +37,17 @@ class CutShards(Generic[Ref]):
 
 
 def cut(
-    chosen: TrainingSamples, plan: Plan, rollout_id: int, version: int | None, put: Callable[[TrainShard], Ref]
+    chosen: TrainingSamples,
+    plan: Plan,
+    rollout_id: int,
+    version: int | None,
+    put: Callable[[TrainShard], Ref],
+    ages: StepsSince | None = None,
 ) -> CutShards[Ref]:
     """Cut the samples into shards as the plan divides them; takes the samples out of `chosen`.
 
-    put  puts a shard where trainers can pull it; no name holds a shard while the next one is made
+    put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
+    ages  counts the actor's shards
     """
     assert plan.balance is not None and plan.batch is not None
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
@@ -52,7 +59,13 @@ def cut(
         auxiliary = [put(shard) for shard in made]
     named["freed"] = _give_memory_back
     taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
-    return CutShards(list(map(put, taken)), auxiliary)
+
+    def counted(shard: TrainShard) -> Ref:
+        if ages is not None:
+            ages.add(shard)
+        return put(shard)
+
+    return CutShards(list(map(counted, taken)), auxiliary)
 
 
 def build_shards(
@@ -210,12 +223,14 @@ def _siblings(groups: np.ndarray) -> list[list[int]]:
 def _present(samples: Sequence[Sample], sizes: _Sizes) -> dict[str, tuple[int, ...]]:
     """Return the fields of the shards, and the dimensions behind the first; a field stands in every shard or in none.
 
-    A sample that trains nothing does not need a field that may be missing.
+    A sample that trains nothing does not need a field that may be missing. Versions are there where any sample has
+    them: the others' are unknown.
     """
     needed = [sample for sample, trained in zip(samples, sizes.trained, strict=True) if trained]
 
     def is_whole(name: str) -> bool:
-        return all(vars(sample).get(name) is not None for sample in needed)
+        enough = any if name == "weight_versions" else all
+        return enough(vars(sample).get(name) is not None for sample in needed)
 
     names = [name for name, spec in FIELDS.items() if spec.required or (not spec.is_derived and is_whole(name))]
     return {name: _trailing(samples, name) for name in names}
@@ -293,7 +308,8 @@ def _values(name: str, samples: list[Sample], trailing: tuple[int, ...]) -> list
         case "loss_mask":
             return [response_mask(s) for s in samples]
     values = [vars(s).get(name) for s in samples]
-    return [np.zeros(s.response_length) if v is None else v for s, v in zip(samples, values, strict=True)]
+    missing = UNKNOWN_VERSION if name == "weight_versions" else 0
+    return [np.full(s.response_length, missing) if v is None else v for s, v in zip(samples, values, strict=True)]
 
 
 def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[int, ...]) -> np.ndarray:

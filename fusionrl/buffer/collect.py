@@ -52,6 +52,21 @@ class Collector:
         asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
         return Collected(samples, metrics)
 
+    def call(self, rollout_id: int, data_source: object) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Call the rollout function once, with `data_source`. Returns its groups, scored and filtered, and its metrics.
+
+        Raises:
+            HookError, RolloutAborted, ValueError: with the flag concerned.
+        """
+        args = self._border.args()
+        output = self._call(args, rollout_id, data_source)
+        dropped: Counter[str] = Counter()
+        groups = self._finish(args, output.samples, dropped)
+        asyncio.run(score_samples(self._border.teacher, flatten(groups)))
+        for name, count in dropped.items():
+            output.metrics[name] = output.metrics.get(name, 0.0) + count
+        return groups, output.metrics
+
     def finish(self, groups: list[list[Sample]]) -> list[Sample]:
         """Return the samples of groups that were generated, scored and filtered: chosen and checked."""
         return self._choose(groups)
@@ -80,10 +95,10 @@ class Collector:
             dropped[f"{DROPPED}surplus"] += len(groups) - wanted
         return groups, {**metrics, **dropped}
 
-    def _call(self, args: Namespace, rollout_id: int) -> RolloutFnTrainOutput:
+    def _call(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> RolloutFnTrainOutput:
         """Call the rollout function once; tokens of a user's function get the weight versions that engines said."""
         with noting_answers(self._border.policy_urls(), keeps_tokens=False) as answers:
-            output = as_train_output(self._functions.generate(args, rollout_id))
+            output = as_train_output(self._functions.generate(args, rollout_id, data_source))
         if self._functions.where is not None and answers.urls:
             fill_versions(flatten(output.samples), answers, self._functions.where)
         return output

@@ -9,6 +9,7 @@ from pathlib import Path
 from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.build import build_shards
 from fusionrl.buffer.eval_metrics import eval_metrics, eval_set_metrics
+from fusionrl.buffer.eval_versions import check_one_version
 from fusionrl.buffer.functions import RolloutFunctions
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
@@ -18,7 +19,7 @@ from fusionrl.observe.rollouts import RolloutWriter
 from fusionrl.observe.values import to_jsonable, write_atomically
 from fusionrl.plan.batch import BatchPlan
 from fusionrl.plan.plan import Plan
-from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rewards.dispatch import counting_lost
 from fusionrl.rollout.sft_rollout import SftSettings, to_sft_sample
 from fusionrl.rollout.types import EvalResult, as_eval_output
 
@@ -40,22 +41,28 @@ class Evaluation:
         self._writer, self._run_dir, self._attempt = writer, run_dir, attempt
         self._sets: list[EvalSet] = eval_sets(border.args())
 
-    def run(self, rollout_id: int) -> dict[str, float]:
+    def run(self, rollout_id: int, pushed_version: int | None = None) -> dict[str, float]:
         """Evaluate on every set; returns eval/<set>/….
+
+        pushed_version  of the weights that the engines have; None: nothing was pushed to them
 
         Raises:
             HookError, ValueError: with the flag concerned.
+            MixedVersions: the samples, which are written, are not all of that version.
         """
-        result = as_eval_output(self._functions.evaluate(self._border.args(), rollout_id))
+        with counting_lost() as lost:
+            result = as_eval_output(self._functions.evaluate(self._border.eval_args(), rollout_id))
         for name, found in result.data.items():
             rows = (sample.to_row() for sample in found.get("samples", []))
             self._writer.write(rollout_id, self._attempt, rows, kind=f"eval-{name}")
+        version = check_one_version(result.data, pushed_version, rollout_id)
         self._write_summary(rollout_id, result.data)
         log = self._border.hook("custom_eval_rollout_log_function_path")
-        itself = log is not None and log(rollout_id, self._border.args(), result.data, result.metrics)
+        itself = log is not None and log(rollout_id, self._border.eval_args(), result.data, result.metrics)
         return {
             **({} if itself else eval_metrics(result.data)),
-            **{f"eval/reward_{reason}": float(count) for reason, count in take_lost().items()},
+            **({} if version is None else {"eval/weight_version": float(version)}),
+            **{f"eval/reward_{reason}": float(count) for reason, count in lost.items()},
             **result.metrics,
         }
 

@@ -32,9 +32,14 @@ class RolloutFunctions:
         """Flag and path of a user's own rollout function; None for the default one."""
         return None if self._path == self._default else f"--rollout-function-path {self._path}"
 
-    def generate(self, args: Namespace, rollout_id: int) -> object:
-        """Call the rollout function; returns what it returned."""
-        return self._call("rollout_function_path", self._path, self._function, args, rollout_id, {})
+    def generate(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> object:
+        """Call the rollout function; returns what it returned. `data_source`: what stands before the run's own."""
+        return self._call("rollout_function_path", self._path, self._function, args, rollout_id, {}, data_source)
+
+    @property
+    def asks_again(self) -> bool:
+        """Return whether the rollout function may get no prompts, and asks again."""
+        return bool(getattr(self._function, "asks_again", False))
 
     def evaluate(self, args: Namespace, rollout_id: int) -> object:
         """Call the function that evaluates; returns what it returned."""
@@ -49,10 +54,12 @@ class RolloutFunctions:
         args: Namespace,
         rollout_id: int,
         keywords: dict[str, bool],
+        data_source: object | None = None,
     ) -> object:
         source = self._source
+        given = source.hooked if data_source is None else data_source
         if path == self._default:
             with source.guarded():  # of the user's functions in it, only the data source does not name itself
-                return function(args, rollout_id, source.hooked, **keywords)
+                return function(args, rollout_id, given, **keywords)
         with user_code(f"{flag_of(field)} {path}", path, passing=(RolloutAborted,)):
-            return function(args, rollout_id, source.hooked, **keywords)
+            return function(args, rollout_id, given, **keywords)

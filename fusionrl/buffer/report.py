@@ -19,6 +19,7 @@ from fusionrl.data.sample import Sample, Status, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.rewards.code_run import REASONS
 from fusionrl.rewards.dispatch import take_lost
+from fusionrl.rollout.time_limit import TIMED_OUT
 from fusionrl.rollout.types import SESSION
 
 
@@ -84,6 +85,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
     return {
         **{f"rollout/reward_{name}": float(np.mean(values)) for name, values in parts.items()},
         **_code_failures(samples),
+        **_timed_out(samples),
         **_rewritten(samples),
         "rollout/raw_reward": float(rewards.mean()),
         "rollout/raw_reward_std": float(rewards.std()),
@@ -96,6 +98,12 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
         "rollout/num_samples": float(len(samples)),
         "rollout/num_tokens": float(lengths.sum()),
     }
+
+
+def _timed_out(samples: Sequence[Sample]) -> dict[str, float]:
+    """How many samples passed --sample-timeout, where any did."""
+    count = sum(TIMED_OUT in (sample.metadata or {}) for sample in samples)
+    return {"rollout/timed_out": float(count)} if count else {}
 
 
 def _code_failures(samples: Sequence[Sample]) -> dict[str, float]:

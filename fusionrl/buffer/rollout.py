@@ -15,9 +15,11 @@ from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.build import CutShards, cut
 from fusionrl.buffer.choose import choose
 from fusionrl.buffer.collect import Collected, Collector, limits_of
+from fusionrl.buffer.log_probs import warn_without_log_probs
 from fusionrl.buffer.replay import load_samples, save_samples
 from fusionrl.buffer.report import report
 from fusionrl.buffer.scores import score
+from fusionrl.buffer.steps_since import StepsSince
 from fusionrl.buffer.stream import Batch
 from fusionrl.buffer.trained import TrainedSamples
 from fusionrl.config.config import Config
@@ -76,6 +78,7 @@ class RolloutStages:
             HookError, ValueError: with the flag concerned.
         """
         collected = Collected(self._collector.finish(batch.groups), batch.metrics)
+        warn_without_log_probs(collected.samples, self._config)
         run = self._config.run
         if run.save_debug_rollout_data:
             save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
@@ -121,7 +124,11 @@ class RolloutStages:
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
             version = told.version if trains is None else trains
-            made = cut(chosen, self._plan, rollout_id, version, self._put)
+            # Without a push the versions are those of another run, whose steps nobody knows.
+            newest = pushed_version if trains is None else trains
+            ages = None if newest is None else StepsSince.of(newest, config)
+            made = cut(chosen, self._plan, rollout_id, version, self._put, ages)
+            told.metrics |= {} if ages is None else ages.metrics()
         accepted, shown = counts.get("accepted", 0), told.glimpses
         return Rollout(
             rollout_id, made.shards, told.metrics, accepted, made.auxiliary, facts=told.facts, glimpses=shown

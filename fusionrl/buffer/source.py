@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
+from fusionrl.buffer.stream_saved import SavedStream, blanks
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import call_hook, load_function, user_code
 from fusionrl.data.sample import Sample
-from fusionrl.data.state import pack_sample
 from fusionrl.observe.values import write_atomically
 
 KEPT = 3  # rollouts whose state is kept: a checkpoint is of one of them
@@ -30,6 +30,8 @@ class PromptSource:
         self._config = config
         self.hooked: Any = None
         self._states: dict[int, dict[str, Any] | None] = {}  # rollout → state right after it
+        self._streams: dict[int, SavedStream] = {}  # rollout → what a stream had under way right after it
+        self._loaded_stream: SavedStream | None = None  # of the checkpoint that the run goes on from
 
     def open(self, border: HookBorder) -> None:
         """Make the data source, which reads the prompts; not in runs that need none."""
@@ -73,8 +75,12 @@ class PromptSource:
 
     def state_hash(self, rollout_id: int | None = None) -> str:
         """SHA-256 of the state of now, or of that right after a rollout: the cursor, and samples that it holds."""
-        state = self.state() if rollout_id is None else self._states.get(rollout_id)
-        return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+        if rollout_id is None:
+            state, stream = self.state(), self._loaded_stream
+        else:
+            state, stream = self._states.get(rollout_id), self._streams.get(rollout_id)
+        kept: object = state if stream is None else [state, stream]
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def draw(self, num_groups: int) -> list[list[Sample]]:
         """Return the next groups; fewer where the data have ended."""
@@ -82,18 +88,36 @@ class PromptSource:
             groups: list[list[Sample]] = self.hooked.get_samples(num_groups)
         return groups
 
+    def state_at(self, rollout_id: int) -> dict[str, Any] | None:
+        """Return the state of now, for the checkpoint after a rollout; a user's own may keep files of it."""
+        if self._keeps_own_state():
+            with self.guarded():
+                self.hooked.save(rollout_id)
+        return self.state()
+
     def keep(self, rollout_id: int) -> None:
         """Remember the state of now as that right after rollout `rollout_id`."""
         self._keep(rollout_id, self.state())
 
-    def keep_with(self, rollout_id: int, state: dict[str, object] | None, ahead: Sequence[list[Sample]]) -> None:
-        """Remember `state` as that right after a rollout, with groups that were drawn before it and are not trained by
-        then: a run that goes on gets them first."""
-        if ahead and state is not None:
-            held = state["buffer"]
-            assert isinstance(held, list), held
-            state["buffer"] = [[pack_sample(sample) for sample in group] for group in ahead] + held
+    def keeps(self, rollout_id: int) -> bool:
+        """Return whether the state right after a rollout is known."""
+        return rollout_id in self._states
+
+    def keep_with(self, rollout_id: int, state: dict[str, Any] | None, stream: SavedStream) -> None:
+        """Remember `state` as that right after a rollout, with what a stream has under way by then."""
         self._keep(rollout_id, state)
+        self._streams = {rollout_id: stream}  # of the newest alone: it holds answers
+
+    def take_stream(self) -> SavedStream | None:
+        """Return what the checkpoint holds of a stream, once."""
+        stream, self._loaded_stream = self._loaded_stream, None
+        return stream
+
+    def take_back(self) -> None:
+        """Without a stream: let the prompts that one had under way at the checkpoint come first."""
+        if (stream := self.take_stream()) is not None and (groups := blanks(stream)):
+            with self.guarded():
+                self.hooked.add_samples(groups)
 
     def _keep(self, rollout_id: int, state: dict[str, object] | None) -> None:
         if self.hooked is not None:
@@ -103,11 +127,13 @@ class PromptSource:
 
     def save(self, path: Path, rollout_id: int) -> None:
         """Write the state as it was right after rollout `rollout_id` to `path` (JSON)."""
-        if self._keeps_own_state():
+        assert self.hooked is None or rollout_id in self._states, f"no state of rollout {rollout_id} is kept"
+        state: dict[str, object] = {"rollout_id": rollout_id, "source": self._states.get(rollout_id)}
+        if (stream := self._streams.get(rollout_id)) is not None:
+            state["stream"] = stream
+        elif self._keeps_own_state():
             with self.guarded():
                 self.hooked.save(rollout_id)
-        assert self.hooked is None or rollout_id in self._states, f"no state of rollout {rollout_id} is kept"
-        state = {"rollout_id": rollout_id, "source": self._states.get(rollout_id)}
         write_atomically(path, json.dumps(state))
 
     def load(self, path: Path) -> int:
@@ -118,7 +144,7 @@ class PromptSource:
         """
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            rollout_id, source = state["rollout_id"], state["source"]
+            rollout_id, source, stream = state["rollout_id"], state["source"], state.get("stream")
             if type(rollout_id) is not int:
                 raise TypeError(f"rollout_id is {rollout_id!r:.40}")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -127,6 +153,7 @@ class PromptSource:
             with self.guarded():
                 self._restore(path, rollout_id, source)
             self._states[rollout_id] = source
+            self._loaded_stream = stream
         return rollout_id
 
     def _restore(self, path: Path, rollout_id: int, source: Mapping[str, object]) -> None:

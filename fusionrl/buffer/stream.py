@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, get_args
 
-import numpy as np
-
+from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.border import HookBorder
-from fusionrl.config.hooks import HookError
+from fusionrl.buffer.clock import StreamClock, reason_of
+from fusionrl.buffer.numbers import state_numbers
+from fusionrl.buffer.stream_saved import Held, SavedStream, fresh_state, packed, unpacked
+from fusionrl.buffer.stream_thread import LoopThread
+from fusionrl.buffer.tally import Tally
 from fusionrl.control import events
 from fusionrl.control.apply import apply
 from fusionrl.control.decide import decide, engine_actions
 from fusionrl.control.knobs import Knobs
-from fusionrl.control.state import Ended, State
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
+from fusionrl.data.sample import Sample, Status
 from fusionrl.rollout.client import RolloutClient
 from fusionrl.rollout.samples import GroupContext, apply_filter, generate_group
 from fusionrl.rollout.sglang_rollout import check_filter_keeps
@@ -35,10 +35,7 @@ from fusionrl.rollout.teacher import Teacher
 _BEGUN = get_args(events.Begun)
 _FOR_DRIVER = (events.Fetch, events.Push, events.Stop)
 _AT_ONCE = 64  # samples that begin in one turn of the loop: each takes half a millisecond, and answers wait meanwhile
-_JOIN_S = 30.0  # for the tasks under way to end when they are cancelled
-_ENDED = "the stream has ended"
 Groups = list[list[Sample]]
-T = TypeVar("T")
 
 
 class GroupSource(Protocol):
@@ -47,8 +44,8 @@ class GroupSource(Protocol):
     def draw(self, num_groups: int) -> Groups:
         """Return the next groups; fewer where the data have ended."""
 
-    def state(self) -> dict[str, object] | None:
-        """Return the state of now."""
+    def state_at(self, rollout_id: int) -> dict[str, Any] | None:
+        """Return the state of now, for the checkpoint after a rollout."""
 
 
 @dataclass
@@ -56,80 +53,63 @@ class Batch:
     """What one fetch takes out of the stream.
 
     version  of the weights that train it, as engines and samples call it
-    ahead    the groups that are under way or ready, as they came from the data, in its order
-    state    of the data source at that moment
     """
 
     groups: Groups
     version: int
-    ahead: Groups
-    state: dict[str, object] | None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class _Live:
-    """A group under way: as it came from the data, and its task."""
-
-    blank: list[Sample]
-    task: asyncio.Task[None] | None = None
-    made: list[Sample] = field(default_factory=list)
-
-
-class Stream:
+class Stream(LoopThread):
     """See the module. It ends with `stop`, or with the first error, which the driver's next call raises."""
 
-    def __init__(self, knobs: Knobs, border: HookBorder, source: GroupSource, first_version: int = 0) -> None:
-        """`first_version`: fetches that were trained before this run; the engines' weights have it as their name."""
+    def __init__(
+        self,
+        knobs: Knobs,
+        border: HookBorder,
+        source: GroupSource,
+        first_version: int = 0,
+        saved: SavedStream | None = None,
+    ) -> None:
+        """Begin after `first_version` fetches; the engines' weights have it as their name. `saved`: by then.
+
+        Raises:
+            ValueError: what was saved cannot be read.
+        """
+        super().__init__()
         self.knobs = knobs
-        num_before = first_version * knobs.groups_per_fetch
-        self.state = State(
-            ended=Ended(num_before),
-            next_ordinal=num_before,
-            version=first_version // knobs.fetches_per_push,
-            num_fetched=first_version,
-            num_trained=first_version,
-        )
         self._border, self._source = border, source
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Held] = {}
+        self.state = fresh_state(knobs, first_version)
+        if saved is not None:
+            self.state, self._live = unpacked(saved, knobs, first_version)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._dropped: Counter[str] = Counter()  # since the last batch
         self._num_dropped: Counter[str] = Counter()  # by the filter, of the whole run
         self._num_kept = 0
         self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[events.Action] | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._is_ending = False
-        self._lock = threading.RLock()  # of the two that follow; a future that ends takes itself off
-        self._has_ended = False
-        self._asked: set[Future[Any]] = set()  # what the driver waits for
         self._label = first_version  # of the engines' weights
+        self._clock, self._tally = StreamClock(), Tally()
 
     # ------------------------------------------------------------------------------------ the driver's end
-    def start(self) -> None:
-        """Begin to generate; the engines have to have their weights."""
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="stream", daemon=True)
-        self._thread.start()
-        started.result()
-
     def next_batch(self) -> Batch:
         """Wait for the next fetch, and take its groups.
 
         Raises:
-            ValueError: the data ended before the run.
+            ValueError: the data ended before the run, or too many groups failed.
             HookError, RuntimeError: what a group raised.
         """
         fetch = self._ask(events.Fetch, events.Stop)
         if isinstance(fetch, events.Stop):
-            raise ValueError(f"--num-rollout: {fetch.reason or 'there is nothing left to train'}")
+            raise ValueError(self.state.failure or f"--num-rollout: {fetch.reason or 'there is nothing left to train'}")
         assert isinstance(fetch, events.Fetch)
         return self._call(self._taken, fetch)
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
-        self._call(self._happen, events.TrainDone())
+        self._call(self._note_trained)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         self._ask(events.Push)
@@ -140,29 +120,20 @@ class Stream:
         self._label = version
         self._call(self._happen, events.Pushed())
 
-    def stop(self) -> None:
-        """End everything that is under way."""
-        if self._thread is not None and self._thread.is_alive():
-            self._is_ending = True
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._wake.set)
-            self._thread.join(_JOIN_S)  # a function that ignores its end is ended with the process
+    def snapshot(self, rollout_id: int) -> tuple[dict[str, Any] | None, SavedStream]:
+        """Return the data source's state and what a checkpoint holds of the stream, after rollout `rollout_id`.
+
+        That rollout is trained, and a later one is not: where one was fetched, its prompts come again.
+        """
+
+        def now() -> tuple[dict[str, Any] | None, dict[str, Any], dict[int, Held]]:
+            return self._source.state_at(rollout_id), self.state.to_dict(rollout_id + 1), dict(self._live)
+
+        source, state, held = self._call(now)
+        return source, packed(state, held, self.knobs)
 
     # ------------------------------------------------------------------------------------ its own thread
-    def _run(self, started: Future[None]) -> None:
-        self._asked.add(started)
-        try:
-            asyncio.run(self._main(started))
-        except BaseException as error:  # raised again by the driver's next call
-            self._error = error
-        with self._lock:
-            self._has_ended = True
-            for asked in list(self._asked):
-                if not asked.done():
-                    asked.set_exception(self._error or RuntimeError(_ENDED))
-
     async def _main(self, started: Future[None]) -> None:
-        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         args = self._border.args()
         args.rollout_id = self.state.num_trained
         self._failed: list[BaseException] = []
@@ -179,7 +150,7 @@ class Stream:
                     if self._failed:
                         raise self._failed[0]
             finally:
-                tasks = [one.task for one in self._live.values() if one.task is not None]
+                tasks = list(self._tasks.values())
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,13 +166,15 @@ class Stream:
             for action in actions:
                 if isinstance(action, events.Admit):
                     self._admit(action)
-                    self._wake.set()  # the next ones in the loop's next turn
                 elif isinstance(action, events.Drop):
                     self._drop(action)
                     begun = True
                 elif isinstance(action, _FOR_DRIVER):
                     begun |= self._tell(action)
             if not begun:
+                reason = reason_of(actions) if self._answer is not None else None
+                has_work = self.state.samples_in_flight > 0 and not self.state.pushing
+                self._clock.note(time.monotonic(), reason, has_work)
                 return
 
     def _tell(self, action: events.Action) -> bool:
@@ -215,28 +188,39 @@ class Stream:
         return isinstance(action, _BEGUN)
 
     def _admit(self, action: events.Admit) -> None:
-        """Begin the first of the groups that may begin; the caller asks again."""
+        """Begin the first of the groups that may begin; the others in the loop's next turn."""
         most = max(1, _AT_ONCE // self.knobs.samples_per_group)
         pending = action.pending[:most]
         for ordinal in pending:
             self._begin(ordinal, self._live[ordinal].blank)
-        num_new = min(action.num_new, most - len(pending))
-        if num_new:
-            groups = self._source.draw(num_new)
-            for group in groups:
-                self._begin(self.state.next_ordinal, group)
-            if len(groups) < num_new:
-                apply(self.state, self.knobs, events.StreamEnd())
+        for group in self._drawn(min(action.num_new, most - len(pending))):
+            self._begin(self.state.next_ordinal, group)
+        self._wake.set()
+
+    def _drawn(self, num_groups: int) -> Groups:
+        """Draw the next groups; where there are fewer, the data have ended."""
+        groups = self._source.draw(num_groups) if num_groups else []
+        if len(groups) < num_groups:
+            apply(self.state, self.knobs, events.StreamEnd())
+        return groups
 
     def _begin(self, ordinal: int, blank: list[Sample]) -> None:
         group = copy.deepcopy(blank)
-        apply(self.state, self.knobs, events.Admitted(ordinal, len(group)))
-        self._live[ordinal] = live = _Live(blank)
-        live.task = asyncio.create_task(self._make(ordinal, group))
+        num_samples = len(group) + self._context.needs_greedy_answer
+        apply(self.state, self.knobs, events.Admitted(ordinal, num_samples))
+        self._live[ordinal] = Held(blank)
+        self._tally.began(ordinal, group)
+        self._tasks[ordinal] = task = asyncio.create_task(self._make(ordinal, group, num_samples))
 
-    async def _make(self, ordinal: int, group: list[Sample]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._tasks.get(ordinal) is task:  # else it is tried again meanwhile
+                del self._tasks[ordinal]
+
+        task.add_done_callback(ended)
+
+    async def _make(self, ordinal: int, group: list[Sample], num_samples: int) -> None:
         """Generate and score one group, and note what became of it."""
-        left = len(group)
+        left = num_samples
 
         def generated() -> None:
             nonlocal left
@@ -247,15 +231,13 @@ class Stream:
         context = replace(self._context, samples=replace(self._context.samples, on_generated=generated))
         try:
             made = await generate_group(context, group, sampling_params(self._args))
-            verdict = apply_filter(context.filter_path, self._args, made)
-            if verdict.keep:
+            failure = why_failed(made, replaces=self._args.failed_samples == "replace")
+            refused = "" if failure else self._why_refused(context, made)
+            if not failure and not refused:
                 await self._teacher.score(made)
                 if ordinal in self._live:
                     # By this version the controller has counted on it.
                     check_not_older(made, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
-            elif ordinal in self._live:
-                self._num_dropped[verdict.reason or "filtered"] += 1
-                check_filter_keeps(context.filter_path, self._num_kept, self._num_dropped, self.knobs.groups_per_fetch)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # of a user's function, or of the engines: the run ends with it
@@ -267,48 +249,73 @@ class Stream:
             return
         while left > 0:  # samples that needed no engine
             generated()
-        if verdict.keep:
+        self._tally.generated(ordinal, made)
+        if failure:
+            self._fail(ordinal, failure)
+        elif refused:
+            self._drop(events.Drop(ordinal, "filtered"), refused)
+        else:
             self._num_kept += 1
             self._live[ordinal].made = made
             self._happen(events.GroupReady(ordinal, oldest_version(made, self.knobs.fetches_per_push)))
-        else:
-            self._dropped[verdict.reason or "filtered"] += 1
-            self._forget(events.Drop(ordinal, "filtered"))
 
-    def _drop(self, action: events.Drop) -> None:
-        self._dropped[action.reason] += 1
-        self._forget(action)
+    def _why_refused(self, context: GroupContext, made: list[Sample]) -> str:
+        """Return why the dynamic filter does not keep a group, "" where it does."""
+        verdict = apply_filter(context.filter_path, self._args, made)
+        if verdict.keep:
+            return ""
+        reason = verdict.reason or "filtered"
+        self._num_dropped[reason] += 1
+        check_filter_keeps(context.filter_path, self._num_kept, self._num_dropped, self.knobs.groups_per_fetch)
+        return reason
 
-    def _forget(self, action: events.Drop) -> None:
-        live = self._live.pop(action.ordinal)
-        if live.task is not None and live.task is not asyncio.current_task():
-            live.task.cancel()
+    def _fail(self, ordinal: int, reason: str) -> None:
+        """Note that a group cannot be trained: it is tried again, or another takes its place."""
+        self._tally.dropped(ordinal)
+        self._happen(events.GroupFailed(ordinal, reason))
+        self._dropped["failed"] += 1
+        if ordinal not in self.state.groups:
+            del self._live[ordinal]
+
+    def _drop(self, action: events.Drop, reason: str | None = None) -> None:
+        self._dropped[reason or action.reason] += 1
+        del self._live[action.ordinal]
+        self._tally.dropped(action.ordinal)
+        task = self._tasks.pop(action.ordinal, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
         self._happen(action)
 
     def _happen(self, event: events.Event | events.Drop) -> None:
         apply(self.state, self.knobs, event)
         self._wake.set()
 
+    def _note_trained(self) -> None:
+        for ordinal in self.state.lease:
+            del self._live[ordinal]
+        self._happen(events.TrainDone())
+
     def _taken(self, fetch: events.Fetch) -> Batch:
-        groups = [self._live.pop(ordinal).made for ordinal in fetch.ordinals]
+        groups = []
+        for ordinal in fetch.ordinals:
+            held = self._live[ordinal]
+            groups.append(held.made)
+            self._live[ordinal] = Held(held.blank)
         check_bound(groups, self._label, self.knobs)
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
-        state = self.state
-        told = {
-            "pipeline/in_flight": float(state.samples_in_flight),
-            "pipeline/running": float(len(state.of("running"))),
-            "pipeline/ready": float(len(state.of("ready"))),
-            "pipeline/admitted": float(state.committed),
-        }
-        ahead = [self._live[ordinal].blank for ordinal in sorted(self._live)]
+        tokens = self._tally.take(dict(zip(fetch.ordinals, groups, strict=True)), self.knobs.in_flight != "in_place")
+        told = state_numbers(self.state, self.knobs) | tokens | self._clock.take(time.monotonic())
+        self._args.rollout_id = fetch.fetch + 1  # hooks read it
+        return Batch(groups, self._label, self._new_metrics() | counts | told)
+
+    def _new_metrics(self) -> dict[str, float]:
+        """Return what was counted beside the groups since the last call."""
         retries = self._client.retries("rollout")
         new = {name: count - self._retries.get(name, 0.0) for name, count in retries.items()}
         self._retries = retries
-        self._args.rollout_id = fetch.fetch + 1  # hooks read it
-        return Batch(groups, self._label, ahead, self._source.state(), counts | told | new)
+        return new
 
-    # ------------------------------------------------------------------------------------ between the threads
     def _ask(self, *wanted: type) -> events.Action:
         """Wait until the controller decides on one of `wanted`."""
         answer: Future[events.Action] = Future()
@@ -320,75 +327,10 @@ class Stream:
         self._post(ask, answer)
         return answer.result()
 
-    def _call(self, function: Callable[..., T], *given: object) -> T:
-        """Run a function in the stream's thread, and return its result."""
-        done: Future[T] = Future()
 
-        def call() -> None:
-            try:
-                done.set_result(function(*given))
-            except BaseException as error:  # the caller's
-                done.set_exception(error)
-
-        self._post(call, done)
-        return done.result()
-
-    def _post(self, function: Callable[[], None], answer: Future[Any]) -> None:
-        """Run a function in the stream's thread; `answer` gets an error where it has ended, or ends before."""
-        with self._lock:
-            if self._has_ended or self._thread is None:
-                answer.set_exception(self._error or RuntimeError(_ENDED))
-                return
-            self._asked.add(answer)
-            answer.add_done_callback(self._asked.discard)
-            with suppress(RuntimeError):  # the loop has just been closed: `_run` tells who asks
-                self._loop.call_soon_threadsafe(function)
-
-
-def oldest_version(samples: Sequence[Sample], fetches_per_push: int) -> int | None:
-    """Return the controller's version of the oldest token that is trained; None where none is known."""
-    found = [versions.min() for sample in samples if len(versions := trained_versions(sample))]
-    return int(min(found)) // fetches_per_push if found else None
-
-
-def trained_versions(sample: Sample) -> np.ndarray:
-    """[n] versions of the tokens of a sample that are trained on, those that are known."""
-    if sample.weight_versions is None:
-        return np.zeros(0, np.int64)
-    versions = np.asarray(sample.weight_versions, np.int64)[response_mask(sample) > 0]
-    return versions[versions != UNKNOWN_VERSION]
-
-
-def check_not_older(samples: Sequence[Sample], born: int) -> None:
-    """Refuse tokens of weights from before the group was begun, by version `born`.
-
-    Raises:
-        HookError: names the sample; a function has put them into it.
-    """
-    for sample in samples:
-        versions = trained_versions(sample)
-        if len(versions) and versions.min() < born:
-            raise HookError(
-                f"--max-staleness: sample {sample.index} has a token of version {versions.min()}, but its prompt was"
-                f" begun under version {born}; a function must bring tokens of now",
-                [sample],
-            )
-
-
-def check_bound(groups: Groups, version: int, knobs: Knobs) -> None:
-    """Hold every sample and token that is about to be trained to --max-staleness.
-
-    Raises:
-        HookError: names the sample; a function has put tokens of older weights into it.
-    """
-    for sample in (sample for group in groups for sample in group):
-        versions = trained_versions(sample)
-        if (
-            len(versions)
-            and version // knobs.fetches_per_push - versions.min() // knobs.fetches_per_push > knobs.max_staleness
-        ):
-            raise HookError(
-                f"--max-staleness {knobs.max_staleness}: sample {sample.index} has a token of version"
-                f" {versions.min()}, and version {version} would train it",
-                [sample],
-            )
+def why_failed(made: list[Sample], *, replaces: bool) -> str:
+    """Return why a group cannot be trained, "" where it can; `replaces`: one failed sample is enough."""
+    failed = [sample for sample in made if sample.status in (Status.FAILED, Status.ABORTED)]
+    if not failed or not (replaces or len(failed) == len(made)):
+        return ""
+    return f"{len(failed)} of {len(made)} samples of prompt {made[0].prompt!r:.60} failed"

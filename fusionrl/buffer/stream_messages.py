@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from contextlib import AbstractContextManager
 
 from fusionrl.buffer.border import HookBorder
+from fusionrl.buffer.collect import Collector
+from fusionrl.buffer.functions import RolloutFunctions
 from fusionrl.buffer.rollout import Rollout, RolloutStages
 from fusionrl.buffer.source import PromptSource
 from fusionrl.buffer.stream import Stream
+from fusionrl.buffer.stream_batches import BatchStream
 from fusionrl.plan.plan import Plan
 from fusionrl.rollout.versions import take_warnings
 
@@ -19,12 +23,20 @@ class StreamMessages:
 
     plan: Plan
     source: PromptSource
+    _abort: threading.Event
     _border: HookBorder
+    _functions: RolloutFunctions
+    _collector: Collector
     _stages: RolloutStages
     _phase_since: float
     _last_metrics: dict[str, float]
-    _stream: Stream
+    _stream: Stream | None = None
     _next_rollout = 0  # whose samples are under way
+
+    @property
+    def _running(self) -> Stream:
+        assert self._stream is not None, "begin_stream comes first"
+        return self._stream
 
     def _phase_of(self, phase: str, rollout_id: int, kind: str) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -33,7 +45,23 @@ class StreamMessages:
         """Begin to generate without pause, after `num_trained` rollouts; the engines have their weights."""
         assert self.plan.knobs is not None
         self._border.begin()
-        stream = Stream(self.plan.knobs, self._border, self.source, num_trained)
+        self._abort.clear()
+        saved, functions, collector = self.source.take_stream(), self._functions, self._collector
+        stream: Stream
+        if functions.where is None:
+            stream = Stream(self.plan.knobs, self._border, self.source, num_trained, saved)
+        else:
+            stream = BatchStream(
+                self.plan.knobs,
+                self._border,
+                self.source,
+                collector.call,
+                num_trained,
+                saved,
+                hooked=self.source.hooked,
+                asks_again=functions.asks_again,
+                abort=self._abort,
+            )
         await asyncio.to_thread(stream.start)
         self._stream = stream
 
@@ -45,25 +73,30 @@ class StreamMessages:
         """
         start = time.perf_counter()
         with self._phase_of(f"rollout of step {rollout_id + 1}", rollout_id, "failed"):
-            batch = await asyncio.to_thread(self._stream.next_batch)
+            batch = await asyncio.to_thread(self._running.next_batch)
             rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, self._phase_since)
         waited = time.perf_counter() - start
-        self.source.keep_with(rollout_id, batch.state, batch.ahead)
         rollout.warnings += take_warnings()
         rollout.metrics |= {"perf/time_generate_s": waited, "perf/time_wait_rollout_s": waited}
         self._last_metrics, self._next_rollout = rollout.metrics, rollout_id + 1
         return rollout
 
+    async def _remember(self, rollout_id: int | None) -> None:
+        """Remember what a checkpoint after rollout `rollout_id`, the newest that is trained, holds of the stream."""
+        if self._stream is not None and rollout_id is not None and not self.source.keeps(rollout_id):
+            state, stream = await asyncio.to_thread(self._stream.snapshot, rollout_id)
+            self.source.keep_with(rollout_id, state, stream)
+
     async def rollout_trained(self) -> bool:
         """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""
         with self._phase_of("waiting for samples in flight", self._next_rollout, "failed"):
-            return await asyncio.to_thread(self._stream.trained)
+            return await asyncio.to_thread(self._running.trained)
 
     async def weights_pushed(self, version: int) -> None:
         """Note that the engines have weights of `version`."""
         with self._phase_of("going on after a push", self._next_rollout, "failed"):
-            await asyncio.to_thread(self._stream.pushed, version)
+            await asyncio.to_thread(self._running.pushed, version)
 
     async def end_stream(self) -> None:
         """End what is under way."""
-        await asyncio.to_thread(self._stream.stop)
+        await asyncio.to_thread(self._running.stop)

@@ -144,13 +144,6 @@ def _correction_errors(config: Config) -> list[str]:
         )
     if a.custom_tis_function_path is not None and (a.rejection_level is not None or a.tis_veto is not None):
         errors.append("--custom-tis-function-path takes the place of --rejection-level and --tis-veto; leave one out")
-    whole = {
-        "--custom-tis-function-path": a.custom_tis_function_path,
-        "--custom-pg-loss-reducer-function-path": a.custom_pg_loss_reducer_function_path,
-    }
-    for flag, path in whole.items():
-        if path is not None and config.model.context_parallel_size > 1:
-            errors.append(f"{flag} {path}: the function wants whole samples; --context-parallel-size must be 1")
     return errors
 
 

@@ -248,7 +248,8 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
         ),
     ),
     ((TRAINERS, OFFLOADS, ON_A_CPU), ("offload_folder",)),
-    ((RL, STREAMED), tuple(PipelineGroup.model_fields)),
+    ((RL, STREAMED), tuple(name for name in PipelineGroup.model_fields if name != "sample_timeout")),
+    ((ENGINES,), ("sample_timeout",)),
     ((PUSHES,), ("colocate",)),
     ((PUSHES, COLOCATED, ON_GPUS), ("offload_rollout",)),
     ((POLICY, REFERENCE), ("ref_load",)),
@@ -354,7 +355,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     (
         (EVALUATES, HAS_SETS),
         (
-            *("eval_function_path", "custom_eval_rollout_log_function_path", "eval_reward_key"),
+            *("eval_num_gpus", "eval_function_path", "custom_eval_rollout_log_function_path", "eval_reward_key"),
             *("n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len"),
         ),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusionrl.checks.eval_engines import eval_engine_errors
 from fusionrl.config.config import Config
 from fusionrl.config.parts import estimator_of
 from fusionrl.data.rows import FORMATS
@@ -41,7 +42,7 @@ def mode_errors(config: Config) -> list[str]:
     """List flags that do not go together with the mode, or with one another."""
     errors: list[str] = []
     run, mode = config.run, config.run.mode
-    errors += stream_errors(config)
+    errors += stream_errors(config) + eval_engine_errors(config)
     if config.eval.eval_interval and not config.eval.has_sets:
         errors.append(f"--eval-interval {config.eval.eval_interval} needs --eval-prompt-data or --eval-config")
     if run.debug_train_only and run.debug_rollout_only:

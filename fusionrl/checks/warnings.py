@@ -6,6 +6,7 @@ from fusionrl.checks.algorithm import algorithm_warnings
 from fusionrl.checks.chat import chat_warnings
 from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
+from fusionrl.config.off_policy import needs_correction
 from fusionrl.config.parts import has_policy_loss
 from fusionrl.config.slime.translate import accepted_notes
 from fusionrl.plan.pipeline import is_streamed, knobs_of
@@ -24,9 +25,8 @@ def flag_warnings(config: Config) -> list[str]:
 
 def staleness_warnings(config: Config) -> list[str]:
     """A text where tokens of older weights are trained on, and the loss does not know of it."""
-    a = config.algorithm
-    corrects = a.use_tis or a.use_rollout_logprobs or a.custom_tis_function_path or a.custom_policy_loss_path
-    if not is_streamed(config) or not has_policy_loss(config) or corrects or config.rollout.rollout_batch_size is None:
+    is_meant = needs_correction(config) and has_policy_loss(config) and not config.algorithm.use_tis
+    if not is_streamed(config) or not is_meant or config.rollout.rollout_batch_size is None:
         return []
     try:
         knobs = knobs_of(config, None, 1)

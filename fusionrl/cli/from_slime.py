@@ -21,14 +21,17 @@ from fusionrl.config.slime.defaults import slime_defaults
 from fusionrl.config.slime.page import render_page
 from fusionrl.config.slime.script import Launch, Script, read_script
 from fusionrl.config.slime.shell import left_parts, plain, quoted
+from fusionrl.config.slime.small import smaller
 from fusionrl.config.slime.table import SECRETS, TABLE, Kind
 from fusionrl.config.slime.translate import accepted_notes, translate
+from fusionrl.plan.pipeline import FULLY_ASYNC
 
-USAGE = """usage: fusionrl from-slime SCRIPT.sh [--set NAME=VALUE]… [--shim FOLDER]
+USAGE = """usage: fusionrl from-slime SCRIPT.sh [--set NAME=VALUE]… [--small] [--shim FOLDER]
 
 Print the command that does what the launch script does, with a comment for each flag that differs.
 
   --set NAME=VALUE  a variable of the environment that the script reads
+  --small           the command of a first try: two steps of a few samples, for a machine without a GPU
   --flags           print the table of slime's flags as Markdown (docs/from-slime-flags.md), and nothing else
   --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
 
@@ -39,7 +42,7 @@ import sys
 from fusionrl.cli.from_slime import run_launch
 
 if __name__ == "__main__":
-    raise SystemExit(run_launch(sys.argv[1:]))
+    raise SystemExit(run_launch(sys.argv[1:], "{name}"))
 '''
 _WIDTH = 116
 _HOOK_FLAGS = [[flag_of(field)] for field in SIGNATURES]
@@ -54,13 +57,14 @@ def run(argv: Sequence[str]) -> int:
         print(render_page(), end="")
         return 0
     try:
-        path, values, shim = _arguments(argv)
+        is_small = "--small" in argv
+        path, values, shim = _arguments([token for token in argv if token != "--small"])
         if shim is not None:
             for file in make_shim(shim):
                 print(f"# made {file}")
         if path is not None:
             script = read_script(path, values)
-            print("\n".join(render(script, path)))
+            print("\n".join(render(script, path, is_small)))
     except ValueError as error:
         return refuse([str(error)])
     return 0
@@ -92,11 +96,13 @@ def _arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str], str | N
     return path, values, shim
 
 
-def run_launch(argv: Sequence[str]) -> int:
-    """Run `fusionrl train` with the arguments of slime's train.py, and its defaults; returns the exit code."""
+def run_launch(argv: Sequence[str], program: str = "train") -> int:
+    """Run `fusionrl train` with the arguments of slime's `program`.py, and its defaults; returns the exit code."""
     from fusionrl.cli.train import run as train
 
     added = _added(argv)
+    if _is_ahead(program, argv):
+        added += _one_ahead([*translate(argv).argv, *added])[0]
     if added:
         print(f"slime's defaults: {' '.join(added)}", file=sys.stderr)
     return train([*argv, *added])
@@ -125,17 +131,20 @@ def make_shim(folder: str) -> list[Path]:
     return made
 
 
-def render(script: Script, path: str) -> list[str]:
-    """Return the commands of a script as lines for a shell, each with comments on what differs."""
+def render(script: Script, path: str, is_small: bool = False) -> list[str]:
+    """Return the commands of a script as lines for a shell, each with comments on what differs.
+
+    is_small  as small as a first try is
+    """
     lines = [f"# {path}, for fusionrl"]
     for note in script.notes:
         lines += _comment(plain(note))
     for launch in script.launches:
-        lines += ["", *_command(launch, Path(path).parent)]
+        lines += ["", *_command(launch, Path(path).parent, is_small)]
     return lines
 
 
-def _command(launch: Launch, folder: Path) -> list[str]:
+def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
     """Return the command of one launch with its comments; `folder` is the script's."""
     translated = translate(launch.argv)
     lines = []
@@ -143,11 +152,17 @@ def _command(launch: Launch, folder: Path) -> list[str]:
         if file := _beside(word, folder) if translated.argv[place - 1 : place] in _HOOK_FLAGS else None:
             translated.argv[place] = file
             lines += _comment(f"{word} is beside the script: it is named by its file")
-    if launch.program == "train_async" and "sft" not in translated.argv:
-        lines += _comment(
-            "train_async.py generates one rollout ahead; here each rollout is trained on by the weights that made it"
-            " (--pipeline on-policy; pipelines that run ahead are still to come)"
-        )
+    if is_small:
+        translated.argv[:] = smaller(translated.argv)
+        lines += _comment("small: flags that need a GPU, evaluation and --resume are left out; two steps of 4 samples")
+    if _is_ahead(launch.program, translated.argv):
+        ahead, reasons = _one_ahead(translated.argv)
+        translated.argv += ahead
+        if reasons:
+            lines += _comment(
+                "train_async.py generates one rollout ahead (--pipeline one-step-off); this one generates and trains in"
+                f" turn: {'; '.join(reasons)}"
+            )
     for note in translated.notes:
         lines += _comment(plain(note))
     for error in translated.errors:
@@ -198,6 +213,19 @@ def _to_change(argv: Sequence[str]) -> list[str]:
     unknown = [part for word in argv for part in left_parts(word)]
     bad = [error for error in errors if not any(part in error for part in unknown)]
     return [*bad, *not_named_yet(validate_flags(config, None), errors)]
+
+
+def _is_ahead(program: str, argv: Sequence[str]) -> bool:
+    """Return whether the launch itself generates ahead; slime's fully asynchronous worker does that without it."""
+    return program == "train_async" and not {"sft", "sft_loss", *FULLY_ASYNC} & set(argv)
+
+
+def _one_ahead(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags by which a run generates one rollout ahead; none, and the reasons, where it cannot."""
+    flags = ["--pipeline", "one-step-off"]
+    before = _to_change(argv)
+    reasons = [error for error in _to_change([*argv, *flags]) if error not in before]
+    return ([], reasons) if reasons else (flags, [])
 
 
 def _secrets(argv: Sequence[str]) -> list[str]:

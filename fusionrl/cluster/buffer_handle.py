@@ -76,9 +76,16 @@ class BufferHandle:
             logger.warning("%s", text)
         return rollout
 
-    def start_evaluation(self, step: int) -> Started:
-        """Begin an evaluation on every set. Does not wait."""
-        return self.begin(self.actor.evaluate.remote, step)
+    def start_evaluation(self, step: int, version: int | None) -> Started:
+        """Begin an evaluation on every set, of weights of `version` (None: as loaded). Does not wait."""
+        if self._engines.evaluation.engines:  # a round of its own, in which no engine is replaced
+            return Started(self.actor.evaluate.remote(step, version), {})
+        return self.begin(self.actor.evaluate.remote, step, version)
+
+    @staticmethod
+    def is_done(started: Started) -> bool:
+        """Return whether the wait for it would end at once."""
+        return bool(ray.wait([started.ref], timeout=0)[0])
 
     def wait_evaluation(self, started: Started) -> dict[str, float]:
         """Wait for the metrics of an evaluation, as of a rollout."""
@@ -86,10 +93,11 @@ class BufferHandle:
             metrics: dict[str, float] = self._supervisor.wait(started.ref)
         finally:
             self._tell_refused()
-        self._add_faults(metrics, "eval", started.faults)
+        if not self._engines.evaluation.engines:
+            self._add_faults(metrics, "eval", started.faults)
         return metrics
 
-    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int) -> Started:
+    def begin(self, method: ray.remote_function.RemoteFunction, *numbers: int | None) -> Started:
         """Begin what a method of the actor does with the engines. Does not wait."""
         faults = self._engines.count_faults()
         ref = method(*numbers)
@@ -97,8 +105,9 @@ class BufferHandle:
         return Started(ref, faults)
 
     def _tell_refused(self) -> None:
-        if self._engines.refusals is not None:
-            self._engines.refusals.tell()
+        for refusals in (self._engines.refusals, self._engines.evaluation.refusals):
+            if refusals is not None:
+                refusals.tell()
 
     def _add_faults(self, metrics: dict[str, float], prefix: str, before: dict[str, float]) -> None:
         """Add what went wrong since `before`; the rollout has counted the retries of its own client."""

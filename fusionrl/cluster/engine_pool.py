@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 
 from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.cluster.engine_specs import expert_parts
+from fusionrl.cluster.eval_engines import EvalEngines
 from fusionrl.cluster.launcher import Launcher
 from fusionrl.cluster.ray_cluster import gather
 from fusionrl.cluster.recovery import Recovery
@@ -44,6 +45,7 @@ class EnginePool:
         self._say, self._check_stop, self._on_addresses = say, check_stop, on_addresses
         self.engines: list[ActorHandle] = []
         self.urls: list[str] = []
+        self.evaluation = EvalEngines(plan, launcher)
         self._scorers: dict[str, list[ActorHandle]] = {}  # role → engines that only read, and get no weights
         self._starts: list[ray.ObjectRef] = []  # of the addresses of all engines
         self._router: Router | None = None
@@ -60,6 +62,7 @@ class EnginePool:
         for scorer in self._plan.scorers:
             indices = range(len(scorer.bundles))
             self._scorers[scorer.role] = [self._launcher.make_engine(scorer.role, index) for index in indices]
+        self.evaluation.make()
         self._starts = [engine.start.remote() for engine in self._all()]
 
     def finish_start(self) -> EngineEndpoints:
@@ -67,11 +70,12 @@ class EnginePool:
         if not self._starts:
             return EngineEndpoints()
         self._router = self._launcher.make_router()
-        router_url = self._router.start()
+        router_url, eval_router_url = self._router.start(), self.evaluation.start_router()
         self.refusals = RefusalWatch(self._router)
         urls = iter(gather(self._starts, self._check_stop))
         self.urls = [next(urls) for _ in self.engines]
         scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
+        self.evaluation.join(list(urls))
         for url in self.urls:
             self._router.add_worker(url, self._launcher.api_key)
         if self._config.rollout.use_fault_tolerance:
@@ -82,6 +86,8 @@ class EnginePool:
             self._launcher.api_key,
             rm_urls=scorer_urls.get("reward-model", ()),
             teacher_urls=scorer_urls.get("teacher", ()),
+            eval_router_url=eval_router_url,
+            eval_urls=tuple(self.evaluation.urls),
         )
 
     def _make_recovery(self, router: Router) -> Recovery:
@@ -102,13 +108,15 @@ class EnginePool:
         return self.engines + self._others()
 
     def _others(self) -> list[ActorHandle]:
-        return [engine for engines in self._scorers.values() for engine in engines]
+        """The engines that are never replaced, in the order in which they were made."""
+        return [engine for engines in self._scorers.values() for engine in engines] + self.evaluation.engines
 
     def shutdown(self) -> None:
         """End every server, and the router; gives up after some seconds. The actors go on. Idempotent."""
         stops = [engine.shutdown.remote() for engine in self._all()]
         if self._router is not None:
             self._router.shutdown()
+        self.evaluation.end_router()
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
         self._router = self._recovery = self.refusals = None
@@ -126,6 +134,7 @@ class EnginePool:
         """
         if self._router is not None:
             self._router.check_alive()
+        self.evaluation.check_router()
         if self._recovery is None or self._is_memory_away:
             ray.get([engine.check_alive.remote() for engine in self._all()])
             return
@@ -140,6 +149,7 @@ class EnginePool:
         try:
             if self._router is not None:
                 self._router.check_alive()
+            self.evaluation.check_router()
             checks = [engine.check_alive.remote() for engine in engines]
             ray.get(ray.wait(checks, num_returns=len(checks), timeout=_STOP_TIMEOUT_S)[0] if checks else [])
         except RuntimeError as error:
@@ -191,14 +201,14 @@ class EnginePool:
             self._on_addresses(self.urls)
 
     def targets(self) -> list[EngineTarget]:
-        """The policy's engines as a weight push addresses them."""
-        restarts = self._recovery.num_restarts if self._recovery else {}
-        nodes = [self._launcher.bundles[places[0]].node_id for places in self._plan.engine_bundles]
+        """The policy's engines as a weight push addresses them, and after these the ones that only evaluate."""
+        restarts, bundles = self._recovery.num_restarts if self._recovery else {}, self._plan.all_engine_bundles
+        nodes = [self._launcher.bundles[places[0]].node_id for places in bundles]
         parts = expert_parts(self._config)
         return [
             EngineTarget(index, engine, node, places, restarts.get(index, 0), parts)
             for index, (engine, node, places) in enumerate(
-                zip(self.engines, nodes, self._plan.engine_bundles, strict=True)
+                zip(self.engines + self.evaluation.engines, nodes, bundles, strict=True)
             )
         ]
 
@@ -209,8 +219,8 @@ class EnginePool:
         return self._is_memory_away
 
     def release_memory(self) -> None:
-        """Give the engines' memory back before the trainers work, where the two take turns."""
-        if not self._plan.engines_give_memory:
+        """Give the engines' memory back before the trainers work, where the two take turns. Idempotent."""
+        if not self._plan.engines_give_memory or self._is_memory_away:
             return
         if self._recovery is not None:
             self._recovery.check(is_generating=False)

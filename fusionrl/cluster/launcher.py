@@ -102,7 +102,7 @@ class Launcher:
         """The actor of an engine, not yet started; one that takes a dead engine's place has the same name."""
         plan = self._plan
         scorers = {scorer.role: scorer.bundles for scorer in plan.scorers}
-        numbers = plan.engine_bundles[index] if role == "engine" else scorers[role][index]
+        numbers = plan.all_engine_bundles[index] if role == "engine" else scorers[role][index]
         places = [self.bundles[number] for number in numbers]
         spec = engine_spec(
             self._config,
@@ -178,12 +178,15 @@ class Launcher:
         self.roster.add("the Buffer", actor, log)
         return actor
 
-    def make_router(self) -> Router:
-        """The router, not yet started."""
+    def make_router(self, name: str = "router") -> Router:
+        """A router, not yet started; its log has its `name`. Ports that the user fixed are those of "router"."""
         host = LOOPBACK if self._is_alone else ray.util.get_node_ip_address()
-        logs, router_args = str(self.run_dir / "logs"), self._config.passthrough.router
+        logs, router_args = str(self.run_dir / "logs"), dict(self._config.passthrough.router)
+        if name != "router":
+            router_args.pop("port", None)
+            router_args.pop("prometheus_port", None)
         key = self.api_key if self._asks_for_key else None
-        return Router(host, logs, api_key=key, router_args=router_args)
+        return Router(host, logs, api_key=key, router_args=router_args, name=name)
 
     # ------------------------------------------------------------------------------------ where and how
     def _host(self, bundle: Bundle) -> str:

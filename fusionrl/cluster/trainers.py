@@ -60,7 +60,8 @@ class TrainerGroups:
         last = [layout.rank(RankCoordinates(tp=0, cp=0, dp=dp, pp=layout.pp - 1)) for dp in range(layout.dp)]
         return [self.actors[rank].sample_columns.remote(rollout_id) for rank in last]
 
-    # Between the two groups columns go by reference, of one rank of each replica.
+    # Between the two groups columns go by reference, of one rank of each replica. On devices of their own both groups
+    # work at once, wherever one does not need what the other makes; else one waits for the other.
     def _train_with_prm(
         self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
     ) -> dict[str, float]:
@@ -68,10 +69,11 @@ class TrainerGroups:
         self._make_room(self.actors)
         calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
         pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
-        rewards = self._of_replicas(pairs, layout)
+        rewards = self._of_replicas(pairs, layout, self._score_ahead(rollout_id, own))
         self._make_room(self.auxiliaries)
         refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, own, strict=True)]
-        return ray.get(pairs[0][0]) | self._gather(refs)[0]
+        found: list[dict[str, float]] = self._gather([pairs[0][0], *refs])
+        return found[0] | found[1]
 
     def _train_with_critic(
         self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], critic: TrainerLayout
@@ -80,19 +82,27 @@ class TrainerGroups:
         assert self.plan.layout is not None
         self._make_room(self.actors)
         pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        values = self._of_replicas(pairs, critic)
+        values = self._of_replicas(pairs, critic, self._score_ahead(rollout_id, own))
         self._make_room(self.auxiliaries)
         prepare = [trainer.prepare.options(num_returns=2) for trainer in self.actors]
         pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
         targets = self._of_replicas(pairs, self.plan.layout)
-        metrics: dict[str, float] = {}
+        refs: list[ray.ObjectRef] = []
         if rollout_id >= self.config.critic.num_critic_only_steps:
-            metrics |= self._gather([t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)])[0]
+            refs = [t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
+            if self.plan.shares_with_auxiliary:
+                self._gather(refs)
         self._make_room(self.actors)
-        refs = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
-        metrics |= self._gather(refs)[0]
+        critics = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
+        found: list[dict[str, float]] = self._gather([*refs, *critics])
         self._make_room(self.auxiliaries)
-        return metrics
+        return (found[0] if refs else {}) | found[len(refs)]
+
+    def _score_ahead(self, rollout_id: int, own: Sequence[Refs]) -> Refs:
+        """Begin the policy's log-probs, while the other group works on devices of its own: references to wait for."""
+        if self.plan.shares_with_auxiliary:
+            return []
+        return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
 
     def _make_room(self, group: list[ActorHandle]) -> None:
         """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
@@ -156,7 +166,11 @@ class TrainerGroups:
         auxiliary = self.plan.auxiliary
         return {"trainer": self.actors} | ({auxiliary.role: self.auxiliaries} if auxiliary else {})
 
-    def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout) -> list[object]:
-        """Wait for what each rank answers, (metrics, columns); references to the columns, one of each replica."""
-        self._gather([done for done, _ in pairs])
+    def _of_replicas(self, pairs: Sequence[Refs], layout: TrainerLayout, beside: Refs = ()) -> list[object]:
+        """Wait for what each rank answers, (metrics, columns), and for what goes on `beside` it.
+
+        Returns:
+            References to the columns, one of each replica.
+        """
+        self._gather([*beside, *(done for done, _ in pairs)])
         return [pairs[layout.ranks_of_dp(dp)[0]][1] for dp in range(layout.dp)]

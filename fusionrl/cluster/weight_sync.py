@@ -42,20 +42,22 @@ class WeightSync:
         # On each host of engines, this run's folder in --update-weight-local-checkpoint-dir.
         self._local_folder = None if folder is None else str(Path(folder).absolute() / name)
 
-    def push(self, version: int) -> dict[str, float]:
+    def push(self, version: int, to_evaluation: bool = False) -> dict[str, float]:
         """Push the trainers' weights to every engine as `version`; verified as --verify-weights says.
+
+        Engines that only evaluate get the first push, and then those `to_evaluation`; they must be idle.
 
         With --use-fault-tolerance engines that died are back after it; one that dies meanwhile is replaced, and all
         get the weights again.
         """
         if not self._engines.is_recovering:
-            return self._push_once(version)
+            return self._push_once(version, to_evaluation)
         if not self._plan.engines_give_memory:
             self._engines.check(is_generating=False)
         for attempt in range(_MAX_PUSHES):
             self._finish_starts()
             try:
-                metrics = self._push_once(version)
+                metrics = self._push_once(version, to_evaluation)
                 break
             except WeightMismatch:
                 raise
@@ -89,33 +91,35 @@ class WeightSync:
         if self._plan.transport == "ipc" and self._plan.device == "cuda":
             self._feeds = plan_feeds(self._targets, self._plan.trainer_bundles)
 
-    def _push_once(self, version: int) -> dict[str, float]:
+    def _push_once(self, version: int, to_evaluation: bool) -> dict[str, float]:
         if not self._targets:
             self._plan_push()
+        is_first = self._num_pushes == 0
+        targets = self._targets if to_evaluation or is_first else self._targets[: self._plan.num_engines]
         shared = self._engines.is_memory_away
         if shared:
             # First room for the engines' weights, and after the push for their caches: never all of both sides at once.
             self._trainers.offload(keep_weights=True)
             self._engines.resume_memory(["weights"], is_last=False)
-        metrics = self._transfer(version)
+        metrics = self._transfer(version, targets)
         if shared:
             self._trainers.offload()
             self._engines.resume_memory(["kv_cache", "cuda_graph"], is_last=True)
         self.version = version
         when = self._config.weights.verify_weights
-        if when == "always" or (when == "first" and self._num_pushes == 0):
-            metrics.update(self._verify())
+        if when == "always" or (when == "first" and is_first):
+            metrics.update(self._verify(targets))
         self._num_pushes += 1
         return metrics
 
-    def _transfer(self, version: int) -> dict[str, float]:
+    def _transfer(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport
         assert transport is not None
         mode, timeout_s = pause_mode(self._config, self._plan), weights.update_weight_timeout_s
         if transport == "disk":
             return push_by_disk(
                 self._trainers.actors,
-                self._targets,
+                targets,
                 version=version,
                 local_folder=self._local_folder,
                 keep_files=weights.update_weight_disk_keep_files,
@@ -124,7 +128,7 @@ class WeightSync:
             )
         return push_weights(
             self._trainers.actors,
-            self._targets,
+            targets,
             self._feeds,
             version=version,
             transport=transport,
@@ -132,12 +136,12 @@ class WeightSync:
             timeout_s=timeout_s,
         )
 
-    def _verify(self) -> dict[str, float]:
+    def _verify(self, targets: list[EngineTarget]) -> dict[str, float]:
         is_fp32 = self._plan.precision == self._plan.rollout_dtype == "fp32"
         return verify_push(
             self._trainers.actors,
-            self._targets,
-            self._engines.urls,
+            targets,
+            [*self._engines.urls, *self._engines.evaluation.urls][: len(targets)],
             api_key=self._api_key,
             vocab_size=self._plan.shape.vocab_size,
             version=self.version,

@@ -28,6 +28,7 @@ from fusionrl.config.groups import (
     TrainGroup,
     WeightsGroup,
 )
+from fusionrl.config.off_policy import with_default
 
 
 class PassThrough(Group):
@@ -95,7 +96,8 @@ class Config(Group):
     ) -> Config:
         """Build a Config from flat field names, as a test or a notebook has them.
 
-        preset  names of `values` that a preset chose, not the user: `given` leaves them out.
+        preset  names of `values` that a preset chose, not the user: `given` leaves them out, and the default of a loss
+                for tokens of older weights (`off_policy`).
 
         Raises:
             ValueError: a name that is no field, or a value that a field does not take.
@@ -110,7 +112,7 @@ class Config(Group):
         config = cls(**nested, passthrough=passthrough or PassThrough())
         for name in preset:
             getattr(config, known[name]).model_fields_set.discard(name)
-        return config
+        return with_default(config)
 
     def given(self) -> list[str]:
         """The fields that the user set, in the order of the groups."""

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from fusionrl.config.config import Config
 from fusionrl.config.extras import empty_passthrough, parse_extra
 from fusionrl.config.fields import FIELDS, GROUP_OF, describe_error, inner_type, own_name_error
 from fusionrl.config.file_reader import WORDS, Json, Setting, read_settings
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.hooks import flag_of
+from fusionrl.config.off_policy import READS
 from fusionrl.config.plan_flags import PLAN_FLAGS
 from fusionrl.config.presets import with_preset
 from fusionrl.config.slime.table import TABLE
@@ -246,10 +248,12 @@ def _without_defaults(values: dict[str, object]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
     A resumed attempt's file does not resume: it could go on with a run in another folder, under its own flags. What
-    a preset chose is left out as well, so that another --algorithm on the command line brings its own.
+    a preset chose is left out as well, so that another --algorithm on the command line brings its own; so is
+    --use-tis where it was the default of --pipeline.
     """
     chosen = {name: values[name] for name in values if name in _PRESET_READS}
     preset = with_preset(chosen)
+    preset["use_tis"] = Config.from_flat({name: values[name] for name in READS if name in values}).algorithm.use_tis
     kept = {}
     for name, value in values.items():
         if name in _OF_ONE_START:

@@ -31,7 +31,9 @@ def _(event: events.Admitted, state: State, knobs: Knobs) -> None:
     if known is None:
         assert event.ordinal == state.next_ordinal, (event, state.next_ordinal)
         state.next_ordinal += 1
-        state.groups[event.ordinal] = Group(event.ordinal, "running", born, event.num_samples)
+        spare = event.is_spare
+        state.num_spare += spare
+        state.groups[event.ordinal] = Group(event.ordinal, "running", born, event.num_samples, is_spare=spare)
         return
     assert known.phase == "pending", known
     moved(state, event.ordinal, phase="running", born=born, num_running=event.num_samples, begun=False)
@@ -80,8 +82,20 @@ def _(event: events.GroupFailed, state: State, knobs: Knobs) -> None:
         return
     _end(state, event.ordinal, dropped=True)
     state.failures += 1
-    if state.failures >= knobs.max_failures_in_row:
+    if state.failures == knobs.max_failures_in_row:  # what fails after it changes nothing
         state.failure = f"{state.failures} groups failed one after the other; the last one: {event.reason}"
+
+
+@_apply.register
+def _(event: events.Parked, state: State, knobs: Knobs) -> None:
+    group = state.groups.get(event.ordinal)
+    if group is None:
+        assert event.ordinal in state.ended, event
+        return
+    assert group.phase in ("running", "scoring"), (event, group)
+    # Without tokens it is sampled anew, so its age begins anew as well.
+    born = state.version if event.oldest is None else min(group.born, event.oldest)
+    moved(state, event.ordinal, phase="pending", born=born, num_running=0, begun=event.oldest is not None)
 
 
 @_apply.register
@@ -170,6 +184,7 @@ def _(event: events.Failed, state: State, knobs: Knobs) -> None:
 
 
 def _end(state: State, ordinal: int, *, dropped: bool) -> None:
-    del state.groups[ordinal]
+    group = state.groups.pop(ordinal)
     state.ended.add(ordinal)
     state.num_dropped += dropped
+    state.num_spare -= dropped and group.is_spare

@@ -91,17 +91,20 @@ def fetch_actions(state: State, knobs: Knobs) -> tuple[Action, ...]:
     """Return the next fetch, with the groups that it leaves behind for good, or what it waits for."""
     ready = in_dispatch_order(state.of("ready"))
     unready = state.unready()
-    if knobs.exclusive and unready:
-        return (Wait("trainers", "the engines have the devices", _ordinals(unready)),)
+    # A pending group beyond the bound may never go on.
+    busy = [group for group in unready if not (group.is_spare and group.phase == "pending")]
+    if knobs.exclusive and busy:
+        return (Wait("trainers", "the engines have the devices", _ordinals(busy)),)
     if len(ready) < knobs.groups_per_fetch:
         if not unready and not may_come(state, knobs):
             return (Stop(_ended_early(state, knobs, len(ready))),)
-        return (Wait("trainers", f"{len(ready)} of {knobs.groups_per_fetch} groups are ready", _ordinals(unready)),)
+        why = f"{len(ready)} of {knobs.groups_per_fetch} groups are ready"
+        return (Wait("trainers", why, _ordinals(unready), "batch"),)
     chosen, rest = ready[: knobs.groups_per_fetch], ready[knobs.groups_per_fetch :]
     late = latecomers(state, knobs, [*rest, *unready])
     if late and knobs.at_deadline == "wait":
         unready_late = [group for group in late if group.phase != "ready"]
-        return (Wait("trainers", "groups that are due are not ready", _ordinals(unready_late or late)),)
+        return (Wait("trainers", "groups that are due are not ready", _ordinals(unready_late or late), "deadline"),)
     fetch = Fetch(state.num_fetched, _ordinals(chosen), state.version)
     return (*left_behind(state, knobs, [*rest, *unready]), fetch)
 
@@ -121,7 +124,7 @@ def latecomers(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Group]
 
     Those due by version d must fit into the fetches up to the end of d, for each d. Spare groups need not.
     """
-    left = list(left)
+    left = [group for group in left if not group.is_spare]
     allowed = surplus(state, knobs)
     slots = slots_after_fetch(state, knobs)
     by_due = Counter(group.born + knobs.max_staleness for group in left)
@@ -142,7 +145,8 @@ def slots_after_fetch(state: State, knobs: Knobs) -> int:
 
 def surplus(state: State, knobs: Knobs) -> int:
     """Return how many of the groups are spare: more than this version and its lead need."""
-    return max(0, state.committed - base_limit(state, knobs))
+    beyond = sum(group.is_spare and group.phase != "leased" for group in state.groups.values())
+    return min(knobs.spare_groups, max(0, state.committed - beyond - base_limit(state, knobs)))
 
 
 def base_limit(state: State, knobs: Knobs) -> int:
@@ -157,9 +161,12 @@ def left_behind(state: State, knobs: Knobs, left: Iterable[Group]) -> list[Drop]
     if slots_after_fetch(state, knobs) and not is_last:
         return []
     due = [group for group in left if is_last or group.born + knobs.max_staleness <= state.version]
-    spare = surplus(state, knobs)
-    latest_first = reversed(in_dispatch_order(due))  # these are the spare ones
-    return [Drop(group.ordinal, "surplus" if place < spare else "deadline") for place, group in enumerate(latest_first)]
+    latest_first = [group for group in reversed(in_dispatch_order(due)) if not group.is_spare]
+    spare = {group.ordinal for group in latest_first[: surplus(state, knobs)]}
+    spare |= {group.ordinal for group in due if group.is_spare}
+    if is_last and knobs.at_deadline == "wait":  # groups beyond the bound were trained in the place of these
+        spare |= {group.ordinal for group in due}
+    return [Drop(group.ordinal, "surplus" if group.ordinal in spare else "deadline") for group in due]
 
 
 def _ended_early(state: State, knobs: Knobs, num_ready: int) -> str:
@@ -216,7 +223,7 @@ def trainable(state: State, knobs: Knobs) -> int:
     if version_is_fetched(state, knobs):
         slots = 0
     room = slots + knobs.max_staleness * knobs.groups_per_version + spare_now(state, knobs)
-    return max(0, room - len(state.of("running", "scoring", "ready")))
+    return max(0, room - sum(not group.is_spare for group in state.of("running", "scoring", "ready")))
 
 
 def spare_now(state: State, knobs: Knobs) -> int:

@@ -8,11 +8,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Admitted:
-    """A group's samples are on their way. `oldest`: version of its oldest token, where it has tokens already."""
+    """A group's samples are on their way.
+
+    oldest    version of its oldest token, where it has tokens already
+    is_spare  beyond what may be admitted
+    """
 
     ordinal: int
     num_samples: int
     oldest: int | None = None
+    is_spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,17 @@ class GroupFailed:
 
     ordinal: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A group was handed back before it was ready, with the tokens that it has; it goes on when it is admitted again.
+
+    oldest  version of its oldest token, None where it has none
+    """
+
+    ordinal: int
+    oldest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,14 +150,18 @@ class Stop:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do for `who` now: for a person who asks, and for the watchdog."""
+    """Nothing to do for `who` now: for a person who asks, and for the watchdog.
+
+    reason  of trainers that want a batch: too few groups are ready, or one that is due is not; whose time is told apart
+    """
 
     who: Literal["engines", "trainers"]
     why: str
     on: tuple[int, ...] = ()  # groups
+    reason: Literal["", "batch", "deadline"] = ""
 
 
-Happened = Admitted | SampleDone | GroupReady | GroupFailed | TrainDone | Pushed | EvalDone | Saved
+Happened = Admitted | SampleDone | GroupReady | GroupFailed | Parked | TrainDone | Pushed | EvalDone | Saved
 Event = Happened | EnginesAre | StreamEnd | Failed
 Begun = Fetch | Drop | Push | Eval | Save  # actions that are applied when they begin
 Action = Begun | Admit | Stop | Wait

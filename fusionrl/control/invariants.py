@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusionrl.control import events
-from fusionrl.control.decide import base_limit
+from fusionrl.control.decide import base_limit, surplus
 from fusionrl.control.knobs import Knobs
 from fusionrl.control.state import State
 
@@ -12,11 +12,15 @@ def violations(state: State, knobs: Knobs) -> list[str]:
     """Return what is wrong with a state, as "I<number>: …"; [] of a sound one."""
     found = []
     spare = knobs.spare_groups
-    if state.committed > base_limit(state, knobs) + spare:
-        found.append(f"I1: {state.committed} groups are committed, {base_limit(state, knobs)} + {spare} may be")
+    # What a user's function took beyond the bound is its own.
+    own = [group for group in state.groups.values() if group.is_spare]
+    committed = state.committed - state.num_spare
+    if committed > base_limit(state, knobs) + spare:
+        found.append(f"I1: {committed} groups are committed, {base_limit(state, knobs)} + {spare} may be")
     most = max(knobs.max_samples_in_flight, knobs.samples_per_group)
-    if state.samples_in_flight > most:
-        found.append(f"I1: {state.samples_in_flight} samples are in flight, {most} may be")
+    in_flight = state.samples_in_flight - sum(group.num_running for group in own)
+    if in_flight > most:
+        found.append(f"I1: {in_flight} samples are in flight, {most} may be")
     found += [f"I2: {text}" for text in infeasible(state, knobs)]
     ended_or_live = len(state.ended) + len(state.groups)
     overlap = [ordinal for ordinal in state.groups if ordinal in state.ended]
@@ -34,8 +38,8 @@ def infeasible(state: State, knobs: Knobs) -> list[str]:
         return []
     trained_in_version = state.num_fetched - state.version * knobs.fetches_per_push
     slots = (knobs.fetches_per_push - trained_in_version) * knobs.groups_per_fetch
-    spare = max(0, state.committed - base_limit(state, knobs))
-    live = [*state.unready(), *state.of("ready")]
+    spare = surplus(state, knobs)
+    live = [group for group in [*state.unready(), *state.of("ready")] if not group.is_spare]
     found = []
     for due in sorted({group.born + knobs.max_staleness for group in live}):
         count = sum(group.born + knobs.max_staleness <= due for group in live)
@@ -55,7 +59,7 @@ def wrong_begin(state: State, knobs: Knobs, action: events.Begun) -> list[str]:
             found.append(f"I3: fetch of {action.ordinals}, ready are {[group.ordinal for group in ready]}")
         last = not (state.num_fetched + 1) % knobs.fetches_per_push
         live = [*state.unready(), *state.of("ready")]
-        due = [group.ordinal for group in live if group.born + knobs.max_staleness <= state.version]
+        due = [g.ordinal for g in live if g.born + knobs.max_staleness <= state.version and not g.is_spare]
         missed = set(due) - set(action.ordinals)
         if last and missed:
             found.append(f"I4: the last fetch of version {state.version} leaves {sorted(missed)}, which are due")

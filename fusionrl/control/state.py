@@ -20,6 +20,7 @@ class Group:
     num_running  samples in flight
     num_tries    how often it has been admitted
     begun        pending, with tokens that were saved: it goes on with them, and is as old as they are
+    is_spare     admitted beyond the bound, as a user's function could not go on: dropped where it comes too late
     """
 
     ordinal: int
@@ -28,11 +29,12 @@ class Group:
     num_running: int = 0
     num_tries: int = 1
     begun: bool = False
+    is_spare: bool = False
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Order of dispatch, which is that of training."""
-        return self.born, self.ordinal
+    def order(self) -> tuple[bool, int, int]:
+        """Order of dispatch, which is that of training; those beyond the bound come last."""
+        return self.is_spare, self.born, self.ordinal
 
 
 @dataclass
@@ -64,6 +66,7 @@ class State:
     groups         ordinal → group, of those that have not ended
     ended          trained and dropped ones
     num_dropped    of `ended`, those that were dropped
+    num_spare      groups that were admitted beyond the bound and not dropped
     next_ordinal   of the next group that the data stream gives
     version        of the engines' weights: pushes so far
     num_fetched    fetches that trainers have begun
@@ -81,6 +84,7 @@ class State:
     groups: dict[int, Group] = field(default_factory=dict)
     ended: Ended = field(default_factory=Ended)
     num_dropped: int = 0
+    num_spare: int = 0
     next_ordinal: int = 0
     version: int = 0
     num_fetched: int = 0
@@ -115,18 +119,27 @@ class State:
         """Return the groups that were admitted and not dropped: what is or will be trained."""
         return len(self.groups) + len(self.ended) - self.num_dropped
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps. Between fetches only: nothing is being trained or pushed."""
-        assert not self.lease and not self.pushing
+    def to_dict(self, num_trained: int | None = None) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as it is after `num_trained` fetches (None: those that are trained).
+
+        A fetch that is being trained counts as trained where `num_trained` says so; else its groups come again.
+        """
+        is_trained = num_trained is not None and num_trained == self.num_trained + 1
+        assert num_trained in (None, self.num_trained) or (is_trained and self.lease), (num_trained, self.num_trained)
+        ended = Ended(self.ended.frontier, set(self.ended.beyond))
+        for ordinal in self.lease if is_trained else ():
+            ended.add(ordinal)
+        live = [group for group in self.groups.values() if group.ordinal not in ended]
         return {
-            "frontier": self.ended.frontier,
-            "beyond": sorted(self.ended.beyond),
+            "frontier": ended.frontier,
+            "beyond": sorted(ended.beyond),
             "num_dropped": self.num_dropped,
+            "num_spare": self.num_spare,
             "next_ordinal": self.next_ordinal,
-            "num_trained": self.num_trained,
+            "num_trained": self.num_trained + is_trained,
             "last_eval": self.last_eval,
             "stream_ended": self.stream_ended,
-            "groups": [[g.ordinal, g.phase, g.born, g.num_tries] for g in self.groups.values()],
+            "groups": [[g.ordinal, g.phase, g.born, g.num_tries, g.is_spare] for g in live],
         }
 
     @classmethod
@@ -141,6 +154,7 @@ class State:
         state = cls(
             ended=Ended(data["frontier"], set(data["beyond"])),
             num_dropped=data["num_dropped"],
+            num_spare=data["num_spare"],
             next_ordinal=data["next_ordinal"],
             version=trained // fetches_per_push,
             num_fetched=trained,
@@ -149,11 +163,12 @@ class State:
             last_save=trained,
             stream_ended=data["stream_ended"],
         )
-        for ordinal, phase, born, num_tries in data["groups"]:
+        for ordinal, phase, born, num_tries, is_spare in data["groups"]:
             is_kept = ordinal in kept
             now: Phase = "ready" if phase == "ready" and is_kept else "pending"
             born = min(born, kept[ordinal]) if is_kept else state.version
-            state.groups[ordinal] = Group(ordinal, now, born, 0, num_tries, begun=is_kept and now == "pending")
+            begun = is_kept and now == "pending"
+            state.groups[ordinal] = Group(ordinal, now, born, 0, num_tries, begun=begun, is_spare=is_spare)
         return state
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusionrl.upstream.auto_tokenizer import import_auto_tokenizer
+from fusionrl.upstream.auto_tokenizer import import_auto_tokenizer, torch_left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     import_tokenizers()  # only where a tokenizer is needed
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    with torch_left_out():
+        return AutoTokenizer.from_pretrained(folder)
 
 
 def call_template(render: Callable[..., object], *args: object, **kwargs: object) -> str:

@@ -86,6 +86,8 @@ class Actors:
         parts = []
         if self._plan.num_engines:
             parts.append(f"{self._plan.num_engines} engine{'s' * (self._plan.num_engines > 1)} and the router")
+        if num_more := len(self._plan.eval_bundles):
+            parts.append(f"{num_more} engine{'s' * (num_more > 1)} that only evaluate{'s' * (num_more == 1)}")
         parts += ["the " + scorer.role.replace("-", " ") for scorer in self._plan.scorers]
         if self._plan.layout:
             parts.append(f"{self._plan.layout.world_size} trainer{'s' * (self._plan.layout.world_size > 1)}")

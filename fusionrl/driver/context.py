@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusionrl.buffer.actor import Rollout
 from fusionrl.cluster.buffer_handle import Started
 from fusionrl.config.config import Config
 from fusionrl.driver.actors import Actors
+from fusionrl.driver.beside import Beside
 from fusionrl.driver.reporter import Reporter
 from fusionrl.driver.saver import Saver
 from fusionrl.driver.signals import StopSignal
 from fusionrl.driver.step import Step
 from fusionrl.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,6 +35,10 @@ class Run:
     stop: StopSignal
     first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
     last_trained: int  # the last rollout whose training is finished; -1: none yet
+    beside: Beside = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.beside = Beside(self.actors.buffer, self.reporter)
 
     def steps(self, saves: bool = True) -> Iterator[Step]:
         """The steps of this run that are left. `saves`: checkpoints are written after them, as the flags say."""
@@ -39,12 +47,17 @@ class Run:
 
     def start_rollout(self, rollout_id: int) -> Started:
         """Begin a rollout with all engines. Returns at once; see `wait_rollout`."""
+        self.make_room_for_engines()
+        return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
+
+    def make_room_for_engines(self) -> None:
+        """Bring back engines that died, and let the trainers give their memory away, where the two take turns."""
         self.actors.weights.restore_engines()
         self.actors.trainers.offload()
-        return self.actors.buffer.start_rollout(rollout_id, self.actors.weights.version)
 
     def begin_stream(self) -> None:
         """Begin to generate without pause; the engines have their weights."""
+        self.make_room_for_engines()
         self.actors.buffer.stream.start(self.first_rollout)
 
     def wait_rollout(self, started: Started) -> Rollout:
@@ -65,17 +78,24 @@ class Run:
         return values
 
     def push(self, version: int) -> dict[str, float]:
-        """Bring the trainers' weights to the engines."""
-        return self.actors.weights.push(version)
+        """Bring the trainers' weights to the engines; to those that only evaluate where an evaluation is due."""
+        return self.actors.weights.push(version, self.has_eval_engines and self.is_eval_due(version))
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate, and say the result."""
+        """Evaluate, and say the result. Engines of its own only begin it; it is recorded when it has ended."""
+        if self.has_eval_engines:
+            self.beside.begin(step, self.actors.weights.version)
+            return {}
         self.reporter.status("evaluating")
-        self.actors.weights.restore_engines()
-        self.actors.trainers.offload()
-        values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step))
+        self.make_room_for_engines()
+        values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step, self.pushed_version))
         self.reporter.show_evaluation(step, values)
         return values
+
+    @property
+    def pushed_version(self) -> int | None:
+        """The version of the engines' weights; None in a mode where nothing is pushed."""
+        return None if self.plan.transport is None else self.actors.weights.version
 
     def validate(self, step: int) -> dict[str, float]:
         """Validation losses of --mode sft, and say them."""
@@ -88,6 +108,31 @@ class Run:
     def is_eval_first(self) -> bool:
         """Return whether there is an evaluation before the first step."""
         return self.config.eval.has_sets and not self.config.eval.skip_eval_before_train and self.first_rollout == 0
+
+    @property
+    def has_eval_engines(self) -> bool:
+        """Return whether evaluations run beside training, on engines of their own."""
+        return bool(self.plan.eval_bundles)
+
+    def free_eval_engines(self, step: int) -> dict[str, float]:
+        """Before the push after `step`: wait for an evaluation whose engines it needs for the next. Returns metrics."""
+        if not (self.has_eval_engines and self.is_eval_due(step)):
+            return {}
+        return {"perf/time_wait_eval_s": self.beside.finish()}
+
+    def is_eval_owed(self) -> bool:
+        """Return whether the run goes on from a step whose evaluation, beside training, had not ended when it stopped.
+
+        Warns of one that was under way at an earlier step, whose weights are gone.
+        """
+        interval, first, folder = self.config.eval.eval_interval, self.first_rollout, self.path / "eval"
+        if not (self.has_eval_engines and first and interval and folder.is_dir()):
+            return False
+        last = first - first % interval
+        is_missing = last > 0 and not (folder / f"{last}.json").exists()
+        if is_missing and last < first:
+            logger.warning("the evaluation after step %d had not ended when the run stopped; it has no result", last)
+        return is_missing and last == first
 
     def is_eval_due(self, step: int) -> bool:
         """Every --eval-interval steps, and after the last one."""

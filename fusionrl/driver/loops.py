@@ -30,6 +30,7 @@ def on_policy(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
+    run.beside.finish()
 
 
 def streamed(run: Run) -> None:
@@ -40,6 +41,7 @@ def streamed(run: Run) -> None:
         with step:
             run.reporter.status("generating")
             rollout = step.fetch()
+            run.actors.engines.release_memory()  # colocated: all groups of this version are ready
             run.reporter.status("training")
             step.train(rollout)
             run.reporter.status("pushing weights")
@@ -48,6 +50,7 @@ def streamed(run: Run) -> None:
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
     run.actors.buffer.stream.stop()
+    run.beside.finish()
 
 
 def _push_first(run: Run) -> None:
@@ -55,6 +58,8 @@ def _push_first(run: Run) -> None:
     values = run.push(run.first_rollout)
     if run.is_eval_first:
         values |= run.evaluate(0)
+    elif run.is_eval_owed():
+        run.evaluate(run.first_rollout)
     run.reporter.record(run.first_rollout, values)
 
 

@@ -21,6 +21,12 @@ _SHOWN = {
     "loss": "train/loss",
     "mismatch": "train/logprob_diff_mean",
     "tokens_per_s": "perf/tokens_per_s",
+    "staleness": "rollout/staleness/token_mean",
+    "staleness_max": "rollout/staleness/token_max",
+    "in_flight": "pipeline/in_flight",
+    "ready": "pipeline/ready",
+    "engines_idle": "perf/engines_idle",
+    "trainers_idle": "perf/trainers_idle",
     "time_generate_s": "perf/time_generate_s",
     "time_train_s": "perf/time_train_s",
     "time_sync_s": "perf/time_sync_s",
@@ -53,10 +59,7 @@ class Reporter:
         self._warn(step, self._watches.after_step(step, values))
         self._last_step, self._last_values = step, {name: float(value) for name, value in values.items()}
         shown = {name: values[key] for name, key in _SHOWN.items() if key in values}
-        accuracies = [v for k, v in values.items() if k.startswith("eval/") and k.endswith("/accuracy")]
-        if accuracies:
-            shown["eval_accuracy"] = sum(accuracies) / len(accuracies)
-        self._progress.update(step, shown)
+        self._progress.update(step, shown | _eval_accuracy(values))
 
     def recorded(self, step: int) -> dict[str, float]:
         """The values of `step`, for the manifest of a checkpoint, if they were the last to be recorded."""
@@ -69,6 +72,13 @@ class Reporter:
             self._progress.print(sample_table(rollout.glimpses, step, self._progress.width))
         if rollout.facts is not None:
             self._warn(step, self._watches.after_rollout(step, rollout.facts))
+
+    def record_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Another line of metrics.jsonl for `step`, of an evaluation that ended when later steps had begun."""
+        self._metrics.log(step, values)
+        self._warn(step, self._watches.after_step(step, values))
+        self._progress.update(max(step, self._last_step), _eval_accuracy(values))
+        self.show_evaluation(step, values)
 
     def show_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Accuracy and reward of each set."""
@@ -86,3 +96,9 @@ class Reporter:
     def _warn(self, step: int, texts: list[str]) -> None:
         for text in texts:
             logger.warning("step %d: %s", step, text)  # on the console too, above the panel
+
+
+def _eval_accuracy(values: dict[str, float]) -> dict[str, float]:
+    """The display's value of an evaluation, the mean over its sets; none where `values` have no evaluation."""
+    accuracies = [v for k, v in values.items() if k.startswith("eval/") and k.endswith("/accuracy")]
+    return {"eval_accuracy": sum(accuracies) / len(accuracies)} if accuracies else {}

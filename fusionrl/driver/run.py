@@ -55,6 +55,8 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
         except Terminated:
             if actors.trainers:
                 run.save()
+            if run.beside.step is not None:
+                progress.print(f"the evaluation after step {run.beside.step} has not ended; it has no result")
             raise
         title = f"{config.run.name} ({config.run.mode})"
         drawing = beside.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
 from fusionrl.buffer.actor import Rollout
+from fusionrl.config.parts import uses_engines
 from fusionrl.driver.signals import Terminated
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Step:
         if self._saves:
             self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
         if error is None:
+            self._run.beside.collect()
             self._run.stop.check()
 
     def generate(self) -> Rollout:
@@ -65,19 +68,40 @@ class Step:
 
     def push(self) -> None:
         """Bring the new weights to the engines."""
-        self.values |= self._run.push(self.number)
+        self.values |= self._run.free_eval_engines(self.number)
+        self._push()
 
     def push_if_due(self) -> None:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
+        self.values |= self._run.free_eval_engines(self.number)  # meanwhile samples go on
         stream, start = self._run.actors.buffer.stream, time.perf_counter()
         if stream.trained():
             self.values["perf/time_drain_s"] = time.perf_counter() - start
-            self.push()
+            self._push()
+            self._run.make_room_for_engines()
             stream.pushed(self.number)
         elif self.number == self._run.plan.num_rollout:
-            self.push()  # nothing is in flight any more; an evaluation comes
+            self._push()  # nothing is in flight any more; an evaluation comes
+
+    def _push(self) -> None:
+        self.values |= self._run.push(self.number)
 
     def measure(self, tokens: str) -> None:
         """Note the time since the step began; throughput is of the metric `tokens`."""
         self.values["perf/step_time_s"] = time.perf_counter() - self._start
         self.values["perf/tokens_per_s"] = self.values[tokens] / self.values["perf/step_time_s"]
+        self.values |= idle_shares(self.values, uses_engines(self._run.config))
+
+
+def idle_shares(values: Mapping[str, float], has_engines: bool) -> dict[str, float]:
+    """Return the shares of a step in which trainers, or engines, had nothing to do; of the times of the step's row.
+
+    A stream has told the engines' own.
+    """
+    step, found = values["perf/step_time_s"], {}
+    if "perf/time_train_s" in values:
+        busy = values["perf/time_train_s"] + values.get("perf/time_sync_s", 0.0)
+        found["perf/trainers_idle"] = max(0.0, 1.0 - busy / step)
+    if has_engines and "perf/engines_idle" not in values and "perf/time_generate_s" in values:
+        found["perf/engines_idle"] = max(0.0, 1.0 - values["perf/time_generate_s"] / step)
+    return found

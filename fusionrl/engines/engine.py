@@ -170,9 +170,15 @@ class EngineActor(EngineControl):
                     ) from error
             time.sleep(0.2)
 
-    def shutdown(self, timeout_s: float = 10.0) -> None:
-        """End the server and all its processes, by force after `timeout_s` seconds. Idempotent."""
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """End the server and all its processes, by force after `timeout_s` seconds. Idempotent.
+
+        Without a limit: at once on a CPU. SGLang looks for SIGTERM once in 5 s, and then waits for its schedulers,
+        which matters where they hold a GPU's memory.
+        """
         if self._server is not None:
+            if timeout_s is None:
+                timeout_s = 0.0 if self.spec.device == "cpu" else 10.0
             self._server.terminate(timeout_s=timeout_s)
         # SGLang leaves its own segments behind, 25 MB of message queue for each engine with tp_size > 1.
         while self._shared_memory:

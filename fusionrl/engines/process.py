@@ -169,9 +169,9 @@ class ChildProcess:
             time.sleep(poll_s)
 
     def terminate(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM to the command; after `timeout_s` seconds SIGKILL to it and all its descendants.
+        """SIGTERM to the command; after `timeout_s` seconds, at once for 0, SIGKILL to it and all its descendants.
         Idempotent."""
-        if self.alive():
+        if timeout_s > 0 and self.alive():
             try:
                 # The minder has not collected the command, so the pid it signals cannot be another process's.
                 self._ours.sendall(b"T")

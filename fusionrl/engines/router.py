@@ -54,11 +54,12 @@ class Router:
         api_key: str | None = None,
         router_args: Mapping[str, object] | None = None,
         start_timeout_s: float = 60.0,
+        name: str = "router",
     ) -> None:
         """`router_args` are fields of sglang_router's RouterArgs; they win over the defaults here.
 
         `host` is the address to bind, by which clients reach it. With an `api_key` the router asks its
-        clients for it. Raises ValueError when `router_args` has what this class sets itself.
+        clients for it. `name` is that of its log. Raises ValueError when `router_args` has what this class sets itself.
         """
         args = dict(router_args or {})
         taken = sorted({"host", "api_key", "worker_urls"} & args.keys())
@@ -70,7 +71,7 @@ class Router:
         self._args = {**_DEFAULTS, **args}
         self._host, self._prometheus_host = host, str(self._args["prometheus_host"])
         self._api_key = api_key
-        self._log_path = Path(log_dir, "router.log")
+        self._log_path = Path(log_dir, f"{name}.log")
         self._start_timeout_s = start_timeout_s
         self._process: ChildProcess | None = None
         self._metrics_url = ""

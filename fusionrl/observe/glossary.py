@@ -94,6 +94,7 @@ _ON_THE_CONSOLE = {
     "reward": "rollout/raw_reward",
     "acc": "rollout/accuracy",
     "loss": "train/loss",
+    "stale": "rollout/staleness/token_mean",
 }
 
 

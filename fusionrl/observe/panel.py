@@ -226,9 +226,8 @@ def panel(state: State, look: Look) -> list[str]:
     """The lines of the live display, none wider than `look.width`."""
     look = Look(look.glyphs, look.color, min(look.width, MAX_WIDTH))
     lines = [_title(state, look), _step(state, look)]
-    for line in (_headline(state, look), _accuracy(state), _speed(state), _time(state, look)):
-        if line:
-            lines.append(line)
+    ahead = (_ages(state), _ahead(state))
+    lines += filter(None, (_headline(state, look), _accuracy(state), _speed(state), *ahead, _time(state, look)))
     lines.append(_status(state, look))
     return [join(line, look) for line in lines]
 
@@ -310,6 +309,26 @@ def _speed(state: State) -> list[Piece]:
     return pieces
 
 
+def _ages(state: State) -> list[Piece]:
+    """How old the tokens are; nothing where one rollout comes after the other."""
+    values = state.values
+    if "in_flight" not in values or "staleness" not in values:
+        return []
+    pieces = _label("staleness", number(values["staleness"]))
+    return pieces + ([(f"max {values['staleness_max']:.0f}", PLAIN)] if "staleness_max" in values else [])
+
+
+def _ahead(state: State) -> list[Piece]:
+    """What runs ahead of training, and who has nothing to do."""
+    values = state.values
+    if "in_flight" not in values:
+        return []
+    pieces = _label("in flight", f"{values['in_flight']:.0f}")
+    pieces += [(f"ready {values['ready']:.0f}   ", PLAIN)] if "ready" in values else []
+    idle = [(name, f"{name}s_idle") for name in ("engine", "trainer")]
+    return pieces + [(f"{name}s idle {percent(values[key])}   ", PLAIN) for name, key in idle if key in values]
+
+
 def _time(state: State, look: Look) -> list[Piece]:
     shares = split(state.values)
     pieces = _label("time", "" if state.step_s is None else f"{duration(state.step_s)}/step")
@@ -356,6 +375,7 @@ def compact(state: State, values: Mapping[str, float]) -> str:
         ("loss", "loss", number, 7),
         ("tok/s", "tokens_per_s", rate, 7),
         ("mismatch", "mismatch", number, 7),
+        *((("stale", "staleness", number, 5),) if "in_flight" in values else ()),
     )
     parts += [f"{name} {form(values[key]):>{width}}" for name, key, form, width in columns if key in values]
     shares = split(values)

@@ -110,7 +110,8 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
 def _others(config: Config) -> int:
     """Devices of what has its own beside trainers and engines."""
     algorithm, run = config.algorithm, config.run
-    count = config.reward.rm_num_gpus if config.reward.rm_model is not None and run.mode != "sft" else 0
+    count = config.eval.eval_num_gpus
+    count += config.reward.rm_num_gpus if config.reward.rm_model is not None and run.mode != "sft" else 0
     if algorithm.use_opd and algorithm.opd_type == "sglang":
         count += algorithm.opd_teacher_num_gpus
     role = auxiliary_role(config)

@@ -60,11 +60,21 @@ def knobs_of(config: Config, num_rollout: int | None, num_engines: int) -> Knobs
     staleness, lead = values["max_staleness"], values["lead"]
     if given["admission_lead"] is None and isinstance(staleness, int) and isinstance(lead, float):
         values["lead"] = min(lead, float(staleness))  # a preset's lead fits any bound
+    spare = max(0, (rollout.over_sampling_batch_size or 0) - rollout.rollout_batch_size)
+    if spare and values["max_staleness"]:
+        raise ValueError(
+            f"--pipeline {config.run.pipeline}: --over-sampling-batch-size {rollout.over_sampling_batch_size}: prompts"
+            " that run ahead are trained later, so none are to spare; give --admission-lead in its place"
+        )
     try:
         return Knobs(
             groups_per_fetch=rollout.rollout_batch_size,
+            spare_groups=spare,
+            exclusive=config.cluster.colocate,
+            max_tries=given["max_group_tries"],
+            max_failures_in_row=given["max_failed_groups"],
             num_fetches=num_rollout or None,
-            samples_per_group=rollout.n_samples_per_prompt,
+            samples_per_group=rollout.n_samples_per_prompt + estimator_of(config.algorithm).needs_greedy_answer,
             **values,  # type: ignore[arg-type]  # of the types that the flags have
         )
     except ValueError as error:
@@ -88,50 +98,45 @@ def keeps_groups_in_flight(config: Config) -> bool:
     return config.rollout.rollout_function_path in FULLY_ASYNC
 
 
+def _makes_batches(config: Config) -> bool:
+    """Return whether a rollout function of the user's own makes whole batches; it may keep requests under way."""
+    return config.rollout.rollout_function_path != type(config.rollout)().rollout_function_path
+
+
 def pause_mode(config: Config, plan: HasKnobs) -> str:
     """Return what a push does to running requests, as SGLang's /pause_generation calls it."""
     if plan.knobs is not None and plan.knobs.in_flight != "drain":
         return plan.knobs.in_flight
-    if keeps_groups_in_flight(config) and "pause_generation_mode" not in config.given():
+    if (
+        keeps_groups_in_flight(config) or (plan.knobs is not None and _makes_batches(config))
+    ) and "pause_generation_mode" not in config.given():
         return "retract"  # aborted, long answers would begin anew at each push, and short ones would win
     return config.weights.pause_generation_mode
 
 
 def stream_errors(config: Config) -> list[str]:
     """List what does not go together with a pipeline that generates without pause."""
-    if keeps_groups_in_flight(config):
-        return _worker_errors(config)
+    errors = _worker_errors(config) if keeps_groups_in_flight(config) else []
     if not is_streamed(config):
-        return []
+        return errors
     rollout, shown = config.rollout, f"--pipeline {config.run.pipeline}"
-    errors = []
-    if rollout.rollout_batch_size is not None:
+    if config.cluster.colocate and (config.run.pipeline != "stream" or config.pipelining.max_staleness):
+        errors.append(
+            f"{shown}: with --colocate engines and trainers share devices and work in turn, so nothing can run ahead;"
+            f" take --pipeline {IN_TURN} or stream, or leave out --colocate"
+        )
+    elif rollout.rollout_batch_size is not None:
         try:
             knobs_of(config, None, _ANY_ENGINES)
         except ValueError as error:
             errors.append(str(error))
-    if config.cluster.colocate:
-        errors.append(f"{shown}: with --colocate engines and trainers work in turn; take --pipeline {IN_TURN}")
-    if rollout.rollout_function_path != type(rollout)().rollout_function_path:
+    if rollout.partial_rollout:
+        errors.append(f"{shown}: --partial-rollout belongs to --pipeline {IN_TURN}; --in-flight does it here")
+    if rollout.rollout_all_samples_process_path is not None:
         errors.append(
-            f"{shown}: --rollout-function-path makes whole batches, which is not available here yet; take"
-            f" --custom-generate-function-path, or --pipeline {IN_TURN}"
+            f"{shown}: --rollout-all-samples-process-path sees all groups of one rollout, and here groups belong to"
+            f" none before they are trained; take --pipeline {IN_TURN}"
         )
-    for field in ("partial_rollout", "over_sampling_batch_size"):
-        if getattr(rollout, field):
-            flag = "--" + field.replace("_", "-")
-            cure = "--in-flight and --admission-lead do it here"
-            errors.append(f"{shown}: {flag} belongs to --pipeline {IN_TURN}; {cure}")
-    data, estimator = config.data, config.algorithm.advantage_estimator
-    own_data = data.data_source_path != type(data)().data_source_path
-    missing = {
-        "--use-fault-tolerance": rollout.use_fault_tolerance,
-        f"--data-source-path {data.data_source_path}": own_data,
-        "--rollout-all-samples-process-path": rollout.rollout_all_samples_process_path is not None,
-        f"--advantage-estimator {estimator}": estimator_of(config.algorithm).needs_greedy_answer,
-    }
-    flags = [flag for flag, is_given in missing.items() if is_given]
-    errors += [f"{shown}: {flag} is not available here yet; take --pipeline {IN_TURN}" for flag in flags]
     if "pause_generation_mode" in config.given():
         errors.append(
             f"{shown}: --in-flight says what a push does to running samples; leave out --pause-generation-mode"
@@ -159,6 +164,4 @@ def _worker_errors(config: Config) -> list[str]:
         )
     if config.rollout.dynamic_sampling_filter_path is not None:
         errors.append(f"{shown}: it asks no --dynamic-sampling-filter-path; leave that out")
-    if config.run.pipeline != IN_TURN:
-        errors.append(f"{shown}: it is not bounded by --pipeline {config.run.pipeline} yet; take --pipeline {IN_TURN}")
     return errors

@@ -23,6 +23,7 @@ from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple,
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.pipeline import is_streamed, knobs_of
+from fusionrl.plan.places import place_engines, place_evaluation
 from fusionrl.plan.push import push_tensors, torch_name
 from fusionrl.plan.trainer_plan import TrainerPlan
 
@@ -62,6 +63,7 @@ class Plan:
     balance: Balance | None
     num_rollout: int
     train_num_threads: int
+    eval_bundles: tuple[tuple[int, ...], ...] = ()  # the same of engines that evaluate alone, numbered after the others
     quantization: BlockFp8 | None = None  # of the engines' weights
     memory: MemoryReport | None = None
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
@@ -81,7 +83,8 @@ class Plan:
         layout = None if group is None else group.layout
         assert layout is not None, f"the run has no trainers of the role {role}"
         steps = self.num_optimizer_steps or None
-        return TrainerPlan(layout, self.device, self.precision, self.train_num_threads, steps, self.answers)
+        threads = self.train_num_threads
+        return TrainerPlan(layout, self.device, self.precision, threads, steps, self.answers, self.knobs)
 
     @property
     def push_bytes(self) -> int:
@@ -93,6 +96,11 @@ class Plan:
     def backend(self) -> str:
         """Backend of the collective operations."""
         return "nccl" if self.device == "cuda" else "gloo"
+
+    @property
+    def all_engine_bundles(self) -> tuple[tuple[int, ...], ...]:
+        """The bundles of every engine that serves the policy, by its number: to generate, and to evaluate alone."""
+        return self.engine_bundles + self.eval_bundles
 
     @property
     def is_colocated(self) -> bool:
@@ -179,7 +187,8 @@ def _plan(
     auxiliary = _auxiliary(config, shape, device, num_bundles) if layout else None
     num_bundles = max(num_bundles, 1 + max(auxiliary.bundles)) if auxiliary else num_bundles
     scorers = _scorers(config, num_bundles)
-    last = max((bundle for scorer in scorers for bundles in scorer.bundles for bundle in bundles), default=-1)
+    num_bundles = max([num_bundles, *(1 + bundles[-1] for scorer in scorers for bundles in scorer.bundles)])
+    eval_bundles = place_evaluation(config, num_bundles) if layout and num_engines else ()
     transport = None
     if layout and num_engines:
         wanted = config.weights.update_weight_transport
@@ -194,9 +203,10 @@ def _plan(
         auxiliary=auxiliary,
         num_engines=num_engines,
         engine_size=size,
-        num_bundles=max(num_bundles, last + 1),
+        num_bundles=max([num_bundles, *(1 + bundles[-1] for bundles in eval_bundles)]),
         trainer_bundles=tuple(range(world_size)),
         engine_bundles=engine_bundles,
+        eval_bundles=eval_bundles,
         scorers=scorers,
         transport=transport,
         batch=_batch(config, layout),
@@ -267,6 +277,7 @@ def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = Non
         lambda: _auxiliary(config, shape, "cpu", 0) if shape and layout else None,
         lambda: _rollout_gpus(config),
         lambda: _scorers(config, 0),
+        lambda: place_evaluation(config, 0),
         lambda: _batch(config, layout),
         lambda: _check_colocated(config),
     ]
@@ -399,10 +410,7 @@ def _rollout_gpus(config: Config) -> int:
 
 
 def _scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
-    """The engines that only read, on devices from `first` on.
-
-    None of them spans two nodes: one that does not fit on what is left of a node begins on the next.
-    """
+    """The engines that only read, on devices from `first` on."""
     if not uses_engines(config):
         return ()
     reward, algorithm, per_node = config.reward, config.algorithm, config.cluster.num_gpus_per_node
@@ -416,19 +424,9 @@ def _scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
         wanted.append(("teacher", "--opd-teacher", algorithm.opd_teacher_load, count, size))
     scorers = []
     for role, prefix, path, count, size in wanted:
-        if count % size:
-            raise ValueError(
-                f"{prefix}-num-gpus {count} is no multiple of {prefix}-num-gpus-per-engine {size};"
-                f" {dividing(count, size)}"
-            )
-        bundles = []
-        for _ in range(count // size):
-            left = per_node - first % per_node
-            if size > left:
-                first += left
-            bundles.append(tuple(range(first, first + size)))
-            first += size
-        scorers.append(ScorerPlan(role, path, tuple(bundles)))
+        bundles = place_engines(f"{prefix}-num-gpus", f"{prefix}-num-gpus-per-engine", count, size, first, per_node)
+        first = 1 + bundles[-1][-1]
+        scorers.append(ScorerPlan(role, path, bundles))
     return tuple(scorers)
 
 

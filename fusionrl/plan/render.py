@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusionrl.config.config import Config
+from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.pipeline import described as described_knobs
@@ -28,6 +29,8 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
     ]
     if plan.knobs:
         lines.append(f"pipeline   {described_knobs(plan.knobs)}")
+    if (loss := described_loss(config)) is not None:
+        lines.append(f"loss       {loss}")
     if config.algorithm.algorithm is not None:
         lines.append(f"algorithm  {config.algorithm.algorithm}: {', '.join(described(vars(config.to_args())))}")
     if plan.layout:
@@ -36,10 +39,13 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         lines.append(f"{plan.auxiliary.role:<11}{_ranks(plan.auxiliary.layout, plan.auxiliary.bundles)}")
     if plan.num_engines:
         named = [f"engine {i} on {_devices(bundles)}" for i, bundles in enumerate(plan.engine_bundles)]
-        places = ", ".join(named if len(named) <= 8 else [*named[:3], "…", named[-1]])
         in_place = config.weights.pause_generation_mode == "in_place"
         cache = "; no prefix cache, for --pause-generation-mode in_place" if in_place else ""
-        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {places}{cache}")
+        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {_some(named)}{cache}")
+    if plan.eval_bundles:
+        first = plan.num_engines
+        named = [f"engine {first + i} on {_devices(bundles)}" for i, bundles in enumerate(plan.eval_bundles)]
+        lines.append(f"evaluation {len(named)} x TP {plan.engine_size}, while training goes on: {_some(named)}")
     for scorer in plan.scorers:
         name = "rm" if scorer.role == "reward-model" else scorer.role
         lines.append(
@@ -93,6 +99,11 @@ def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
     return f"{layout.world_size} ranks = {sizes} on devices {_devices(bundles)}"
 
 
+def _some(named: list[str]) -> str:
+    """The engines as a list, or some of many."""
+    return ", ".join(named if len(named) <= 8 else [*named[:3], "…", named[-1]])
+
+
 def _devices(bundles: tuple[int, ...]) -> str:
     """Devices as a list, or as first and last where many follow one another."""
     follow = bundles == tuple(range(bundles[0], bundles[0] + len(bundles)))
@@ -101,7 +112,9 @@ def _devices(bundles: tuple[int, ...]) -> str:
 
 def _idle(plan: Plan) -> str:
     """The devices that nothing runs on, so that no engine spans two nodes."""
-    used = {*plan.trainer_bundles}.union(*plan.engine_bundles, *(b for scorer in plan.scorers for b in scorer.bundles))
+    used = {*plan.trainer_bundles}.union(
+        *plan.all_engine_bundles, *(b for scorer in plan.scorers for b in scorer.bundles)
+    )
     used |= set(plan.auxiliary.bundles) if plan.auxiliary else set()
     idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
     return f", idle {idle} so that no engine spans two nodes" if idle else ""

@@ -10,7 +10,9 @@ import os
 import threading
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
@@ -24,6 +26,7 @@ from fusionrl.rewards.settings import RewardSettings
 logger = logging.getLogger(__name__)
 
 _lost: Counter[str] = Counter()
+_lost_here: ContextVar[Counter[str]] = ContextVar("lost", default=_lost)
 _lock = threading.Lock()
 
 
@@ -105,6 +108,17 @@ async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> f
     return score if isinstance(score, Lost) else _checked_number(score, name, sample)
 
 
+@contextmanager
+def counting_lost() -> Iterator[Counter[str]]:
+    """Count apart from `take_lost` what is lost within the block: an evaluation may run beside a rollout."""
+    counts: Counter[str] = Counter()
+    token = _lost_here.set(counts)
+    try:
+        yield counts
+    finally:
+        _lost_here.reset(token)
+
+
 def take_lost() -> dict[str, int]:
     """Return how many samples got no reward since the last call, and why ("timeout", "crash")."""
     with _lock:
@@ -157,7 +171,7 @@ def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: 
     if value is None:
         sample.status = Sample.Status.FAILED
     with _lock:
-        _lost[lost.reason] += 1
+        _lost_here.get()[lost.reason] += 1
     return value or 0.0  # a number also where it counts for nothing: users' filters may compare it
 
 

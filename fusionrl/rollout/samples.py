@@ -6,7 +6,7 @@ import asyncio
 import copy
 import inspect
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from fusionrl.rewards.length import LengthPenalties, length_reward
 from fusionrl.rewards.settings import RewardSettings
 from fusionrl.rollout.loops import LoopSemaphore
 from fusionrl.rollout.state import semaphore_of
+from fusionrl.rollout.time_limit import within
 from fusionrl.rollout.turns import SamplingParams, TurnSettings, generate_sample
 from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
 from fusionrl.rollout.unsampled import warn_of_unsampled
@@ -36,6 +37,7 @@ class SampleContext:
     sample_hooks   --rollout-sample-hook-path
     semaphore      bounds the samples under way
     policy_urls    of the engines and their router
+    timeout_s      --sample-timeout
     on_generated   called when a sample needs no engine any more
     """
 
@@ -47,6 +49,7 @@ class SampleContext:
     rewards: RewardSettings
     limits: Limits
     policy_urls: tuple[str, ...]
+    timeout_s: float | None = None
     on_generated: Callable[[], None] | None = None
 
     @classmethod
@@ -62,6 +65,7 @@ class SampleContext:
             rewards=RewardSettings.of_args(args),
             limits=Limits.of_args(args),
             policy_urls=tuple(url for url in urls if url),
+            timeout_s=getattr(args, "sample_timeout", None),
         )
 
 
@@ -73,12 +77,13 @@ async def generate_and_score(
     if not evaluation and (sample.status in _FINISHED or is_lost):
         return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
     path = sample.generate_function_path or context.generate_path
-    result: Sample | list[Sample]
+    making: Awaitable[Sample | list[Sample]]
     async with context.semaphore:
         if path is None:
-            result = await generate_sample(context.turns, sample, params)
+            making = generate_sample(context.turns, sample, params)
         else:
-            result = await custom_generate(context, path, sample, params, evaluation)
+            making = custom_generate(context, path, sample, params, evaluation)
+        result = await within(context.timeout_s, sample, making)
     if context.on_generated is not None:
         context.on_generated()
     samples = [await _hooked(context, one, evaluation) for one in as_list(result)]

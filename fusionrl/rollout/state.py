@@ -12,6 +12,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from fusionrl.data.sample import Sample
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 512  # for each engine, where `args` do not say
 _Ends = tuple[str, tuple[str, ...]]
-_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[_Ends, GenerateClient]] = (
+# Rollouts and an evaluation beside them may share a loop, and have other engines.
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Ends, GenerateClient]] = (
     weakref.WeakKeyDictionary()
 )
-_current: list[Namespace] = []  # the `args` of the default rollout that is open, if one is
+_current: list[Namespace] = []  # the `args` of the default rollout that is open, and of an evaluation beside it
+_own: ContextVar[Namespace | None] = ContextVar("own", default=None)  # the one of these that the code runs in
 
 
 def sampling_params(args: Namespace) -> dict[str, Any]:
@@ -92,11 +95,11 @@ def client_of(args: Namespace) -> GenerateClient | None:
     if not getattr(args, "router_url", None):
         return given
     ends = (args.router_url, tuple(args.engine_urls))
-    held = _clients.get(loop)
-    if held is None or held[0] != ends:
-        held = _clients[loop] = (ends, new_client(args))
-        close_with_loop(held[1].close)
-    return held[1]
+    held = _clients.setdefault(loop, {})
+    if ends not in held:
+        held[ends] = new_client(args)
+        close_with_loop(held[ends].close)
+    return held[ends]
 
 
 def semaphore_of(args: Namespace) -> LoopSemaphore:
@@ -111,9 +114,11 @@ def semaphore_of(args: Namespace) -> LoopSemaphore:
 def rollout_open(args: Namespace) -> Iterator[None]:
     """Say whose `args` are the current ones while the default rollout, or an evaluation, is under way."""
     _current.append(args)
+    token = _own.set(args)
     try:
         yield
     finally:
+        _own.reset(token)
         _current.remove(args)
         args.is_stopping = None
 
@@ -176,7 +181,7 @@ class GenerateState:
     def aborted(self) -> bool:
         """Return whether the rollout has enough samples and the remaining requests are being stopped."""
         # A state that a module keeps is of an earlier rollout's `args`; it speaks of the one that is open.
-        args = _current[-1] if _current else self.args
+        args = _own.get() or (_current[-1] if _current else self.args)
         is_stopping = getattr(args, "is_stopping", None) or getattr(self.args, "is_stopping", None)
         return self._is_aborted or bool(is_stopping is not None and is_stopping())
 

@@ -1,7 +1,7 @@
-"""Names of `slime.backends.megatron_utils.cp_utils`, for functions of --custom-tis-function-path.
+"""Names of `slime.backends.megatron_utils.cp_utils`, for functions of --custom-tis-function-path and their like.
 
-Here such a function is given whole responses, so there is nothing to gather or to slice. With context parallelism each
-rank has values of its own tokens alone, and masks of 0 elsewhere: then a sum over a response is wrong, and is refused.
+Here a function in the trainers is given whole responses on every context-parallel rank, so there is nothing to gather
+or to slice: a function that was written for one rank's part of them runs unchanged, with the same values.
 """
 
 from __future__ import annotations
@@ -15,45 +15,20 @@ from torch import Tensor
 Values = TypeVar("Values", Tensor, list[float])
 
 
-def _check_one_rank(name: str) -> None:
-    from megatron.core import parallel_state  # only in a trainer, which has prepared it
-
-    size = parallel_state.get_context_parallel_world_size() if parallel_state.is_initialized() else 1
-    if size > 1:
-        raise ValueError(
-            f"--context-parallel-size {size}: {name} of a custom function sees the tokens of one rank alone; use 1, or"
-            " a built-in correction (--use-tis with --tis-mode)"
-        )
-
-
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Return a response's values as they are, [response_length].
-
-    Raises:
-        ValueError: with context parallelism.
-    """
-    _check_one_rank("all_gather_with_cp")
+    """Return a response's values as they are, [response_length]."""
+    assert len(tensor) == response_length, f"{len(tensor)} values for {response_length} response tokens"
     return tensor
 
 
 def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
-    """Return a response's values as they are, [response_length].
-
-    Raises:
-        ValueError: with context parallelism.
-    """
+    """Return a response's values as they are, [response_length]."""
     assert len(log_prob) == response_length, f"{len(log_prob)} values for {response_length} response tokens"
-    _check_one_rank("slice_log_prob_with_cp")
     return log_prob
 
 
 def slice_with_cp(tokens: Tensor, pad_value: float | Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Return a sequence as it is.
-
-    Raises:
-        ValueError: with context parallelism.
-    """
-    _check_one_rank("slice_with_cp")
+    """Return a sequence as it is."""
     return tokens
 
 
@@ -68,11 +43,7 @@ def get_sum_of_sample_mean(
 
     sample_denoms             what each sample's sum is divided by; default: its number of trained tokens
     calculate_per_token_loss  nothing is divided: the sum over trained tokens
-
-    Raises:
-        ValueError: with context parallelism.
     """
-    _check_one_rank("get_sum_of_sample_mean")
     denominators = [mask.sum() for mask in loss_masks] if sample_denoms is None else list(sample_denoms)
 
     def reduced(values: Tensor) -> Tensor:

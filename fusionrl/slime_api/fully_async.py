@@ -2,7 +2,8 @@
 
 One worker for the process holds a pool of groups in flight. A rollout takes the first that are finished, and fills the
 pool up; the others go on while the trainers train, also over a weight push. Prompts are drawn only while a rollout is
-asked for, so the data cursor stands still when a checkpoint is written. Nothing bounds how old a sample may become.
+asked for, so the data cursor stands still when a checkpoint is written. Under --pipeline on-policy nothing bounds how
+old a sample may become; under the others the data source gives prompts only as far as --max-staleness allows.
 """
 
 from __future__ import annotations
@@ -135,6 +136,9 @@ def generate_rollout_fully_async(
         groups += worker.get_completed_groups(args.rollout_batch_size - len(groups))
     logger.info("rollout %d: %d finished groups wait", rollout_id, worker.queue_size())
     return [group for _, group in sorted(groups, key=lambda one: one[0])]
+
+
+generate_rollout_fully_async.asks_again = True  # type: ignore[attr-defined]  # `fill` takes what it gets
 
 
 def _process_worker(args: Namespace, data_buffer: DataSource) -> AsyncRolloutWorker:

@@ -144,12 +144,14 @@ _TRACE_NAMES: Names = {
 }
 _CP: Names = {
     **{
-        name: Here(f"{_API}.context_parallel:{name}", "with --context-parallel-size 1; more is refused")
+        name: Here(
+            f"{_API}.context_parallel:{name}", "functions get whole responses on every rank: nothing is left to do"
+        )
         for name in ("all_gather_with_cp", "slice_with_cp", "slice_log_prob_with_cp", "get_sum_of_sample_mean")
     },
     **none_of(
-        "sequences are cut in another order here",
-        "--custom-tis-function-path is given whole responses",
+        "sequences are cut in another way here",
+        "functions get whole responses on every rank, also under context parallelism; leave it out",
         *("get_logits_and_tokens_offset_with_cp", "prepare_routed_experts_for_routing_replay"),
     ),
 }

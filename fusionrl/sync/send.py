@@ -53,6 +53,7 @@ class _Order:
     gatherer: PartGatherer
     buffers: list[SharedBuffer] | list[Tensor]
     turns: Turns
+    broadcast: Broadcast | None = None  # this rank's group, where it sends by one
     ready: SimpleQueue[tuple[Bucket, SharedBuffer | Tensor, Parts] | None] = field(default_factory=SimpleQueue)
     free: SimpleQueue[SharedBuffer | Tensor] = field(default_factory=SimpleQueue)
 
@@ -81,7 +82,8 @@ class WeightSender:
         self.exporter, self.node_id = exporter, node_id
         self.buffer_size, self.timeout_s = buffer_size, timeout_s
         self.object_group, self.overlapped = object_group, overlapped
-        self._broadcast = Broadcast(backend, host, timeout_s)
+        # Engines reached → their group: those that only evaluate take part in some pushes alone.
+        self._broadcasts: dict[tuple[int, ...], Broadcast] = {}
         self._order: _Order | None = None
         self._buffers: list[SharedBuffer] | list[Tensor] = []  # of this rank as a source; see `_make_buffers`
         self._store: dist.Store | None = None
@@ -225,7 +227,12 @@ class WeightSender:
         place = order.plan.sources.index(self.rank)
         order.turns.wait(f"connected-{source}" for source in order.plan.sources[:place])
         reached = order.plan.engines_of(self.rank)
-        self._broadcast.connect([target for target in order.targets if target.index in reached])
+        targets = [target for target in order.targets if target.index in reached]
+        key = tuple(target.index for target in targets)
+        if key not in self._broadcasts:
+            self._broadcasts[key] = Broadcast(self.backend, self.host, self.timeout_s)
+        order.broadcast = self._broadcasts[key]
+        order.broadcast.connect(targets)
         order.turns.done(f"connected-{self.rank}")
 
     def _gather(self, order: _Order, bucket: Bucket) -> None:
@@ -289,7 +296,8 @@ class WeightSender:
             assert complete in ((), bucket.engines), "one source serves all engines"
             named = [(name, view) for _, name, view in parts]
             stamp = stamp_of(version if complete else None)
-            return self._broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
+            assert order.broadcast is not None
+            return order.broadcast.send(named, _flat(buffer)[: bucket.sent_bytes], stamp, left_s)
         reached = [
             (target, stamp_of(version if target.index in complete else None))
             for target in order.targets
@@ -305,8 +313,9 @@ class WeightSender:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Leave the group with the engines."""
-        self._broadcast.close()
+        """Leave the groups with the engines."""
+        for broadcast in self._broadcasts.values():
+            broadcast.close()
 
 
 class _Sending:

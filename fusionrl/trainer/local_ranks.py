@@ -33,16 +33,19 @@ class Failed(Exception):
         self.kind, self.message = kind, message
 
 
-def serve(connection: Connection) -> None:
-    """Run the commands that come in: start an actor, call one of its methods, or a function on it."""
+def serve(connection: Connection, environment: dict[str, str]) -> None:
+    """Run the commands that come in: start an actor, call one of its methods, or a function on it.
+
+    `environment` is the starter's, as a fork has that of the process that it is forked from.
+    """
     import warnings
 
-    warnings.filterwarnings("ignore")
-    from fusionrl.trainer.roles import TRAINERS
-    from fusionrl.upstream import cpu_megatron
+    os.environ.clear()
+    os.environ.update(environment)
 
-    cpu_megatron.install()
-    import fusionrl.trainer.model  # noqa: F401 (and with it Megatron)
+    warnings.filterwarnings("ignore")
+    import fusionrl.trainer.rank_imports  # noqa: F401  # Megatron; a fork has it already
+    from fusionrl.trainer.roles import TRAINERS
 
     gc.freeze()  # each actor's end collects garbage; what was imported is none
     actor: Any = None
@@ -66,6 +69,17 @@ def serve(connection: Connection) -> None:
             connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
 
 
+def _context() -> Any:
+    """Make processes as forks of one that has imported Megatron, 3 s of a core; CUDA does not survive a fork."""
+    import torch
+
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fusionrl.trainer.rank_imports"])
+    return context
+
+
 class LocalRanks:
     """`count` processes; rank i of a group of trainers is in process i.
 
@@ -75,11 +89,11 @@ class LocalRanks:
     """
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._pipes, self._processes = [], []
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,), daemon=True)
+            process = context.Process(target=serve, args=(theirs, dict(os.environ)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -7,14 +7,10 @@ changes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from fusionrl.algorithms.corrections import CorrectionOptions, importance_weights, opsm_mask
 from fusionrl.algorithms.entropy import entropy_bonus
@@ -31,8 +27,10 @@ from fusionrl.algorithms.value_loss import value_loss
 from fusionrl.config.config import Config
 from fusionrl.config.groups import AlgorithmGroup
 from fusionrl.config.hooks import HookError, call_hook, flag_of
+from fusionrl.config.off_policy import corrects_by_default
 from fusionrl.config.parts import policy_loss_name
 from fusionrl.trainer.batch import MicroBatch
+from fusionrl.trainer.context_sum import sum_over_context_ranks
 from fusionrl.trainer.loss_hooks import LossHooks
 from fusionrl.trainer.step_report import MISMATCH, MISMATCH_PEAK
 
@@ -44,6 +42,7 @@ class LossOptions:
     policy_loss      a name of LOSSES
     constants        of the policy losses
     correction       None: the engine's log-probs are not corrected for
+    is_default       nobody asked for the correction: without the engine's log-probs there is none
     kl_coef          None: no KL term
     opsm_delta       None: no off-policy sequence masking
     needs_log_probs  the trainers' log-probs of before the first step, even where there is only one
@@ -53,6 +52,7 @@ class LossOptions:
     policy_loss: str = "ppo"
     constants: PolicyLossOptions = field(default_factory=PolicyLossOptions)
     correction: CorrectionOptions | None = None
+    is_default: bool = False
     kl_coef: float | None = None
     kl_type: str = "k3"
     use_unbiased_kl: bool = False
@@ -77,6 +77,7 @@ class LossOptions:
             policy_loss=policy_loss_name(a),
             constants=_constants(a),
             correction=_correction(a),
+            is_default=corrects_by_default(config),
             kl_coef=a.kl_loss_coef if a.use_kl_loss else None,
             kl_type=a.kl_loss_type,
             use_unbiased_kl=a.use_unbiased_kl,
@@ -259,7 +260,7 @@ def _outcome_terms(
     """(losses of tokens: of each that of its sample; sums; values of tokens of which the mean over samples counts)."""
     labels = batch.fields["outcomes"]
     rewards, excluded = implicit_rewards(log_probs, batch.fields["ref_log_probs"], batch.fields["loss_mask"], beta)
-    sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
+    sequences = Sequences(batch.sequences, len(batch.samples), sum_over_context_ranks())
     totals = sequences.spread(sequences.sum(rewards))
     losses = implicit_reward_loss(totals, labels)
     right = ((totals > 0) == (labels > 0)).to(losses.dtype)
@@ -272,18 +273,19 @@ def _policy_terms(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """(loss, losses of tokens, sums that have the loss's weights, values of tokens of which the mean counts)."""
     fields, mask = batch.fields, batch.fields["loss_mask"]
-    if (options.use_rollout_log_probs or options.correction is not None) and "rollout_log_probs" not in fields:
+    correction = None if options.is_default and "rollout_log_probs" not in fields else options.correction
+    if (options.use_rollout_log_probs or correction is not None) and "rollout_log_probs" not in fields:
         flag = "--use-rollout-logprobs" if options.use_rollout_log_probs else "--use-tis, --rejection-level, --tis-veto"
         raise ValueError(f"{flag}: the rollout has no log-probs; let the engines return them, or leave the flag out")
     # One optimizer step a rollout: the policy that acted is the one of this very forward pass.
     recomputed = fields.get("log_probs", log_probs.detach())
     old = fields["rollout_log_probs"] if options.use_rollout_log_probs else recomputed
-    sequences = Sequences(batch.sequences, len(batch.samples), _over_context_ranks())
+    sequences = Sequences(batch.sequences, len(batch.samples), sum_over_context_ranks())
     extra = {"selected": fields["selected"] > 0} if LOSSES[options.policy_loss].selects else {}
     advantages = fields["advantages"]
     losses, means = options.token_loss(log_probs, old, advantages, mask, sequences, options.constants, **extra)
-    if options.correction is not None:
-        given = (recomputed, fields["rollout_log_probs"], mask, sequences, options.correction)
+    if correction is not None:
+        given = (recomputed, fields["rollout_log_probs"], mask, sequences, correction)
         weights, keep, found = importance_weights(*given)
         losses, means = torch.where(keep, losses * weights, 0.0), means | found
     if options.opsm_delta is not None:
@@ -308,25 +310,3 @@ def _policy_terms(
         means["kl_loss"] = kl
         losses, loss = losses + kl, loss + options.kl_coef * (batch.weights * kl).sum()
     return loss, losses, {"loss": loss} | sums, means | {"advantage_mean": advantages}
-
-
-def _over_context_ranks() -> Callable[[Tensor], Tensor] | None:
-    group = parallel_state.get_context_parallel_group()
-    return None if group.size() == 1 else lambda values: _Sum.apply(values, group)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over a group's ranks; the gradient of each one's part is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None

@@ -6,11 +6,13 @@ from argparse import Namespace
 from collections.abc import Mapping
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, call_hook, flag_of, user_code
 from fusionrl.trainer.batch import MicroBatch
+from fusionrl.trainer.context_sum import sum_over_context_ranks
 
 TIS, REDUCER = "custom_tis_function_path", "custom_pg_loss_reducer_function_path"
 
@@ -18,7 +20,8 @@ TIS, REDUCER = "custom_tis_function_path", "custom_pg_loss_reducer_function_path
 class LossHooks:
     """`--custom-tis-function-path` and `--custom-pg-loss-reducer-function-path`, slime's.
 
-    Both see whole responses, sample after sample; what is not trained on has loss, log-prob and mask 0.
+    Both see whole responses, sample after sample; what is not trained on has loss, log-prob and mask 0. Under context
+    parallelism each rank calls them with the tokens of all ranks, and takes what came out for its own.
     """
 
     def __init__(self, config: Config, args: Namespace, per_token: bool) -> None:
@@ -58,7 +61,9 @@ class LossHooks:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise HookError(f"{flag_of(REDUCER)} {self.reducer}: its function returned no tensor of one element")
             count = batch.num_tokens if self.per_token else batch.num_samples
-            return value.reshape(()) / max(count, 1), found
+            # Every context-parallel rank has reduced all of it, and each one's gradient reaches all of them.
+            num_ranks = parallel_state.get_context_parallel_world_size()
+            return value.reshape(()) / (max(count, 1) * num_ranks), found
         mask = torch.cat(lists["loss_masks"])[batch.responses.to(whole.device)] if batch.samples else 1.0
         return (batch.weights * mask * self._picked(whole, batch)).sum(), found
 
@@ -87,9 +92,10 @@ class LossHooks:
         return loss, list(masks), {name: self._picked(value, batch) for name, value in metrics.items()}
 
     def _whole(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """[N] of chosen tokens -> [response tokens], 0 elsewhere."""
-        size = sum(batch.response_lengths)
-        return values.new_zeros(size).index_put((batch.responses.to(values.device),), values)
+        """[N] of chosen tokens -> [response tokens] of all context-parallel ranks, 0 where none is chosen."""
+        whole = values.new_zeros(sum(batch.response_lengths)).index_put((batch.responses.to(values.device),), values)
+        join = sum_over_context_ranks()  # a token is on one rank, so the sum is its value
+        return whole if join is None else join(whole)
 
     def _picked(self, whole: Tensor | float, batch: MicroBatch) -> Tensor:
         whole = torch.as_tensor(whole, device=batch.weights.device)

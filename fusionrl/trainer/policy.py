@@ -14,17 +14,19 @@ from fusionrl.trainer.push_source import PushSource
 if TYPE_CHECKING:
     from fusionrl.data.train_batch import TrainShard
     from fusionrl.trainer.pull import ColumnSource, ShardSource
-    from fusionrl.trainer.stages import Prepared, TrainReport
+    from fusionrl.trainer.stages import Prepared, Scored, TrainReport
     from fusionrl.trainer.steps import Stepping
 
 
 class PolicyTrainer(PushSource):
     """A rank of the policy.
 
+    _scored     beside a critic or reward model: what `score_ahead` made for the `prepare` or `train` of this rollout
     _prepared   with a critic: what `prepare` made for the `train` of this rollout
     _report     of the last rollout, and its number
     """
 
+    _scored: tuple[int, Scored] | None = None
     _prepared: tuple[int, Prepared] | None = None
     _report: tuple[int, TrainReport] | None = None
 
@@ -95,6 +97,25 @@ class PolicyTrainer(PushSource):
         self._report = rollout_id, report
         return report.metrics
 
+    def score_ahead(self, rollout_id: int, shard: ShardSource) -> None:
+        """Compute the log-probs that the `prepare` or `train` that follows needs, which do not need its columns.
+
+        So the policy works while a critic, or a process reward model, makes them.
+
+        Args:
+            rollout_id: as of `train`.
+            shard: as of `train`.
+        """
+        from fusionrl.trainer.naming import naming_samples
+        from fusionrl.trainer.pull import pull
+
+        self.reload()
+        pulled = pull(shard)
+        self._scored = None
+        with naming_samples(self.run_dir, pulled, rollout_id):
+            if self.loss.mode == "rl":
+                self._scored = rollout_id, self._score(rollout_id, pulled)
+
     def prepare(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource]) -> Handed:
         """With a critic: compute the advantages for the `train` that follows, and the critic's targets.
 
@@ -123,23 +144,34 @@ class PolicyTrainer(PushSource):
         Given answers (mode sft) need neither.
         """
         from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
-        from fusionrl.trainer.routing import check_rollout_routing
-        from fusionrl.trainer.score import ScoreNeeds, score
         from fusionrl.trainer.stages import Prepared
 
         earlier, self._prepared = self._prepared, None
         if earlier is not None and earlier[0] == rollout_id:
             return earlier[1]
-        config, loss, hooks = self.config, self.loss, self.hooks
-        if loss.mode != "rl":
+        if self.loss.mode != "rl":
             return Prepared(shard)
+        scored = self._score(rollout_id, shard)
+        metrics = add_advantages(scored.shard, AdvantageOptions.from_config(self.config), self.device)
+        self.hooks.after_advantages(rollout_id, scored.shard, self.device)
+        return Prepared(scored.shard, scored.experts, metrics)
+
+    def _score(self, rollout_id: int, shard: TrainShard) -> Scored:
+        """The stage score: what `score_ahead` made of this rollout already, is given away, with the shard's columns."""
+        from fusionrl.trainer.advantages import AdvantageOptions
+        from fusionrl.trainer.routing import check_rollout_routing
+        from fusionrl.trainer.score import ScoreNeeds, score
+        from fusionrl.trainer.stages import Scored
+
+        earlier, self._scored = self._scored, None
+        if earlier is not None and earlier[0] == rollout_id:
+            shard.fields = earlier[1].shard.fields | shard.fields
+            return Scored(shard, earlier[1].experts)
+        config, loss = self.config, self.loss
         if config.algorithm.use_rollout_routing_replay:
             check_rollout_routing(shard, self.shape)
-        options = AdvantageOptions.from_config(config)
-        scored = score(shard, self.scorer, ScoreNeeds.of(config, loss, options, len(shard.steps)), hooks)
-        metrics = add_advantages(scored.shard, options, self.device)
-        hooks.after_advantages(rollout_id, scored.shard, self.device)
-        return Prepared(scored.shard, scored.experts, metrics)
+        needs = ScoreNeeds.of(config, loss, AdvantageOptions.from_config(config), len(shard.steps))
+        return score(shard, self.scorer, needs, self.hooks)
 
     def sample_columns(self, rollout_id: int) -> SampleColumns:
         """Return values of this rank's single samples from training on `rollout_id`, the last one. Not a collective.

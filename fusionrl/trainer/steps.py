@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from fusionrl.trainer.bound import Bound
 from fusionrl.trainer.custom_loss import CustomLoss, CustomLossOptions
 from fusionrl.trainer.loss import LossOptions, LossSums
 from fusionrl.trainer.loss_hooks import LossHooks
@@ -28,6 +29,7 @@ class Stepping:
 
     custom      of --loss-type custom_loss
     loss_hooks  a user's functions within the built-in loss
+    bound       on the staleness of what is trained; None: there is none
     """
 
     trained: Trained
@@ -37,6 +39,7 @@ class Stepping:
     skips: SkipWatch
     custom: CustomLossOptions | None = None
     loss_hooks: LossHooks | None = None
+    bound: Bound | None = None
 
 
 def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int) -> StepsTaken:
@@ -44,6 +47,7 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
 
     Raises:
         FloatingPointError: too many steps in a row were skipped.
+        HookError: a token is older than --max-staleness.
     """
     reports: list[StepReport] = []
     differences: _Differences | None = None
@@ -53,6 +57,8 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
             # Where the shard has the trainers' log-probs, it has itself what is compared.
             differences = None if "log_probs" in fields else _Differences(one.shard.num_samples, stepping.device)
         stepping.hooks.before_step(rollout_id, one.index, stepping.trained)
+        if stepping.bound is not None:
+            stepping.bound.check(one.shard, one.step, rollout_id)
         loss = StepLoss(
             options=stepping.loss,
             # After the first step the weights are no longer those that the rollout was made with.

@@ -55,9 +55,11 @@ class TrainerBase(ModelRank):
     @property
     def stepping(self) -> Stepping:
         """The model, the loss and the hooks of this role's optimizer steps."""
+        from fusionrl.trainer.bound import Bound
         from fusionrl.trainer.steps import Stepping
 
-        return Stepping(self.trained, self.device, self.loss, self.hooks, self._skips)
+        bound = Bound.of(self.trainer_plan.knobs)
+        return Stepping(self.trained, self.device, self.loss, self.hooks, self._skips, bound=bound)
 
     def score(self, shard: ShardSource, weights: str | None = None) -> list[np.ndarray]:
         """Log-probs of all response tokens; nothing is trained. Of a critic: the value before each of them.

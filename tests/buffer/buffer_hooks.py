@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.rollout.types import DynamicFilterOutput, RolloutAborted, RolloutFnTrainOutput
 
 CALLS: list[Any] = []
+MEETING = threading.Barrier(2)
 
 
 def fill(group: list[Sample]) -> list[Sample]:
@@ -29,6 +31,20 @@ def bare_lists(args: Any, rollout_id: int, data_source: Any, evaluation: bool = 
     if evaluation:
         return {"set": {"rewards": [1.0, 0.0], "samples": fill([Sample(index=0), Sample(index=1)])}}
     return [fill(group) for group in data_source.get_samples(args.rollout_batch_size)]
+
+
+def meets(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A rollout and an evaluation, of which neither ends before the other has begun."""
+    MEETING.wait(20)
+    return bare_lists(args, rollout_id, data_source, evaluation)
+
+
+def two_versions(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Its evaluation has a sample of weights from before a push, and one of those after it."""
+    samples = fill([Sample(index=0), Sample(index=1)])
+    for version, sample in enumerate(samples):
+        sample.weight_versions = [version] * sample.response_length
+    return {"set": {"rewards": [1.0, 0.0], "samples": samples}}
 
 
 def taught(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

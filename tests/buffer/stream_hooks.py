@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from fusionrl.data.sample import Sample
@@ -13,6 +14,7 @@ from fusionrl.data.sample import Sample
 VERSION = [0]  # of the engines' weights, as a test sets it
 IN_FLIGHT: set[int] = set()
 MOST = [0]  # samples that were in flight at once
+CALLS: list[int] = []  # labels of the samples that `answer` was asked for
 LENGTH = 4
 FAILS = threading.Event()  # of `fails_when_told`
 
@@ -25,6 +27,7 @@ def seconds(sample: Sample) -> float:
 async def answer(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Sample one half of the answer, wait, and sample the other half."""
     IN_FLIGHT.add(sample.index)
+    CALLS.append(int(sample.label))
     MOST[0] = max(MOST[0], len(IN_FLIGHT))
     try:
         versions = [VERSION[0]] * (LENGTH // 2)
@@ -56,7 +59,7 @@ async def fails_late(args: Namespace, sample: Sample, sampling_params: dict[str,
 
 def parity(args: Namespace, sample: Sample) -> float:
     """Reward the samples of a group in turn."""
-    return float(sample.index % 2)
+    return float((sample.index or 0) % 2)  # a greedy answer has no index
 
 
 def odd_prompts(args: Namespace, group: list[Sample]) -> bool:
@@ -101,6 +104,69 @@ async def fails_when_told(args: Namespace, sample: Sample, sampling_params: dict
         if FAILS.is_set():
             raise ValueError("no luck")
     return await answer(args, sample, sampling_params)
+
+
+async def first_hangs(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Hang at one sample of the fourth prompt."""
+    if int(sample.label) == 3 and sample.index % 2:
+        CALLS.append(3)
+        await asyncio.sleep(60.0)
+    return await answer(args, sample, sampling_params)
+
+
+async def odd_ones_fail(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fail at each odd prompt."""
+    sample = await answer(args, sample, sampling_params)
+    if int(sample.label) % 2:
+        sample.status = Sample.Status.FAILED
+    return sample
+
+
+async def all_fail(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Fail always."""
+    sample.status = Sample.Status.FAILED
+    return sample
+
+
+class Counting:
+    """A data source of a user's own: prompts are numbers, its state is a file beside the checkpoint."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args, self.next, self.threads = args, 0, set[str]()
+
+    def __len__(self) -> int:
+        """Return a number of prompts."""
+        return 1000
+
+    def _here(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Return the next groups."""
+        self._here()
+        self.next += num_samples
+        first = self.next - num_samples
+        return [
+            [Sample(index=2 * n + k, group_index=n, prompt=f"p{n}", label=str(n)) for k in range(2)]
+            for n in range(first, self.next)
+        ]
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Take nothing back."""
+        raise AssertionError
+
+    def _file(self, rollout_id: int) -> Path:
+        return Path(self.args.run_dir) / f"counting-{rollout_id}"
+
+    def save(self, rollout_id: int) -> None:
+        """Write the state."""
+        self._here()
+        assert self.threads == {"stream"}
+        self._file(rollout_id).write_text(str(self.next))
+
+    def load(self, rollout_id: int) -> None:
+        """Read it."""
+        self.next = int(self._file(rollout_id).read_text())
 
 
 IN_TURN = [0, 0]  # samples that began in this turn of the loop, and in the fullest one

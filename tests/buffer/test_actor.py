@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fusionrl.buffer.actor import BufferActor, EngineEndpoints
+from fusionrl.buffer.eval_versions import MixedVersions
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError, load_function
 from fusionrl.data.sample import Sample
@@ -520,6 +521,33 @@ def test_evaluation_goes_to_the_users_rollout_function(buffer: MakeBuffer, notes
     assert (summary["step"], summary["attempt"]) == (5, 1)
     assert summary["sets"]["set"]["metrics"]["reward"] == 0.5
     assert summary["sets"]["set"]["settings"] is None, "no flag names this set"
+
+
+def test_an_evaluation_of_two_versions_is_an_error_and_its_samples_are_kept(buffer: MakeBuffer) -> None:
+    made = buffer(eval_function_path=f"{HOOKS}:two_versions")
+    with pytest.raises(MixedVersions, match="after step 5 .* pushed version 1, and sample 0 of set set .* version 0"):
+        run(made.evaluate(5, 1))
+    assert [file.kind for file in list_rollouts(made.run_dir)] == ["eval-set"]
+    assert not (made.run_dir / "eval" / "5.json").exists()
+
+
+def test_an_evaluation_on_engines_of_its_own_runs_beside_a_rollout(buffer: MakeBuffer) -> None:
+    made = buffer(rollout_function_path=f"{HOOKS}:meets")
+    made.endpoints = EngineEndpoints(
+        "http://r:1", ("http://e:1",), eval_router_url="http://r:2", eval_urls=("http://e:2",)
+    )
+
+    async def both() -> tuple[Any, Any, Any]:
+        rollout = asyncio.create_task(made.generate(3, 0))
+        evaluation = asyncio.create_task(made.evaluate(2, 0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return await made.status(), await rollout, await evaluation
+
+    status, rollout, metrics = run(both())
+    assert status["phase"] == "rollout of step 4", "the evaluation goes on behind it"
+    assert sample_indices(rollout.shards) == list(range(8)) and metrics["eval/set/reward"] == 0.5
+    assert [(file.kind, file.step) for file in list_rollouts(made.run_dir)] == [("eval-set", 2), ("train", 4)]
 
 
 def test_the_summary_of_an_evaluation_has_its_settings(buffer: MakeBuffer, write_rows: Any) -> None:

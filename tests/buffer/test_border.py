@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.endpoints import EngineEndpoints
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
+from fusionrl.engines.http import ROUTER_URLS
 from fusionrl.models.shape import read_model_shape
 from fusionrl.plan.plan import make_plan
 
@@ -79,3 +82,22 @@ def test_a_hook_is_named_with_its_flag(border: HookBorder) -> None:
     assert hook is not None and hook.where == f"--rollout-sample-filter-path {__file__}:breaks"
     with pytest.raises(HookError, match="--rollout-sample-filter-path .*:breaks: KeyError: 'mine'"):
         hook(border.args(), [])
+
+
+def test_an_evaluation_finds_the_engines_of_its_own(border: HookBorder) -> None:
+    assert border.eval_args().engine_urls == URLS, "without them, those that generate"
+    own = {"eval_router_url": "http://10.0.0.9:31001", "eval_urls": ("http://10.0.0.3:30000",)}
+    border.set_endpoints(EngineEndpoints("http://10.0.0.9:31000", tuple(URLS), "key", **own))
+    args = border.eval_args()
+    assert (args.router_url, args.engine_urls) == ("http://10.0.0.9:31001", ["http://10.0.0.3:30000"])
+    assert (args.sglang_router_port, args.rollout_num_engines) == (31001, 1)
+    assert (border.args().router_url, border.args().engine_urls) == ("http://10.0.0.9:31000", URLS)
+
+
+def test_engines_that_evaluate_get_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ROUTER_KEY, ROUTER_URLS):
+        monkeypatch.setenv(name, "")
+    EngineEndpoints(
+        "http://r:1", ("http://e:1",), "key", eval_router_url="http://r:2", eval_urls=("http://e:2",)
+    ).export()
+    assert {"http://r:1", "http://e:1", "http://r:2", "http://e:2"} <= set(os.environ[ROUTER_URLS].split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -33,13 +32,18 @@ class Streaming:
     def __init__(self, buffer: BufferActor, hooks: dict[str, Any], first: int = 0) -> None:
         self.buffer, self.hooks, self.step = buffer, hooks, first
         hooks["VERSION"][0] = first
-        asyncio.run(buffer.begin_stream(first))
+        self.loaded = ""
+        if buffer.plan.knobs is not None:
+            asyncio.run(buffer.begin_stream(first))
 
     def train(self) -> list[dict[str, Any]]:
         """One rollout, its push if one is due; returns its samples as they were written."""
-        asyncio.run(self.buffer.next_rollout(self.step))
+        if self.buffer.plan.knobs is None:
+            asyncio.run(self.buffer.generate(self.step))
+        else:
+            asyncio.run(self.buffer.next_rollout(self.step))
         self.step += 1
-        if asyncio.run(self.buffer.rollout_trained()):
+        if self.buffer.plan.knobs is not None and asyncio.run(self.buffer.rollout_trained()):
             self.in_flight_at_push = len(self.hooks["IN_FLIGHT"])
             self.hooks["VERSION"][0] = self.step
             asyncio.run(self.buffer.weights_pushed(self.step))
@@ -50,7 +54,8 @@ class Streaming:
         return [self.train() for _ in range(count)]
 
     def stop(self) -> None:
-        asyncio.run(self.buffer.end_stream())
+        if self.buffer._stream is not None:
+            asyncio.run(self.buffer.end_stream())
 
 
 @pytest.fixture
@@ -78,7 +83,9 @@ def stream(tiny_model: Path, write_rows: Callable[..., Path], tmp_path: Path) ->
         buffer = BufferActor(config, plan, str(tmp_path / "run"), attempt, put=lambda shard: shard)
         asyncio.run(buffer.setup(EngineEndpoints()))
         first = 0 if resume is None else asyncio.run(buffer.load(str(resume))) + 1
+        loaded = asyncio.run(buffer.state_hash())
         made.append(Streaming(buffer, hooks, first))
+        made[-1].loaded = loaded
         return made[-1]
 
     yield make
@@ -169,12 +176,12 @@ def test_the_end_of_the_rollouts_is_told(stream: Make) -> None:
 def test_a_run_that_was_killed_goes_on_with_every_prompt(
     stream: Make, tmp_path: Path, pipeline: str, changes: dict[str, Any]
 ) -> None:
-    """What was under way or ready at the kill is generated again, before anything else; also at a second kill."""
+    """What was under way at the kill is generated again, before anything else; also at a second kill."""
     trained, resume, path = list[int](), None, tmp_path / "buffer.json"
     for last in (2, 5):
         running = stream(pipeline, resume=resume, **changes)
         trained += [label for rows in running.steps(last - running.step) for label in labels(rows)]
-        before = running.buffer.source.state_hash(last - 1)
+        before = asyncio.run(running.buffer.state_hash(last - 1))
         asyncio.run(running.buffer.save(str(path), last - 1))
         running.train()  # of which no checkpoint tells
         running.stop()
@@ -183,14 +190,123 @@ def test_a_run_that_was_killed_goes_on_with_every_prompt(
     assert running.step == 5
     trained += [label for rows in running.steps(3) for label in labels(rows)]
     assert sorted(trained) == list(range(32))
-    assert before == stream_hash(path)
+    assert before == running.loaded
     assert running.buffer._stream.state.next_ordinal == 32  # and not one more was drawn
 
 
-def stream_hash(path: Path) -> str:
-    """What a resume compares with: the hash of the state in the file."""
-    state = json.loads(path.read_text())["source"]
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+def test_answers_of_groups_that_are_ready_are_kept(stream: Make, tmp_path: Path) -> None:
+    """They are trained after the resume as they were sampled, and nothing is sampled for them again."""
+    path = tmp_path / "buffer.json"
+    running = stream("async", max_staleness=2, admission_lead=2.0)
+    running.steps(2)
+    deadline = time.monotonic() + 5.0
+    while running.buffer._stream.state.of("running", "scoring") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    asyncio.run(running.buffer.save(str(path), 1))
+    running.stop()
+    groups = json.loads(path.read_text())["stream"]["groups"].values()
+    kept = {int(group["made"][0]["label"]) for group in groups if "made" in group}
+    assert len(kept) >= 8
+    running = stream("async", max_staleness=2, admission_lead=2.0, resume=path)
+    running.hooks["CALLS"].clear()
+    rows = [row for rows in running.steps(2) for row in rows]
+    assert {int(row["label"]) for row in rows} <= kept
+    assert {version for row in rows for version in row["weight_versions"]} <= {0, 1, 2}
+    assert kept.isdisjoint(running.hooks["CALLS"])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rollout_batch_size": 2}, {"max_staleness": 1}, {"pipeline": "on-policy"}], ids=str
+)
+def test_a_run_goes_on_with_other_settings(stream: Make, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Then what was under way is generated again; no prompt is lost."""
+    path = tmp_path / "buffer.json"
+    running = stream("async", admission_lead=2.0)
+    trained = [label for rows in running.steps(2) for label in labels(rows)]
+    asyncio.run(running.buffer.save(str(path), 1))
+    running.stop()
+    given = {"pipeline": "async", "rollout_batch_size": 4, "num_rollout": 4} | changes
+    running = stream(**given, resume=path)
+    trained += [label for rows in running.steps(2) for label in labels(rows)]
+    count = 8 + 2 * given["rollout_batch_size"]
+    assert len(trained) == len(set(trained)) == count and max(trained) < count + 4
+
+
+def test_a_saved_stream_that_cannot_be_read(stream: Make, tmp_path: Path) -> None:
+    path = tmp_path / "buffer.json"
+    running = stream("async")
+    running.steps(1)
+    asyncio.run(running.buffer.save(str(path), 0))
+    running.stop()
+    state = json.loads(path.read_text())
+    for change in ({"groups": {}}, {"groups": {"x": 1}}, {"settings": 3, "groups": [1]}, {"state": {}}):
+        path.write_text(json.dumps(state | {"stream": state["stream"] | change}))
+        with pytest.raises(ValueError, match="what the checkpoint holds of the stream cannot be read"):
+            stream("async", resume=path)
+
+
+def test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it(stream: Make) -> None:
+    running = stream("async", custom_generate_function_path=f"{HOOKS}:first_hangs", sample_timeout=0.5)
+    rows = [row for rows in running.steps(2) for row in rows]
+    hung = [row for row in rows if row["status"] == "failed"]
+    assert {int(row["label"]) for row in hung} == {3} and len(hung) == 1
+    assert len(rows) == 16 and len({row["label"] for row in rows}) == 8
+
+
+def test_a_group_with_a_failed_sample_is_replaced(stream: Make) -> None:
+    """First it is tried again, then another one takes its place."""
+    load_function(f"{HOOKS}:answer").__globals__["CALLS"].clear()
+    running = stream(
+        "async",
+        custom_generate_function_path=f"{HOOKS}:first_hangs",
+        sample_timeout=0.5,
+        failed_samples="replace",
+        max_group_tries=3,
+    )
+    trained = {label for rows in running.steps(3) for label in labels(rows)}
+    assert len(trained) == 12 and 3 not in trained
+    assert running.hooks["CALLS"].count(3) == 6  # three tries of two samples
+    assert running.buffer._stream.state.num_dropped == 1
+
+
+def test_a_group_whose_samples_all_fail_is_replaced_and_many_end_the_run(stream: Make) -> None:
+    flags = {"custom_generate_function_path": f"{HOOKS}:odd_ones_fail", "max_group_tries": 1}
+    running = stream("async", **flags)
+    trained = [label for rows in running.steps(2) for label in labels(rows)]
+    assert len(set(trained)) == 8 and not any(label % 2 for label in trained)
+    assert running.buffer._last_metrics["rollout/dropped_failed"] >= 1
+    running.stop()
+    running = stream("async", custom_generate_function_path=f"{HOOKS}:all_fail", max_failed_groups=5)
+    with pytest.raises(ValueError, match=r"5 groups failed one after the other; the last one: 2 of 2 samples of"):
+        running.train()
+
+
+def test_a_greedy_answer_beside_the_samples(stream: Make) -> None:
+    """ReMax: nothing is in flight at a push, the greedy answers neither."""
+    running = stream("one-step-off", advantage_estimator="remax")
+    for _ in range(4):
+        running.train()
+        assert running.in_flight_at_push == 0
+    assert running.buffer._stream._live
+
+
+def test_spare_groups_are_dropped(stream: Make) -> None:
+    running = stream("stream", update_weights_interval=1, over_sampling_batch_size=6, num_rollout=3)
+    trained = [label for rows in running.steps(3) for label in labels(rows)]
+    assert len(trained) == len(set(trained)) == 12
+    assert running.buffer._stream.state.num_dropped == 6
+
+
+def test_a_data_source_of_a_user_s_own(stream: Make, tmp_path: Path) -> None:
+    """Its own files are written in the stream's thread, and it goes on where it was."""
+    flags, path = {"data_source_path": f"{HOOKS}:Counting"}, tmp_path / "buffer.json"
+    running = stream("async", **flags)
+    trained = [label for rows in running.steps(2) for label in labels(rows)]
+    asyncio.run(running.buffer.save(str(path), 1))
+    running.stop()
+    running = stream("async", **flags, resume=path)
+    trained += [label for rows in running.steps(2) for label in labels(rows)]
+    assert len(set(trained)) == 16 and set(range(12)) <= set(trained) <= set(range(18))
 
 
 def test_a_filter_that_keeps_nothing_ends_the_run(stream: Make) -> None:

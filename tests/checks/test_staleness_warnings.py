@@ -13,9 +13,12 @@ from fusionrl.config.config import Config
 @pytest.mark.parametrize(
     ("values", "is_told"),
     [
-        ({"pipeline": "async"}, True),
-        ({"pipeline": "async-partial", "max_staleness": 1}, True),
-        ({"pipeline": "stream"}, True),
+        ({"pipeline": "async"}, False),  # the loss corrects by default
+        ({"pipeline": "async", "use_tis": False}, True),
+        ({"pipeline": "async-partial", "max_staleness": 1, "use_tis": False}, True),
+        ({"pipeline": "stream", "use_tis": False}, True),
+        ({"pipeline": "async", "rejection_level": "sequence"}, True),  # leaves out, and weighs nothing
+        ({"pipeline": "async", "policy_loss": "dpo"}, False),
         ({"pipeline": "stream", "update_weights_interval": 1}, False),
         ({"pipeline": "on-policy"}, False),
         ({"pipeline": "async", "use_tis": True}, False),

@@ -65,7 +65,7 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"pipeline": "async", "colocate": True}, ["--pipeline async", "engines and trainers work in turn"]),
+        ({"pipeline": "async", "colocate": True}, ["--pipeline async", "share devices and work in turn"]),
         ({"pipeline": "async", "partial_rollout": True}, ["--pipeline async", "--partial-rollout belongs to"]),
         ({"pipeline": "stream", "in_flight": "retract"}, ["--pipeline stream: --in-flight is retract", "at least 1"]),
         ({"pipeline": "async", "admission_lead": 3.0}, ["--admission-lead is 3", "0 to --max-staleness (2)"]),
@@ -85,6 +85,8 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ),
         ({"rollout_max_response_len": None}, ["--rollout-max-response-len is required"]),
         ({"mode": "eval"}, ["--eval-prompt-data is required"]),
+        ({"eval_num_gpus": 1, "mode": "sft"}, ["--eval-num-gpus 1: no engine evaluates in --mode sft"]),
+        ({"eval_num_gpus": 1}, ["--eval-num-gpus 1: nothing is evaluated; give --eval-prompt-data"]),
         ({"eval_interval": 2}, ["--eval-interval 2 needs --eval-prompt-data"]),
         ({"eval_prompt_data": ["a"]}, ["--eval-prompt-data a", "pairs"]),
         ({"debug_rollout_only": True, "debug_train_only": True, "mode": "sft"}, ["exclude each other"]),

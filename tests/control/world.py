@@ -106,16 +106,26 @@ class World:
 
     def mishap(self, choose: random.Random) -> events.Event | events.Drop | None:
         """Something that goes wrong."""
-        groups = self.state.of("running", "scoring")
+        state = self.state
+        groups = state.of("running", "scoring")
         if not groups:
             return None
-        ordinal = choose.choice(groups).ordinal
-        return choose.choice([events.GroupFailed(ordinal, "it raised"), events.Drop(ordinal, "filtered")])
+        group = choose.choice(groups)
+        found = [
+            events.GroupFailed(group.ordinal, "it raised"),
+            events.Drop(group.ordinal, "filtered"),
+            events.Parked(group.ordinal, choose.choice([None, group.born])),
+        ]
+        if not state.stream_ended and not state.pushing:
+            found.append(events.Admitted(state.next_ordinal, self.knobs.samples_per_group, is_spare=True))
+        return choose.choice(found)
 
     def restart(self) -> None:
         """Killed, and resumed from the last checkpoint; ready groups were saved with it."""
         assert self.checkpoint is not None
-        kept = {ordinal: born for ordinal, phase, born, _ in self.checkpoint["groups"] if phase in ("ready", "running")}
+        kept = {
+            ordinal: born for ordinal, phase, born, *_ in self.checkpoint["groups"] if phase in ("ready", "running")
+        }
         self.state = State.from_dict(self.checkpoint, self.knobs.fetches_per_push, kept)
         del self.trained[self.num_before :]
         self.settle()

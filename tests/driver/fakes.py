@@ -35,6 +35,8 @@ class Cluster:
 
     def __init__(self, stops: str = "", number: int = 1) -> None:
         self.log: list[str] = []
+        self.is_beside = False
+        self.done: set[int] = set()  # evaluations whose results are there
         self._stops, self._left = stops, number
         self.trainers: Any = Trainers(self.train)
         self.weights = SimpleNamespace(version=0, push=self.push, restore_engines=lambda: None)
@@ -42,10 +44,21 @@ class Cluster:
         self.buffer = SimpleNamespace(
             start_rollout=lambda rollout_id, version: rollout_id,
             wait_rollout=self.generate,
-            start_evaluation=lambda step: step,
+            start_evaluation=self.start_evaluation,
+            is_done=lambda step: step in self.done,
             wait_evaluation=self.evaluate,
             add_trained=lambda *_: None,
             validation_shards=dict,
+        )
+
+    def stream(self, interval: int) -> None:
+        """Have a stream that is pushed to after `interval` rollouts."""
+        self.buffer.stream = SimpleNamespace(
+            start=lambda number: None,
+            next_rollout=lambda number: number,
+            trained=lambda: sum(line.startswith("train") for line in self.log) % interval == 0,
+            pushed=lambda version: None,
+            stop=lambda: self.log.append("stop"),
         )
 
     def _note(self, what: str) -> None:
@@ -64,9 +77,14 @@ class Cluster:
         self._note(f"train {rollout_id}")
         return {"train/loss": 1.0, "train/num_tokens": 4.0}
 
-    def push(self, version: int) -> dict[str, float]:
-        self._note(f"push {version}")
+    def push(self, version: int, to_evaluation: bool = False) -> dict[str, float]:
+        self._note(f"push {version}" + " to all" * to_evaluation)
         return {"sync/version": float(version)}
+
+    def start_evaluation(self, step: int, version: int | None) -> int:
+        if self.is_beside:
+            self.log.append(f"begin evaluation {step}")
+        return step
 
     def evaluate(self, step: int) -> dict[str, float]:
         self._note(f"evaluate {step}")
@@ -84,6 +102,10 @@ class Diary:
         self.log.append(f"record {step}")
         self.rows[step] = values
 
+    def record_evaluation(self, step: int, values: dict[str, float]) -> None:
+        self.log.append(f"record evaluation {step}")
+        self.rows.setdefault(step, {}).update(values)
+
     def recorded(self, step: int) -> dict[str, float]:
         return self.rows.get(step, {})
 
@@ -100,7 +122,8 @@ class Diary:
 
 def run_of(cluster: Any, stop: StopSignal, num_rollout: int = 2, **flags: Any) -> tuple[Run, Diary]:
     diary: Any = Diary(cluster.log)
-    cluster.stop = stop
+    cluster.stop, cluster.is_beside = stop, bool(flags.get("eval_num_gpus"))
     config = Config.from_flat({"eval_interval": 1, "skip_eval_before_train": True} | flags)
-    plan: Any = SimpleNamespace(num_rollout=num_rollout)
+    bundles = ((2,),) if flags.get("eval_num_gpus") else ()
+    plan: Any = SimpleNamespace(num_rollout=num_rollout, transport="broadcast", eval_bundles=bundles)
     return Run(config, plan, Path(), cluster, diary, diary, stop, 0, -1), diary

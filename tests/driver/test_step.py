@@ -9,6 +9,7 @@ import pytest
 
 from fusionrl.driver.loops import on_policy
 from fusionrl.driver.signals import StopSignal, Terminated
+from fusionrl.driver.step import idle_shares
 from tests.driver.fakes import Cluster, run_of
 
 
@@ -53,3 +54,10 @@ def test_an_error_records_nothing(stop: StopSignal) -> None:
     with pytest.raises(RuntimeError, match="rank 1"):
         on_policy(run)
     assert diary.log == ["push 0", "record 0", "generate 0"] and run.last_trained == -1
+
+
+def test_the_idle_share_of_a_step() -> None:
+    times = {"perf/step_time_s": 10.0, "perf/time_train_s": 3.0, "perf/time_sync_s": 1.0, "perf/time_generate_s": 6.0}
+    assert idle_shares(times, True) == pytest.approx({"perf/trainers_idle": 0.6, "perf/engines_idle": 0.4})
+    assert idle_shares(times | {"perf/engines_idle": 0.1}, True) == pytest.approx({"perf/trainers_idle": 0.6})
+    assert idle_shares(times, False).keys() == {"perf/trainers_idle"}, "a run without engines"

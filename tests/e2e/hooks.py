@@ -26,14 +26,21 @@ async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
     return await partial_credit(args, sample)
 
 
+async def late(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """The default answer of an evaluation, some seconds later."""
+    import asyncio
+
+    from fusionrl.plugin_api import generate
+
+    await asyncio.sleep(4.0)
+    return await generate(args, sample, sampling_params)
+
+
 async def never(args: Any, sample: Any, **kwargs: Any) -> float:
-    """A reward that does not find the answer in this form."""
+    """A reward that does not find the answer in this form, and has a bug that shows in the fourth rollout of 32."""
+    if sample.index >= 3 * 32:
+        raise KeyError("answer")
     return float(sample.response == f"The answer is {sample.label}.")
-
-
-async def raising(args: Any, sample: Any, **kwargs: Any) -> float:
-    """A reward with a bug."""
-    raise KeyError("answer")
 
 
 def slime_style_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -44,6 +51,12 @@ def slime_style_rollout(args: Any, rollout_id: int, data_source: Any, evaluation
 def keyless_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """The same, with a client that knows nothing of keys."""
     return _by_requests(args, data_source, {})
+
+
+def soon_keyless_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """`slime_style_rollout`, and from the second rollout on `keyless_rollout`."""
+    function = keyless_rollout if rollout_id else slime_style_rollout
+    return function(args, rollout_id, data_source, evaluation)
 
 
 def _by_requests(args: Any, data_source: Any, headers: dict[str, str]) -> Any:

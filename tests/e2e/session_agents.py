@@ -44,6 +44,12 @@ async def by_anthropic(args: Any, sample: Any, base_url: str, api_key: str) -> f
     return credit(last, sample.label)
 
 
+async def in_turns(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """One of the two above, by the number of the sample."""
+    agent = (by_openai, by_anthropic)[sample.index % 2]
+    return await agent(args, sample, base_url, api_key)
+
+
 async def asks_once(args: Any, sample: Any, base_url: str, api_key: str) -> None:
     """Ask what the row asks; the run's function gives the reward."""
     from openai import AsyncOpenAI

@@ -1,4 +1,7 @@
-"""Mistakes that show only when a run runs: one clear message, the right exit code, nothing left behind."""
+"""Mistakes that show only when a run runs: one clear message, the right exit code, nothing left behind.
+
+A reward that raises: test_console.py.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,6 @@ pytestmark = pytest.mark.e2e
 
 def _last_lines(text: str, count: int = 12) -> str:
     return "\n".join(text.rstrip().splitlines()[-count:])
-
-
-def test_a_reward_that_raises(rl_flags: list[str], tmp_path: Path) -> None:
-    """The console names flag, function, error and sample, and shows the user's lines; the log has all of them."""
-    run_dir = tmp_path / "run"
-    flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:raising", "--num-rollout", "1"]
-    launched = run([*flags, "--run-dir", str(run_dir)], tmp_path, code=1)
-    last = _last_lines(launched.output())
-    assert "--custom-rm-path tests/e2e/hooks.py:raising: KeyError: 'answer' at sample " in last
-    assert "raise KeyError" in last and 'tests/e2e/hooks.py", line ' in last
-    assert "fusionrl/rewards/worker.py" not in launched.output()
-    (file,) = list_rollouts(run_dir, kind="failed")
-    (row,) = file.rows()
-    assert str(file.path) in last and f"at sample {row['index']}" in last and row["prompt"] and row["response"]
-    log = (run_dir / "logs" / "driver.log").read_text()
-    assert all(name in log for name in ("fusionrl/rewards/worker.py", "fusionrl/buffer/actor.py", "tests/e2e/hooks.py"))
 
 
 def test_files_beside_hooks_in_every_process(rl_flags: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and after it, where there is nothing to learn."""
+"""What a person sees while a run goes on, and after it, where there is nothing to learn, and then a mistake."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.launch import metrics_of, run, show
 
 pytestmark = pytest.mark.e2e
 
 
-def test_rewards_that_are_always_0_are_said_with_a_cause(rl_flags: list[str], tmp_path: Path) -> None:
-    """On the console and in the log, once in three steps; the command that the warning names shows the samples."""
+def test_a_reward_that_is_always_0_and_then_raises(rl_flags: list[str], tmp_path: Path) -> None:
+    """Both are said with a cause: three steps that teach nothing, and a fourth rollout that fails."""
     folder = tmp_path / "a run"
-    flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:never", "--num-rollout", "3", "--log-samples", "2"]
-    launched = run([*flags, "--rollout-max-response-len", "2", "--run-dir", str(folder)], tmp_path)
-    output = launched.output()
+    flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:never", "--num-rollout", "4", "--log-samples", "2"]
+    launched = run([*flags, "--rollout-max-response-len", "2", "--run-dir", str(folder)], tmp_path, code=1)
+    check_warnings(launched.output(), folder)
+    check_failure(launched.output(), folder)
+
+
+def check_warnings(output: str, folder: Path) -> None:
+    """On the console and in the log, once in three steps; the command that the warning names shows the samples."""
+    assert len(metrics_of(folder)) == 4
     assert all(row["train/grad_norm"] == 0 for row in metrics_of(folder)[1:])
     for text in (output, (folder / "logs" / "driver.log").read_text()):
         warnings = re.findall(r"step (\d): this rollout teaches nothing: all 8 groups have equal rewards", text)
@@ -39,3 +46,16 @@ def test_rewards_that_are_always_0_are_said_with_a_cause(rl_flags: list[str], tm
     total = sum(record["mismatch"] * record["num_trained"] for record in records)
     tokens = sum(record["num_trained"] for record in records)
     assert metrics_of(folder)[1]["train/logprob_diff_mean"] == pytest.approx(total / tokens, rel=1e-6)
+
+
+def check_failure(output: str, folder: Path) -> None:
+    """The console names flag, function, error and sample, and shows the user's lines; the log has all of them."""
+    last = "\n".join(output.rstrip().splitlines()[-12:])
+    assert "--custom-rm-path tests/e2e/hooks.py:never: KeyError: 'answer' at sample " in last
+    assert "raise KeyError" in last and 'tests/e2e/hooks.py", line ' in last
+    assert "fusionrl/rewards/worker.py" not in output
+    (file,) = list_rollouts(folder, kind="failed")
+    (row,) = file.rows()
+    assert str(file.path) in last and f"at sample {row['index']}" in last and row["prompt"] and row["response"]
+    log = (folder / "logs" / "driver.log").read_text()
+    assert all(name in log for name in ("fusionrl/rewards/worker.py", "fusionrl/buffer/actor.py", "tests/e2e/hooks.py"))

@@ -1,4 +1,7 @@
-"""The whole loop with real engines, router and trainers: two of each, both placements, both ways of weight push."""
+"""The whole loop with real engines, router and trainers: two of each, both placements, both ways of weight push.
+
+Then functions written for slime; a rollout function of its kind: test_security.py.
+"""
 
 from __future__ import annotations
 
@@ -90,25 +93,6 @@ def _samples(folder: Path, rollout_id: int) -> list[dict]:
     path = rollout_of_step(folder, rollout_id + 1).path
     assert path.name == f"step_{rollout_id + 1:06d}.train.a1.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_rollout_function_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:
-    """A synchronous function with plain lists that leaves rewards to the caller trains all the same."""
-    folder = tmp_path / "run"
-    launched = run(
-        [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:slime_style_rollout", "--num-rollout", "1"]
-        + ["--run-dir", str(folder), "--no-save", "--use-kl-loss", "--kl-loss-coef", "0.1"],
-        tmp_path,
-    )
-    row = metrics_of(folder)[-1]
-    assert row["train/logprob_diff_mean"] < 1e-4
-    assert row["train/grad_norm"] > 0
-    assert np.isfinite(row["train/kl_loss"])
-    rewards = [sample["reward"] for sample in _samples(folder, 0)]
-    assert len(set(rewards)) > 1
-    # It asks the engines by a client of its own.
-    assert all(sample["weight_versions"] is None for sample in _samples(folder, 0))
-    assert launched.output().count("the weight versions of its tokens are not known") == 1
 
 
 def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tmp_path: Path) -> None:

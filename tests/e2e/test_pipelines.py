@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from fusionrl.observe.rollouts import list_rollouts
-from tests.e2e.launch import metrics_of, run
+from tests.e2e.deaths import kill_and_check
+from tests.e2e.launch import launch, metrics_of, run
+from tools.rescoring import checkpoint_versions, rescore, saved_samples
 
 pytestmark = pytest.mark.e2e
+# Random weights end an answer at any length; the longer ones lie over a push.
+LONG_ANSWERS = ["--rollout-max-response-len", "48"]
+# Pipelines whose first process is ended by a death: who dies, and how the error begins.
+DEATHS = {
+    "async-partial": ("buffer.a1.log", "the Buffer died: its process "),
+    "async": ("trainer-1.a1.log", "trainer rank 1 died: its process "),
+}
 
 
 def trained_prompts(folder: Path) -> list[str]:
@@ -20,22 +31,47 @@ def trained_prompts(folder: Path) -> list[str]:
     return [row["prompt"] for row in rows[::4]]
 
 
+def loses_an_engine(flags: list[str], folder: Path, tmp_path: Path) -> None:
+    """Run with two engines, and kill one of them after a step or two; it comes back with the weights of a push."""
+    flags += ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--rollout-health-check-interval", "2"]
+    launched = launch(flags, tmp_path)
+    try:
+        launched.wait_for(lambda: max((row["step"] for row in metrics_of(folder)), default=0) >= 4)
+        (server,) = launched.find(r"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed 43 ")
+        os.kill(server, signal.SIGKILL)
+        assert launched.wait(300) == 0, launched.output()[-3000:]
+    finally:
+        for pid in launched.living() if launched.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+    launched.assert_nothing_left()
+    assert "engine 1 is dead" in launched.output()
+
+
 @pytest.mark.parametrize(
     ("pipeline", "bound", "flags"),
     [
-        ("async-partial", 2, ["--update-weight-transport", "broadcast"]),
-        ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk"]),
-        ("stream", 0, ["--update-weights-interval", "4"]),
+        ("async-partial", 2, ["--update-weight-transport", "broadcast", *LONG_ANSWERS]),
+        ("async", 1, ["--max-staleness", "1", "--update-weight-transport", "disk", "--actor-num-gpus-per-node", "2"]),
+        ("stream", 0, ["--update-weights-interval", "4", "--colocate"]),
     ],
 )
-def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: int, flags: list[str]) -> None:
+def test_a_pipeline(
+    rl_flags: list[str], task: Path, tmp_path: Path, pipeline: str, bound: int, flags: list[str]
+) -> None:
     folder = tmp_path / "run"
     given = [*rl_flags, "--pipeline", pipeline, *flags, "--run-dir", str(folder), "--save-interval", "1"]
     given += ["--verify-checkpoints"]
-    if bound:
-        given += ["--use-tis"]
-    run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
-    run([*given, "--num-rollout", "8", "--resume"], tmp_path)
+    if pipeline in DEATHS:
+        launched = launch([*given, "--num-rollout", "8"], tmp_path)
+        second = folder / "checkpoints" / "step_000002" / "manifest.json"
+        kill_and_check(launched, folder, second.is_file, *DEATHS[pipeline])
+    else:
+        run([*given, "--num-rollout", "2"], tmp_path)  # of `stream` in the middle of a version
+    given += ["--num-rollout", "8", "--resume"]
+    if pipeline == "async-partial":
+        loses_an_engine(given, folder, tmp_path)
+    else:
+        run(given, tmp_path)
     rows = [row for row in metrics_of(folder) if "train/loss" in row]
     assert sorted({row["step"] for row in rows}) == list(range(1, 9))
     ages = [row["rollout/staleness/token_max"] for row in rows]
@@ -43,6 +79,19 @@ def test_a_pipeline(rl_flags: list[str], tmp_path: Path, pipeline: str, bound: i
     assert max(ages) <= bound * interval and (bound == 0 or max(ages) >= 1)
     prompts = trained_prompts(folder)
     assert len(prompts) == len(set(prompts)) == 8 * 8
+    # The loss corrects for them by default, and the numbers tell what became of the tokens.
+    assert all("train/is_ratio" in row for row in rows)
+    for row in rows:
+        assert row["pipeline/tokens_trained"] <= row["rollout/num_tokens"] and row["pipeline/tokens_dropped"] == 0
+        assert row["rollout/steps_since_sampled/max"] >= row["rollout/staleness/token_max"]
+        assert 0 <= row["perf/engines_idle"] <= 1 and 0 <= row["perf/trainers_idle"] <= 1
+    assert (max(row["pipeline/tokens_prefilled_again"] for row in rows) > 0) == (pipeline == "async-partial")
+    assert rows[-1]["pipeline/length_trained_by_offered"] == pytest.approx(1.0, abs=0.2)
     # Of a token that is not stale, the engine's log-prob is the trainer's; a step may have stale ones alone.
     gaps = [row["train/logprob_diff_max"] for row in rows if "train/logprob_diff_max" in row]
     assert gaps and max(gaps) < 1e-4
+    if pipeline == "async-partial":  # every token is of the version that it claims; tools/pipeline_matrix.py has more
+        found = rescore(saved_samples(folder), checkpoint_versions(folder, task / "model"), max_staleness=bound)
+        assert found.faults == [] and found.samples == 8 * 8 * 4
+        assert found.stale_tokens > 0 and found.spanning > 0
+        assert sum(row["pipeline/tokens_prefilled_again"] for row in rows) > 0

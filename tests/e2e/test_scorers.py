@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fusionrl.observe.rollouts import read_rollouts
 from tests.e2e.launch import metrics_of, run
+from tests.e2e.samples import check, count_tool_answers, saved_samples
 from tests.tiny_model import make_classifier
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +30,10 @@ def rows_of(folder: Path, *, trained: bool) -> list[dict[str, Any]]:
 
 
 def test_a_reward_model_and_a_teacher(task: Path, rl_flags: list[str], tmp_path: Path) -> None:
-    """Samples of two turns with a tool's answer between them; the policy learns meanwhile, the others do not."""
+    """Samples of two turns with a tool's answer between them; the policy learns at the end, the others do not.
+
+    A first step without learning leaves one model for transformers to score the tokens of both versions with.
+    """
     folder, rm = tmp_path / "run", make_classifier(task / "model", tmp_path / "rm", 7)
     teacher = make_teacher(task / "model", tmp_path / "teacher")
     flags = list(rl_flags)
@@ -38,11 +42,14 @@ def test_a_reward_model_and_a_teacher(task: Path, rl_flags: list[str], tmp_path:
     flags += ["--use-opd", "--opd-teacher-load", str(teacher)]
     flags += ["--custom-generate-function-path", "tests/e2e/hooks.py:two_turns", "--rollout-max-response-len", "40"]
     flags += ["--eval-interval", "2", "--eval-prompt-data", "held-out", str(task / "eval.jsonl")]
+    flags += ["--lr-warmup-iters", "1"]
     run([*flags, "--num-rollout", "2", "--skip-eval-before-train", "--no-save", "--run-dir", str(folder)], tmp_path)
 
     rows, evaluated = rows_of(folder, trained=True), rows_of(folder, trained=False)
     assert (len(rows), len(evaluated)) == (2 * 8 * 4, 32)
     assert {version for row in rows for version in row["weight_versions"]} == {0, 1}
+    check(saved_samples(folder), task / "model")
+    assert count_tool_answers(rows, task / "model", "=42 ") > 0
     judge = AutoModelForSequenceClassification.from_pretrained(rm, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
     has_tool = False
@@ -62,7 +69,8 @@ def test_a_reward_model_and_a_teacher(task: Path, rl_flags: list[str], tmp_path:
     assert has_tool
 
     trained = [line for line in metrics_of(folder) if "train/loss" in line]
-    assert len(trained) == 2
+    assert [line["train/lr"] for line in trained] == [0, 1e-3]
+    assert sum(line["train/num_tokens"] for line in trained) == sum(sum(row["loss_mask"]) for row in rows)
     for line, of_rollout in zip(trained, (rows[:32], rows[32:]), strict=True):
         gaps = [
             student - taught

@@ -9,9 +9,11 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from fusionrl.observe.rollouts import read_rollouts
 from tests.e2e.launch import Launched, launch, metrics_of, run
 from tests.e2e.strangers import Listener, answers_as_a_store, is_loopback, listeners, what_a_stranger_gets
 
@@ -165,14 +167,32 @@ def test_a_run_shows_strangers_nothing(rl_flags: list[str], tmp_path: Path) -> N
     assert "HF_TOKEN" in (folder / "logs" / "driver.log").read_text(), "the run says what it does not pass on"
 
 
-def test_a_client_without_a_key(rl_flags: list[str], tmp_path: Path) -> None:
-    """The router refuses it and the log explains that; with --router-api-key none it is let in, by the router alone."""
+def test_a_client_with_and_one_without_a_key(rl_flags: list[str], tmp_path: Path) -> None:
+    """Rollout functions written for slime: one sends `args.api_key`, and trains. The router refuses one that does not,
+    and the log explains that."""
+    folder = tmp_path / "run"
+    flags = [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:soon_keyless_rollout", "--num-rollout", "2"]
+    flags += ["--run-dir", str(folder), "--no-save", "--use-kl-loss", "--kl-loss-coef", "0.1"]
+    output = run(flags, tmp_path, code=1).output()
+    # It is synchronous, returns plain lists, and leaves rewards to the caller.
+    row = metrics_of(folder)[-1]
+    assert row["step"] == 1 and row["train/logprob_diff_mean"] < 1e-4
+    assert row["train/grad_norm"] > 0
+    assert np.isfinite(row["train/kl_loss"])
+    samples = list(read_rollouts(folder, "train"))
+    assert len({sample["reward"] for sample in samples}) > 1
+    # It asks the engines by a client of its own.
+    assert all(sample["weight_versions"] is None for sample in samples)
+    assert output.count("the weight versions of its tokens are not known") == 1
+    # The second rollout.
+    assert "answered 401 to 1 requests" in output and "Authorization: Bearer KEY" in output
+    assert "args.api_key" in output and "FUSIONRL_ROUTER_KEY" in output and "keyless_rollout" in output
+
+
+def test_a_router_without_a_key_lets_a_client_in(rl_flags: list[str], tmp_path: Path) -> None:
+    """With --router-api-key none, and by the router alone."""
     flags = [*rl_flags, "--rollout-function-path", "tests/e2e/hooks.py:keyless_rollout", "--num-rollout", "1"]
-    flags += ["--no-save"]
-    refused = run([*flags, "--run-dir", str(tmp_path / "refused")], tmp_path, code=1).output()
-    assert "answered 401 to 1 requests" in refused and "Authorization: Bearer KEY" in refused
-    assert "args.api_key" in refused and "FUSIONRL_ROUTER_KEY" in refused and "keyless_rollout" in refused
-    run([*flags, "--router-api-key", "none", "--run-dir", str(tmp_path / "open")], tmp_path)
+    run([*flags, "--no-save", "--router-api-key", "none", "--run-dir", str(tmp_path / "open")], tmp_path)
     assert metrics_of(tmp_path / "open")[-1]["train/logprob_diff_mean"] < 1e-4
 
 

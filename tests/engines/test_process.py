@@ -124,6 +124,19 @@ def test_terminate_lets_the_child_end_by_itself(tmp_path: Path) -> None:
     assert child.log_tail(1) == "goodbye"
 
 
+def test_terminate_without_a_grace_asks_nobody(tmp_path: Path) -> None:
+    code = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    child = ChildProcess([sys.executable, "-c", code], tmp_path / "log")
+    child.wait_until(lambda: "ready" in child.log_tail(), 10.0, "ready")
+    child.terminate(timeout_s=0.0)
+    assert child.exit_status() == "killed by SIGKILL"
+    assert child.log_tail() == "ready"
+
+
 def test_end_of_the_main_process_ends_its_orphans(tmp_path: Path) -> None:
     pids_file = tmp_path / "pids"
     child = ChildProcess(

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from fusionrl.driver import reporter
 from fusionrl.observe.panel import (
     ASCII,
     UNICODE,
@@ -26,7 +27,7 @@ from fusionrl.observe.panel import (
     split,
     stacked,
 )
-from fusionrl.observe.progress import Progress
+from fusionrl.observe.progress import VALUE_KEYS, Progress
 
 STEP = {
     "reward": 0.412,
@@ -108,6 +109,32 @@ def test_the_panel_shows_everything_once_however_often_it_is_drawn(terminal: pyt
                      "9m04s", "32m36s left", "starting engines"):  # fmt: skip
         assert expected in panel, f"{expected!r} is missing:\n{panel}"
     assert "▁" in panel and "█" in panel
+
+
+def test_a_pipeline_that_runs_ahead_shows_ages_and_idle_shares(terminal: pytest.MonkeyPatch) -> None:
+    ahead = {"staleness": 0.45, "staleness_max": 2.0, "in_flight": 24.0, "ready": 3.0}
+    ahead |= {"engines_idle": 0.05, "trainers_idle": 0.2}
+    for values, is_shown in ((STEP | ahead, True), (STEP | {"staleness": 0.0, "engines_idle": 0.4}, False)):
+        stream = Stream(tty=True)
+        progress = Progress(200, "rl", stream, refresh_s=0)
+        progress.update(1, values)
+        shown = " ".join(screen(stream.text()))
+        for text in (
+            "staleness 0.450",
+            "max 2 ",
+            "in flight 24 ",
+            "ready 3 ",
+            "engines idle 5.0%",
+            "trainers idle 20.0%",
+        ):
+            assert (" ".join(text.split()) in " ".join(shown.split())) == is_shown, text
+        log = Stream(tty=False)
+        Progress(200, "rl", log).update(1, values)
+        assert ("stale 0.450" in log.text()) == is_shown
+
+
+def test_the_driver_shows_what_the_display_knows() -> None:
+    assert set(reporter._SHOWN) <= set(VALUE_KEYS)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 20, 33, 44, 60, 79, 80, 120, 300])

@@ -75,7 +75,6 @@ def test_what_a_push_does_to_running_requests(values: dict[str, Any], mode: str)
     [
         ({"colocate": True}, "leave out --colocate"),
         ({"dynamic_sampling_filter_path": "f.py:keep"}, "it asks no --dynamic-sampling-filter-path"),
-        ({"pipeline": "async"}, "take --pipeline on-policy"),
     ],
 )
 def test_slime_s_worker_says_what_it_does_not_do(values: dict[str, Any], words: str) -> None:
@@ -83,10 +82,14 @@ def test_slime_s_worker_says_what_it_does_not_do(values: dict[str, Any], words: 
     assert words in found
 
 
-def test_a_batch_function_is_refused_by_name() -> None:
-    (found,) = stream_errors(config(rollout_function_path="mine.py:rollout"))
-    assert "--pipeline async: --rollout-function-path" in found
-    assert stream_errors(config("on-policy", rollout_function_path="mine.py:rollout")) == []
+@pytest.mark.parametrize("path", ["mine.py:rollout", *FULLY_ASYNC])
+def test_a_batch_function_goes_with_every_pipeline(path: str) -> None:
+    """What it keeps under way goes on over a push: nobody can wait for it."""
+    for name in PIPELINES:
+        made = config(name, rollout_function_path=path)
+        assert stream_errors(made) == []
+        if name != "on-policy":
+            assert pause_mode(made, WithKnobs(made)) == "retract"
 
 
 def test_two_flags_for_one_thing() -> None:
@@ -97,15 +100,14 @@ def test_two_flags_for_one_thing() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"use_fault_tolerance": True}, "--use-fault-tolerance is not available here yet"),
-        ({"data_source_path": "mine.py:Source"}, "--data-source-path mine.py:Source is not available"),
-        ({"rollout_all_samples_process_path": "mine.py:look"}, "--rollout-all-samples-process-path is not"),
-        ({"advantage_estimator": "remax"}, "--advantage-estimator remax is not available"),
+        ({"rollout_all_samples_process_path": "mine.py:look"}, "--rollout-all-samples-process-path sees all groups"),
+        ({"partial_rollout": True}, "--partial-rollout belongs to"),
+        ({"colocate": True}, "nothing can run ahead; take --pipeline on-policy or stream"),
         ({"update_weights_interval": 3, "eval_interval": 4}, "--eval-interval 4 is no multiple of the 3 rollouts"),
-        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size belongs to"),
+        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 16: prompts that run ahead"),
     ],
 )
-def test_what_is_not_there_yet_is_refused_by_name(values: dict[str, Any], words: str) -> None:
+def test_what_does_not_go_together_is_refused_by_name(values: dict[str, Any], words: str) -> None:
     (found,) = stream_errors(config(**values))
     assert words in found
 
@@ -113,3 +115,23 @@ def test_what_is_not_there_yet_is_refused_by_name(values: dict[str, Any], words:
 def test_more_samples_than_engines_take() -> None:
     with pytest.raises(ValueError, match=r"--max-samples-in-flight 1025: the engines take 1024"):
         knobs_of(config(max_samples_in_flight=1025), None, 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"use_fault_tolerance": True},
+        {"data_source_path": "mine.py:Source"},
+        {"advantage_estimator": "remax"},
+        {"pipeline": "stream", "colocate": True},
+        {"pipeline": "stream", "over_sampling_batch_size": 16},
+    ],
+    ids=str,
+)
+def test_what_goes_together(values: dict[str, Any]) -> None:
+    given = config(values.pop("pipeline", "async"), **values)
+    assert stream_errors(given) == []
+    knobs = knobs_of(given, None, 1)
+    assert knobs.exclusive == ("colocate" in values)
+    assert knobs.spare_groups == (8 if "over_sampling_batch_size" in values else 0)
+    assert knobs.samples_per_group == given.rollout.n_samples_per_prompt + ("advantage_estimator" in values)

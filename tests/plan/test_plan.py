@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -51,6 +52,23 @@ def test_the_text_says_what_in_place_costs() -> None:
     for mode, is_told in (("in_place", True), ("retract", False)):
         text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, "pause_generation_mode": mode}))
         assert ("no prefix cache, for --pause-generation-mode in_place" in text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"pipeline": "async"}, "loss       decoupled: .*the default of --pipeline async, off by --no-use-tis"),
+        ({"pipeline": "stream", "use_rollout_logprobs": True}, "loss       the ratio is taken to the engine's log-p"),
+        ({"pipeline": "async", "use_tis": False}, "loss       tokens of older weights are taken for tokens of the ne"),
+        ({"pipeline": "on-policy"}, None),
+    ],
+)
+def test_the_loss_of_older_tokens_is_told(values: dict[str, Any], told: str | None) -> None:
+    given = {"rollout_batch_size": 8, "n_samples_per_prompt": 2, **values}
+    text = render_plan(plan(**given), Config.from_flat(given))
+    assert re.search(told, text) if told else "\nloss " not in text
+    # Ranks learn of the bound, of each role.
+    assert (plan(**given).trainer_plan().knobs is None) == (told is None)
 
 
 def test_the_push_is_told() -> None:
@@ -153,6 +171,35 @@ def test_a_process_reward_model_s_trainers() -> None:
 )
 def test_modes_that_have_them(values: dict[str, Any], roles: list[str]) -> None:
     assert list(scorers(plan(**SCORERS | {"use_opd": False} | values))) == roles
+
+
+def test_engines_that_evaluate_alone_come_last() -> None:
+    values = {"eval_num_gpus": 2, "rm_model": "RM", "actor_num_gpus_per_node": 2, "pipeline": "async"}
+    made = plan(**values)
+    assert (made.engine_bundles, scorers(made)) == (((2,),), {"reward-model": ((3,),)})
+    assert (made.eval_bundles, made.num_engines, made.num_bundles) == (((4,), (5,)), 1, 6)
+    assert made.all_engine_bundles == ((2,), (4,), (5,))
+    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **values}))
+    assert "placement  6 devices" in text
+    assert "evaluation 2 x TP 1, while training goes on: engine 1 on [4], engine 2 on [5]\n" in text
+    without = plan(**values | {"eval_num_gpus": 0})
+    assert made.memory is not None and without.memory is not None
+    assert made.memory.host_bars[0].total > without.memory.host_bars[0].total
+
+
+def test_no_engine_that_evaluates_spans_two_nodes() -> None:
+    values = {"num_gpus_per_node": 4, "actor_num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 2}
+    made = plan("cuda", **values, rollout_num_gpus=2, eval_num_gpus=2)
+    assert (made.engine_bundles, made.eval_bundles, made.num_bundles) == (((1, 2),), ((4, 5),), 6)
+    assert "idle [3] so that" in render_plan(made, Config.from_flat(values))
+
+
+def test_engines_that_evaluate_alone_do_not_come_out_even() -> None:
+    values = {"rollout_batch_size": 8, "num_rollout": 3, "eval_num_gpus": 3, "rollout_num_gpus_per_engine": 2}
+    values["rollout_num_gpus"] = 2
+    assert plan_errors(Config.from_flat(values), num_prompts=4) == [
+        "--eval-num-gpus 3 is no multiple of --rollout-num-gpus-per-engine 2; sizes that divide 3: 1 and 3"
+    ]
 
 
 def test_devices_of_theirs_that_do_not_divide() -> None:

@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from fusionrl.data.sample import Sample
-from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, take_lost
+from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, take_lost
 from fusionrl.rewards.registry import RM_TYPES
 from fusionrl.rewards.settings import Grading, RewardSettings
 
@@ -140,6 +141,22 @@ def test_a_reward_that_hangs_or_dies_costs_its_sample(hooks: str, caplog: pytest
     assert asyncio.run(batched_async_rm(group, [Sample(index=i) for i in range(3)])) == [0.0] * 3
     assert take_lost() == {"timeout": 4, "crash": 1}
     assert take_lost() == {}
+
+
+def test_what_an_evaluation_loses_is_counted_apart(hooks: str) -> None:
+    """An evaluation may run beside a rollout, each in a thread of its own."""
+    take_lost()
+
+    def evaluate() -> dict[str, int]:
+        with counting_lost() as lost:
+            score(flags(f"{hooks}:dies"), Sample(index=1))
+        return dict(lost)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.submit(evaluate)
+        threads.submit(score, flags(f"{hooks}:dies"), Sample(index=2)).result()
+        assert found.result() == {"crash": 1}
+    assert take_lost() == {"crash": 1}
 
 
 def test_what_belongs_to_the_rollout_alone_stays_there(hooks: str) -> None:

@@ -123,6 +123,24 @@ def test_engines_of_each_node_get_the_version(receivers: Receivers) -> None:
             assert facts["version"] == "5"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_an_engine_that_is_left_out_gets_nothing_and_the_groups_stay(receivers: Receivers, transport: str) -> None:
+    """As engines that only evaluate, which get the weights of some steps."""
+    shape = shape_of("qwen3")
+    want, groups = {seed: hashes(shape, seed) for seed in (1, 2)}, []
+    with Ranks(RankOptions(shape, TrainerLayout(2, pp=2), buffer_size=7_000)) as ranks:
+        for version in (1, 2, 3, 4):
+            ranks.call("fill", 1 + version % 2)
+            push(ranks, receivers.targets[: 1 + version % 2], transport, version)
+            (first, second), (third,) = receivers.received()
+            assert first["hashes"] == second["hashes"] == want[1 + version % 2] and first["version"] == str(version)
+            assert (third["version"], third["bytes"] > 0) == ((str(version), True) if version % 2 else (None, False))
+            groups.append((first["groups"], third["groups"]))
+    assert groups[1] == groups[2] == groups[3], "made at the first push of each kind, and kept"
+    assert len(groups[3][0]) - len(groups[0][0]) == (2 if transport == "broadcast" else 0), "one a source"
+
+
 PHASES = {
     "joining": ("init_weights_update_group", 1),
     "pause": ("pause", 1),

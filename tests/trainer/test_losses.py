@@ -255,11 +255,25 @@ def test_a_users_parts_of_the_loss(workers, hf, by_hook, built_in):
     one = history(workers, folder, samples, TrainerLayout(1), steps=2, **common, **built_in)
     paths = {name: f"{HOOKS}:{function}" for name, function in by_hook.items()}
     two = history(workers, folder, samples, TrainerLayout(2), micro=2, steps=2, **common, **paths)
-    assert_same(([], two[1]), ([], one[1]), 1e-5)
-    for metrics, others in zip(two[0], one[0], strict=True):
+    parted = history(workers, folder, samples, TrainerLayout(2, cp=2), micro=2, steps=2, **common, **paths)
+    for other in (two, parted):
+        assert_same(([], other[1]), ([], one[1]), 1e-5)
+    for metrics, others in zip(two[0] + parted[0], one[0] * 2, strict=True):
         assert metrics["train/loss"] == pytest.approx(others["train/loss"], abs=1e-6)
     if "custom_tis_function_path" in by_hook:
         assert two[0][0]["train/mine"] == pytest.approx(one[0][0]["train/is_ratio"], rel=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_correction_of_whole_responses_under_context_parallelism(workers, hf, per_token):
+    """Slime's helpers, the weights of responses and what is reported of them: as with one rank."""
+    folder, _ = hf("llama", True)
+    samples = Samples(8, seed=66)
+    values = {"custom_tis_function_path": f"{HOOKS}:sequence_weights", "calculate_per_token_loss": per_token}
+    one = history(workers, folder, samples, TrainerLayout(1), micro=4, steps=2, **values)
+    assert 0.1 < one[0][0]["train/kept"] < 0.9, "some responses are left out, some are not"
+    assert one[0][0]["train/weight"] != pytest.approx(1.0, abs=0.05)
+    assert_same(history(workers, folder, samples, TrainerLayout(2, cp=2), micro=3, steps=2, **values), one, 1e-5)
 
 
 @pytest.mark.parametrize(

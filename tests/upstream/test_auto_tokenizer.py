@@ -1,4 +1,4 @@
-"""`AutoTokenizer` is imported without transformers' models, and everything else of transformers works as usual."""
+"""A tokenizer is read without transformers' models and torch, and everything else of transformers works as usual."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ from fusionrl.upstream.auto_tokenizer import import_auto_tokenizer
 _IMPORT = """
 import_auto_tokenizer()
 from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+from fusionrl.data.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[1])
 assert tokenizer.decode(tokenizer("12")["input_ids"]) == "12"
 """
 _NO_MODELS = """
-models = [name for name in ("torch._dynamo", "sympy", "transformers.generation.utils") if name in sys.modules]
+models = [name for name in ("torch", "torch._dynamo", "sympy", "transformers.generation.utils") if name in sys.modules]
 assert not models, models
 """
 _MODELS = """
 import transformers
-from transformers import AutoModelForCausalLM, WatermarkingConfig
+from transformers import AutoConfig, AutoModelForCausalLM, WatermarkingConfig
 from transformers.generation import GenerationMixin
 from transformers.generation.logits_process import WatermarkLogitsProcessor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.models.auto import auto_factory
 
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, is_torch_available
+
+assert is_torch_available() and AutoConfig.from_pretrained(sys.argv[1]).dtype == torch.float32
+config = AutoConfig.from_pretrained(sys.argv[1])
+config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+assert ROPE_INIT_FUNCTIONS["linear"](config)[0].shape == (config.head_dim // 2,)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert isinstance(model, GenerationMixin)
 assert model.generate(**tokenizer("12", return_tensors="pt"), max_new_tokens=1).shape == (1, 3)

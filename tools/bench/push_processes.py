@@ -344,6 +344,7 @@ class Receiver:
             "calls": self.num_calls,
             "last_s": self.last_s,
             "version": self.version,
+            "groups": sorted(self.groups),
             "is_released": not (self.in_session or self.paused),
         }
         self.reset()

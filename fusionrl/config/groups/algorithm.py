@@ -93,7 +93,8 @@ class AlgorithmGroup(Group):
     )
     use_tis: bool = Field(
         False,
-        description="Weigh tokens by how likely the trainers find them against the engine (importance sampling).",
+        description="Weigh tokens by how likely the trainers find them against the engine (importance sampling). On by"
+        " default where --pipeline trains tokens of older weights (docs/pipelines.md).",
     )
     tis_clip: float = Field(2.0, description="Highest such weight.", gt=0)
     tis_clip_low: float = Field(0.0, description="Lowest such weight.", ge=0)

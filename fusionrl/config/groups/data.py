@@ -86,6 +86,12 @@ class EvalGroup(Group):
     eval_top_p: float | None = Field(None, description="As --rollout-top-p, for evaluation.", gt=0, le=1)
     eval_top_k: int | None = Field(None, description="As --rollout-top-k, for evaluation.", ge=-1)
     eval_max_response_len: int | None = Field(None, description="As --rollout-max-response-len.", ge=1)
+    eval_num_gpus: int = Field(
+        0,
+        description="Further devices, for engines that evaluate and do nothing else: an evaluation runs there while"
+        " training and generation go on. 0: the policy's engines evaluate, and training waits.",
+        ge=0,
+    )
 
     @property
     def has_sets(self) -> bool:

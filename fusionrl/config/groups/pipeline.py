@@ -43,3 +43,18 @@ class PipelineGroup(Group):
         description="Samples under way over all engines. Default: --sglang-server-concurrency for each engine.",
         ge=1,
     )
+    sample_timeout: float | None = Field(
+        None,
+        description="Time limit of a sample, in seconds, from its first request to its last token, tools included. Then"
+        " it has failed and is not trained on. A function that blocks its thread cannot be ended. Default: none.",
+        gt=0,
+    )
+    failed_samples: Literal["leave-out", "replace"] = Field(
+        "leave-out",
+        description="A group with failed samples is trained without them, or replaced as a whole by another group."
+        " A group without any other sample is replaced in both cases.",
+    )
+    max_group_tries: int = Field(
+        2, description="A group that failed is tried again from its prompt, before another takes its place.", ge=1
+    )
+    max_failed_groups: int = Field(32, description="So many failed groups one after the other end the run.", ge=1)

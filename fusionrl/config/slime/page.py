@@ -26,8 +26,8 @@ as the script has it, and is named. `--set NAME=VALUE` gives such a variable a v
 
 `fusionrl train` takes slime's flags as well, with fusionrl's defaults. The flags of `--sglang-*` and `--router-*` are
 those of SGLang and its router in both, and the fields of Megatron-core's classes (`--recompute-granularity`, …) keep
-their names. `--custom-config-path` may override flags, as there. `train_async.py` generates one rollout ahead; here
-each rollout is trained on by the weights that made it until the pipelines that run ahead are there (`--pipeline`).
+their names. `--custom-config-path` may override flags, as there. A launch of `train_async.py` gets `--pipeline
+one-step-off`, which generates one rollout ahead; where a flag does not go with it, the comments say why.
 """
 
 

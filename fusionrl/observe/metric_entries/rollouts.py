@@ -30,6 +30,9 @@ ROLLOUTS: Table = {
     "rollout/failed": Entry(
         "samples", "Samples that failed or were aborted; they are not trained on.", "buffer/report.py"
     ),
+    "rollout/timed_out": Entry(
+        "samples", "Samples that passed the time limit; they failed.", "buffer/report.py", "--sample-timeout"
+    ),
     "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/report.py"),
     "rollout/num_tokens": Entry(
         "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/report.py"
@@ -126,6 +129,16 @@ ROLLOUTS: Table = {
         "Share of trained tokens whose weight version is not known; the metrics above leave them out.",
         "buffer/tokens.py",
         "when it happens",
+    ),
+    "rollout/steps_since_sampled/mean": Entry(
+        "steps",
+        "Optimizer steps between the weights that sampled a trained token and those that train it, mean over the"
+        " tokens. Of a rollout's n steps the first trains tokens of the newest push at 0, the last at n - 1.",
+        "buffer/steps_since.py",
+        "known weight versions, --mode rl",
+    ),
+    "rollout/steps_since_sampled/max": Entry(
+        "steps", "The same of the oldest token.", "buffer/steps_since.py", "known weight versions, --mode rl"
     ),
     "rollout/partial_samples": Entry(
         "samples",
@@ -227,6 +240,11 @@ EVALUATIONS: Table = {
         "--mode sft",
     ),
     "eval/<set>/num_tokens": Entry("tokens", "Number of these tokens.", "cluster/trainers.py", "--mode sft"),
+    "eval/weight_version": Entry(
+        "version",
+        "The version of the weights that sampled all tokens of the evaluation; one that would mix two ends the run.",
+        "buffer/evaluation.py",
+    ),
     "eval/reward_timeout": Entry(
         "samples", "As rollout/reward_timeout, of all sets.", "rewards/pool.py", "when it happens"
     ),

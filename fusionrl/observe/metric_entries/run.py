@@ -16,6 +16,27 @@ TIMES: Table = {
     "perf/time_wait_rollout_s": Entry(
         "seconds", "How long the step waited for its batch.", "buffer/stream_messages.py", "--pipeline that runs ahead"
     ),
+    "perf/time_wait_batch_s": Entry(
+        "seconds",
+        "Of that, while fewer groups were ready than a batch takes.",
+        "buffer/clock.py",
+        "--pipeline that runs ahead",
+    ),
+    "perf/time_wait_deadline_s": Entry(
+        "seconds",
+        "Of that, while a batch was ready and stood back for groups that would be too old later.",
+        "buffer/clock.py",
+        "--pipeline that runs ahead",
+    ),
+    "perf/engines_idle": Entry(
+        "share",
+        "Share of the time in which engines had no sample, or were held up by a push: between two batches of a pipeline"
+        " that runs ahead; else what perf/time_generate_s leaves of the step.",
+        "driver/step.py",
+    ),
+    "perf/trainers_idle": Entry(
+        "share", "What training and the weight push leave of the step.", "driver/step.py", "runs that train"
+    ),
     "perf/time_drain_s": Entry(
         "seconds",
         "How long the push waited until nothing stood in its way: samples in flight, with --in-flight drain.",
@@ -29,6 +50,12 @@ TIMES: Table = {
     ),
     "perf/time_sync_s": Entry("seconds", "The weight push, without its verification.", "sync/push.py"),
     "perf/time_eval_s": Entry("seconds", "An evaluation of all sets.", "buffer/actor.py"),
+    "perf/time_wait_eval_s": Entry(
+        "seconds",
+        "How long a push waited for the evaluation before, whose engines the next one needs.",
+        "driver/context.py",
+        "--eval-num-gpus, where an evaluation follows",
+    ),
     "perf/tokens_per_s": Entry(
         "tokens/s",
         "Response tokens of the rollout divided by perf/step_time_s; in mode sft trained tokens.",
@@ -45,20 +72,52 @@ TIMES: Table = {
     ),
 }
 
-# When a batch is taken out of the stream.
+_AHEAD = "--pipeline that runs ahead"
+_STATE, _TALLY = "buffer/numbers.py", "buffer/tally.py"
+
+# When a batch is taken out of the stream, and of tokens since the batch before.
 PIPELINE: Table = {
-    "pipeline/in_flight": Entry("samples", "Under way in engines.", "buffer/stream.py", "--pipeline that runs ahead"),
-    "pipeline/running": Entry(
-        "groups", "With samples that are under way.", "buffer/stream.py", "--pipeline that runs ahead"
+    "pipeline/in_flight": Entry("samples", "Under way in engines.", _STATE, _AHEAD),
+    "pipeline/running": Entry("groups", "With samples that are under way.", _STATE, _AHEAD),
+    "pipeline/ready": Entry("groups", "Ready to be trained, but for the batch.", _STATE, _AHEAD),
+    "pipeline/parked": Entry("groups", "Begun, and waiting to go on.", _STATE, _AHEAD),
+    "pipeline/admitted": Entry("groups", "Admitted and not dropped: trained, under way or ready.", _STATE, _AHEAD),
+    "pipeline/credits": Entry(
+        "groups", "That may be admitted and not yet be taken for training: the bound and the lead.", _STATE, _AHEAD
     ),
-    "pipeline/ready": Entry(
-        "groups", "Ready to be trained, but for the batch.", "buffer/stream.py", "--pipeline that runs ahead"
-    ),
-    "pipeline/admitted": Entry(
+    "pipeline/credits_used": Entry(
         "groups",
-        "Admitted and not dropped: trained, under way or ready.",
-        "buffer/stream.py",
-        "--pipeline that runs ahead",
+        "Of these, that are under way, parked or ready; more than there are where a rollout function of yours took"
+        " prompts beyond the bound.",
+        _STATE,
+        _AHEAD,
+    ),
+    "pipeline/tokens_generated": Entry(
+        "tokens",
+        "Response tokens of samples that ended since the batch before, tools' tokens included.",
+        _TALLY,
+        _AHEAD,
+    ),
+    "pipeline/tokens_trained": Entry("tokens", "Of the batch, with a loss mask.", _TALLY, _AHEAD),
+    "pipeline/tokens_dropped": Entry(
+        "tokens",
+        "Of samples that ended and whose group was dropped: by a filter, at a deadline, as surplus.",
+        _TALLY,
+        _AHEAD,
+    ),
+    "pipeline/tokens_prefilled_again": Entry(
+        "tokens",
+        "Prompt and response tokens whose KV cache was computed again because a push came while their sample was under"
+        " way, of samples that ended; 0 with --in-flight drain and in_place.",
+        _TALLY,
+        _AHEAD,
+    ),
+    "pipeline/length_trained_by_offered": Entry(
+        "ratio",
+        "Mean response length of the samples that were trained, divided by that of all that were generated, since"
+        " the run was started or resumed. Below 1: long answers are trained less often.",
+        _TALLY,
+        _AHEAD,
     ),
 }
 

@@ -417,8 +417,8 @@ def _cpu_bars(
         ranks = [
             (group, group.stage_of(place)) for group in groups for place in _on_node(group.bundles, node, per_node)
         ]
-        num_engines = [bool(_on_node(bundles, node, per_node)) for bundles in plan.engine_bundles].count(True)
-        devices = [bundle for bundles in plan.engine_bundles for bundle in bundles if bundle // per_node == node]
+        num_engines = [bool(_on_node(bundles, node, per_node)) for bundles in plan.all_engine_bundles].count(True)
+        devices = [bundle for bundles in plan.all_engine_bundles for bundle in bundles if bundle // per_node == node]
         scorers = [b for scorer in plan.scorers for bundles in scorer.bundles for b in bundles if b // per_node == node]
         processes = TRAINER_PROCESS * len(ranks) + ENGINE_PROCESS * (len(devices) + len(scorers)) + OTHER_PROCESSES
         served = [
@@ -469,7 +469,7 @@ def _host_bars(plan: Plan, config: Config, groups: list[_Group]) -> tuple[Bar, .
         ranks = [
             (group, group.stage_of(place)) for group in groups for place in _on_node(group.bundles, node, per_node)
         ]
-        served = [b for bundles in plan.engine_bundles for b in bundles if b // per_node == node]
+        served = [b for bundles in plan.all_engine_bundles for b in bundles if b // per_node == node]
         parts = (
             ("reference weights", float(sum(g.num_sets * s.states.weights for g, s in ranks))),
             ("optimizer", float(sum(s.states.host_optimizer for _, s in ranks))),

@@ -1,0 +1,44 @@
+"""An evaluation is of one version of the weights: the check of every token that says which version sampled it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, split_versions
+from fusionrl.rollout.types import EvalResult
+
+
+class MixedVersions(RuntimeError):
+    """An evaluation has tokens of several versions of the weights, or of another one than the engines were pushed."""
+
+
+def check_one_version(data: Mapping[str, EvalResult], pushed: int | None, step: int) -> int | None:
+    """Return the version of the weights that sampled all tokens of an evaluation; None where nobody knows it.
+
+    pushed  the version that its engines have; None: nothing was pushed to them
+
+    Raises:
+        MixedVersions: names both versions, and a sample of each.
+    """
+    first: tuple[int, str] | None = None if pushed is None else (pushed, "the engines were pushed")
+    for name, result in data.items():
+        for sample in result.get("samples") or []:
+            for version in known_versions(sample):
+                where = f"sample {sample.index} of set {name} has tokens of"
+                if first is None:
+                    first = version, where
+                elif version != first[0]:
+                    raise MixedVersions(
+                        f"the evaluation after step {step} would mix two versions of the weights: {first[1]} version"
+                        f" {first[0]}, and {where} version {version}"
+                    )
+    return None if first is None else first[0]
+
+
+def known_versions(sample: Sample) -> list[int]:
+    """Return the versions of the weights that sampled its tokens, each once; without those that nobody told."""
+    tokens, turns = split_versions(vars(sample)["weight_versions"])
+    found = {int(version) for version in np.unique(np.asarray(tokens, np.int64))}
+    return sorted((found | {as_version(turn) for turn in turns}) - {UNKNOWN_VERSION})

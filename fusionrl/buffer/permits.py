@@ -1,0 +1,108 @@
+"""The data source as a rollout function sees it under a stream: each group that it gives is admitted before."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any, Protocol
+
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.types import RolloutAborted
+
+_LOOK_S = 0.05  # between two questions of a thread that waits
+_MOST_EMPTY = 100  # answers without a group, in one turn of the asker's event loop, before it gets what it wants
+Groups = list[list[Sample]]
+
+
+class Gate(Protocol):
+    """The stream."""
+
+    def granted(self, num_groups: int, *, beyond: bool) -> Groups:
+        """Return at most `num_groups` groups; `beyond`: all of them, whatever the bound says."""
+
+    def handed_back(self, groups: Groups) -> Groups:
+        """Park groups; returns those that were not drawn here."""
+
+
+class PermitSource:
+    """`get_samples` and `add_samples` go by the controller; all else is the data source's own.
+
+    Where nothing may be admitted, `get_samples`
+    - gives nothing to an event loop, which goes on with what it has and asks again. A loop that asks and asks and
+      never goes on would hang: it gets what it wants.
+    - gives what is wanted to the thread of the call: it has dropped groups and cannot return without others.
+    - lets any other thread wait.
+    Groups that are given beyond the bound are dropped where they get too old.
+    """
+
+    def __init__(self, gate: Gate, hooked: Any, *, asks_again: bool) -> None:
+        """`asks_again`: the function may get nothing at any time, and asks again later."""
+        self._gate, self._hooked, self._asks_again = gate, hooked, asks_again
+        self._is_ending = threading.Event()
+        self._caller: int | None = None  # thread of the call that is under way
+        self._local = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hooked, name)
+
+    def __len__(self) -> int:
+        return len(self._hooked)
+
+    def begin_call(self) -> None:
+        """Note that the thread that calls this runs the function now."""
+        self._caller = threading.get_ident()
+
+    def end(self) -> None:
+        """Let nobody wait any more."""
+        self._is_ending.set()
+
+    def get_samples(self, num_samples: int) -> Groups:
+        """Return at most `num_samples` groups; see the class.
+
+        Raises:
+            RolloutAborted: the run ends.
+        """
+        if num_samples <= 0:
+            return []
+        while True:
+            if self._is_ending.is_set():
+                raise RolloutAborted("the run ends")
+            groups = self._gate.granted(num_samples, beyond=False)
+            if groups or self._asks_again:
+                return groups
+            loop = _running_loop()
+            if loop is not None:
+                return self._gate.granted(num_samples, beyond=True) if self._spins(loop) else []
+            if threading.get_ident() == self._caller:
+                return self._gate.granted(num_samples, beyond=True)
+            time.sleep(_LOOK_S)
+
+    def add_samples(self, samples: Groups) -> None:
+        """Hand groups back, with what they have; they are given again first."""
+        others = self._gate.handed_back(samples)
+        if others:
+            self._hooked.add_samples(others)
+
+    def _spins(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether the loop's thread has got nothing again and again without a turn of the loop."""
+        seen = self._local
+        if getattr(seen, "num_empty", 0) == 0:
+            seen.num_empty = 0
+            loop.call_soon(self._turned, seen)
+        seen.num_empty += 1
+        if seen.num_empty < _MOST_EMPTY:
+            return False
+        seen.num_empty = 0
+        return True
+
+    @staticmethod
+    def _turned(seen: threading.local) -> None:
+        seen.num_empty = 0
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,123 @@
+"""What a checkpoint holds of a stream: which groups have ended, and the others, the answers of ready ones too.
+
+settings  the knobs on which places and versions depend
+state     of the controller (`State.to_dict`)
+groups    ordinal → {"blank": samples as they came from the data, "made": samples with answers and rewards}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from fusionrl.buffer.ages import oldest_version
+from fusionrl.control.apply import apply
+from fusionrl.control.events import Drop
+from fusionrl.control.knobs import Knobs
+from fusionrl.control.state import Ended, Group, State
+from fusionrl.data.sample import Sample
+from fusionrl.data.state import pack_sample, unpack_sample
+
+
+class SavedStream(TypedDict):
+    """See the module's docstring. Values for JSON."""
+
+    settings: list[int]
+    state: dict[str, Any]
+    groups: dict[str, dict[str, list[dict[str, object]]]]
+
+
+@dataclass
+class Held:
+    """A group that has not ended: as it came from the data, or was handed back, and as it is when it is ready."""
+
+    blank: list[Sample]
+    made: list[Sample] = field(default_factory=list)
+
+
+def packed(state: Mapping[str, Any], held: Mapping[int, Held], knobs: Knobs) -> SavedStream:
+    """Return what a checkpoint keeps; of each group in `state` there is one in `held`."""
+    groups = {}
+    for ordinal, phase, *_ in state["groups"]:
+        found = held[ordinal]
+        groups[str(ordinal)] = {"blank": [pack_sample(sample) for sample in found.blank]}
+        if phase == "ready":
+            groups[str(ordinal)]["made"] = [pack_sample(sample) for sample in found.made]
+    return {"settings": _settings(knobs), "state": dict(state), "groups": groups}
+
+
+def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State, dict[int, Held]]:
+    """Return the controller's state and the groups, for a run that goes on after `num_trained` fetches.
+
+    With other settings than those of the checkpoint its versions and places mean something else: then the groups are
+    generated again, as the first ones.
+
+    Raises:
+        ValueError: it is no saved stream.
+    """
+    try:
+        held = {
+            int(ordinal): Held(
+                *([unpack_sample(sample) for sample in group.get(name, ())] for name in ("blank", "made"))
+            )
+            for ordinal, group in saved["groups"].items()
+        }
+        if saved["settings"] != _settings(knobs) or saved["state"]["num_trained"] != num_trained:
+            return _anew(list(held.values()), knobs, num_trained)
+        born = {group[0]: group[2] for group in saved["state"]["groups"]}
+        if born.keys() != held.keys():
+            raise ValueError(f"its groups are {sorted(born)}, and there are samples of {sorted(held)}")
+        kept = {}
+        for ordinal, group in held.items():
+            if group.made:
+                oldest = oldest_version(group.made, knobs.fetches_per_push)
+                kept[ordinal] = born[ordinal] if oldest is None else min(born[ordinal], oldest)
+        state = State.from_dict(saved["state"], knobs.fetches_per_push, kept)
+        for ordinal in [ordinal for ordinal, group in held.items() if not group.made and not group.blank]:
+            # A function had it from elsewhere, and was training on it: it cannot come again.
+            apply(state, knobs, Drop(ordinal, "surplus"))
+            del held[ordinal]
+        return state, held
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"what the checkpoint holds of the stream cannot be read ({error!r:.300}); resume from another one"
+        ) from error
+
+
+def blanks(saved: SavedStream) -> list[list[Sample]]:
+    """Return the groups as they came from the data, in its order: for a run without a stream."""
+    in_order = sorted(saved["groups"].items(), key=lambda one: int(one[0]))
+    return [_unpacked(group["blank"]) for _, group in in_order if group["blank"]]
+
+
+def fresh_state(knobs: Knobs, num_trained: int) -> State:
+    """Return the state after `num_trained` fetches, where nothing is under way."""
+    num_groups = num_trained * knobs.groups_per_fetch
+    return State(
+        ended=Ended(num_groups),
+        next_ordinal=num_groups,
+        version=num_trained // knobs.fetches_per_push,
+        num_fetched=num_trained,
+        num_trained=num_trained,
+        last_eval=num_trained,
+        last_save=num_trained,
+    )
+
+
+def _anew(groups: list[Held], knobs: Knobs, num_trained: int) -> tuple[State, dict[int, Held]]:
+    state = fresh_state(knobs, num_trained)
+    held = {}
+    for group in (group for group in groups if group.blank):
+        ordinal, state.next_ordinal = state.next_ordinal, state.next_ordinal + 1
+        state.groups[ordinal] = Group(ordinal, "pending", state.version)
+        held[ordinal] = Held(group.blank)
+    return state, held
+
+
+def _unpacked(group: list[dict[str, object]]) -> list[Sample]:
+    return [unpack_sample(sample) for sample in group]
+
+
+def _settings(knobs: Knobs) -> list[int]:
+    return [knobs.groups_per_fetch, knobs.fetches_per_push, knobs.max_staleness]

@@ -1,0 +1,99 @@
+"""Tokens and lengths of a stream: what is generated, trained and dropped, and if long answers are trained as often.
+
+Tokens are those of responses, tools' tokens included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fusionrl.data.sample import UNKNOWN_VERSION, Sample, Status, response_mask
+
+_FAILED = (Status.FAILED, Status.ABORTED)
+
+
+class Tally:
+    """Counts since the last batch, but the lengths, which are of the whole run.
+
+    A sample counts as generated when its group ends or is given up, and then as trained or dropped. Of a group that is
+    given up under way the samples that have ended count; what engines had of the others nobody knows. A group that is
+    tried again begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, Sequence[Sample]] = {}
+        self._made: dict[int, Sequence[Sample]] = {}
+        self._generated = self._dropped = self._prefilled = 0
+        self._offered, self._trained = _Lengths(), _Lengths()
+
+    def began(self, ordinal: int, group: Sequence[Sample]) -> None:
+        """Note the samples of a group that engines begin to answer; they are read again where it is given up."""
+        self._begun[ordinal] = group
+
+    def generated(self, ordinal: int, samples: Sequence[Sample]) -> None:
+        """Count the samples of a group that the engines have answered."""
+        self._begun.pop(ordinal, None)
+        self._made[ordinal] = samples
+        for sample in samples:
+            self._generated += sample.response_length
+            self._prefilled += prefilled_again(sample)
+            if sample.response_length and sample.status not in _FAILED:
+                self._offered.add(sample)
+
+    def dropped(self, ordinal: int) -> None:
+        """Count a group that is given up, or whose samples are: it will not be trained with them."""
+        if ordinal in self._begun:
+            self.generated(ordinal, self._begun[ordinal])
+        self._dropped += sum(sample.response_length for sample in self._made.pop(ordinal, ()))
+
+    def take(self, trained: Mapping[int, Sequence[Sample]], prefills: bool) -> dict[str, float]:
+        """Return the metrics of a batch that trains these groups, and begin anew.
+
+        prefills  a new version within a response means that its KV cache was computed again
+        """
+        num_trained = 0
+        for ordinal, samples in trained.items():
+            is_of_this_start = self._made.pop(ordinal, None) is not None  # else a checkpoint had its answers
+            for sample in samples:
+                counts = int((response_mask(sample) > 0).sum())
+                num_trained += counts
+                if counts and is_of_this_start:
+                    self._trained.add(sample)
+        metrics = {
+            "pipeline/tokens_generated": float(self._generated),
+            "pipeline/tokens_trained": float(num_trained),
+            "pipeline/tokens_dropped": float(self._dropped),
+            "pipeline/tokens_prefilled_again": float(self._prefilled if prefills else 0),
+        }
+        self._generated = self._dropped = self._prefilled = 0
+        if self._trained.count and self._offered.count:
+            metrics["pipeline/length_trained_by_offered"] = self._trained.mean / self._offered.mean
+        return metrics
+
+
+class _Lengths:
+    def __init__(self) -> None:
+        self.count = self.total = 0
+
+    def add(self, sample: Sample) -> None:
+        self.count += 1
+        self.total += sample.response_length
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+def prefilled_again(sample: Sample) -> int:
+    """Return the tokens whose KV cache engines computed again under new weights: at each change of the version within
+    the response, the prompt and the tokens before it.
+    """
+    versions = sample.array("weight_versions")
+    if versions is None or not len(versions):
+        return 0
+    known = np.flatnonzero(versions != UNKNOWN_VERSION)
+    changes = known[1:][np.diff(versions[known]) != 0]
+    prompt = sample.num_tokens - sample.response_length
+    return int((prompt + changes).sum())

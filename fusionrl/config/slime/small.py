@@ -1,0 +1,61 @@
+"""A launch command at the size of a machine without a GPU: two steps that show whether everything fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Flags that need a GPU, or that belong to the size of the real run.
+_LEFT_OUT = (
+    *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer"),
+    *("--optimizer-offload-fraction", "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype"),
+    *("--exp-avg-sq-dtype", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-enable-deepep"),
+    *("--apply-rope-fusion", "--bias-dropout-fusion", "--bias-activation-fusion", "--cross-entropy-loss-fusion"),
+    *("--gradient-accumulation-fusion", "--masked-softmax-fusion", "--persist-layer-norm", "--precision"),
+    *("--transformer-impl", "--fp8-format", "--fp8-recipe", "--bf16", "--rollout-dtype", "--num-gpus-per-node"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--num-epoch", "--resume"),
+    *("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--megatron-checkpoint"),
+    *("--num-layers-per-virtual-pipeline-stage", "--virtual-pipeline-model-parallel-size"),
+    *("--num-steps-per-rollout", "--over-sampling-batch-size", "--rollout-max-context-len", "--save-interval"),
+    *("--use-rollout-routing-replay", "--rollout-max-prompt-len", "--eval-interval", "--n-samples-per-eval-prompt"),
+    *("--skip-eval-before-train", "--sglang-mem-fraction-static"),
+)
+_LEFT_OUT_STARTS: tuple[str, ...] = (
+    "--eval-",
+    "--sglang-cuda-graph",
+    "--sglang-speculative",
+    "--sglang-ep",
+    "--sglang-dp",
+    "--sglang-moe",
+)
+_LEFT_OUT_STARTS += ("--sglang-enable", "--sglang-deepep", "--sglang-attention", "--sglang-decode", "--sglang-kv")
+_LEFT_OUT_STARTS += ("--critic-num", "--critic-tensor", "--critic-pipeline", "--critic-context", "--critic-expert")
+# What stays is set anew; a flag that the command does not have is as small as can be by default.
+_SIZES = (
+    *("--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4"),
+    *("--rollout-max-response-len", "32", "--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1"),
+    *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--no-sequence-parallel", "--no-save"),
+)
+_RANKS = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+
+
+def smaller(argv: Sequence[str]) -> list[str]:
+    """Return the command's flags without those that need GPUs or evaluate, at the size of one CPU process a part."""
+    groups: list[list[str]] = []
+    for word in argv:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    sizes = {flag.replace("--no-", "--") for flag in _SIZES if flag.startswith("--")}
+    sizes |= {f"--{ranks}-parallel-size" for ranks in _RANKS}
+    kept = [
+        word
+        for group in groups
+        if not _is_left_out(group[0]) and group[0].replace("--no-", "--").partition("=")[0] not in sizes
+        for word in group
+    ]
+    return [*kept, *_SIZES]
+
+
+def _is_left_out(flag: str) -> bool:
+    name = flag.partition("=")[0]
+    return name.replace("--no-", "--") in _LEFT_OUT or name.startswith(_LEFT_OUT_STARTS)

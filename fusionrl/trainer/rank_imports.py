@@ -1,0 +1,14 @@
+"""All that a trainer rank imports, in the right order; `fusionrl.trainer.local_ranks` forks its processes after it."""
+
+from __future__ import annotations
+
+import warnings
+
+from fusionrl.base.imports import without_collections
+from fusionrl.upstream import cpu_megatron
+
+with warnings.catch_warnings(), without_collections():
+    warnings.simplefilter("ignore")
+    cpu_megatron.install()
+    import fusionrl.trainer.model  # and with it Megatron
+    import fusionrl.trainer.roles  # noqa: F401

@@ -1,0 +1,159 @@
+"""Rollout functions of a user's for tests of the stream: they make whole batches, in the ways that are known."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fusionrl.config.hooks import load_function
+from fusionrl.data.sample import Sample
+from fusionrl.rollout.types import RolloutFnTrainOutput
+
+_FILE = Path(__file__).with_name("stream_hooks.py")
+answer, odd_prompts = (load_function(f"{_FILE}:{name}") for name in ("answer", "odd_prompts"))  # as the tests have them
+
+DRAWN: list[int] = []  # labels, in the order in which they were drawn
+CALLS: list[int] = []  # rollouts
+
+
+def _noted(groups: list[list[Sample]]) -> list[list[Sample]]:
+    DRAWN.extend(int(group[0].label) for group in groups)
+    return groups
+
+
+async def _group(args: Namespace, group: list[Sample]) -> list[Sample]:
+    return list(await asyncio.gather(*(answer(args, sample, {}) for sample in group)))
+
+
+def whole_batches(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Draw a batch, answer it, return it."""
+    CALLS.append(rollout_id)
+
+    async def make() -> list[list[Sample]]:
+        groups = _noted(data_source.get_samples(args.rollout_batch_size))
+        return list(await asyncio.gather(*(_group(args, group) for group in groups)))
+
+    return asyncio.run(make())
+
+
+def filtering(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Keep the groups of odd prompts; draw until there are enough, within the event loop."""
+    everything = []
+
+    async def make() -> list[list[Sample]]:
+        kept: list[list[Sample]] = []
+        waiting: set[asyncio.Task[list[Sample]]] = set()
+        while len(kept) < args.rollout_batch_size:
+            while len(kept) + len(waiting) < args.rollout_batch_size:
+                for group in _noted(data_source.get_samples(args.rollout_batch_size)):
+                    waiting.add(asyncio.create_task(_group(args, group)))
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                everything.append(task.result())
+                if odd_prompts(args, task.result()):
+                    kept.append(task.result())
+        for task in waiting:
+            task.cancel()
+        return kept[: args.rollout_batch_size]
+
+    return RolloutFnTrainOutput(asyncio.run(make()), {"rollout/mine": 1.0})
+
+
+def filtering_in_turn(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The same without an event loop around it."""
+    kept: list[list[Sample]] = []
+    while len(kept) < args.rollout_batch_size:
+        for group in _noted(data_source.get_samples(1)):
+            made = asyncio.run(_group(args, group))
+            if odd_prompts(args, made):
+                kept.append(made)
+    return kept
+
+
+class Worker:
+    """Keeps a pool of groups under way in a thread and an event loop of its own; finished ones wait in a queue."""
+
+    def __init__(self, args: Namespace, data_source: Any, size: int) -> None:
+        self.args, self.data_source, self.size = args, data_source, size
+        self.finished: queue.Queue[list[Sample]] = queue.Queue()
+        self.ends = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._work()), daemon=True)
+        self.thread.start()
+
+    async def _work(self) -> None:
+        under_way: set[asyncio.Task[None]] = set()
+        while not self.ends.is_set():
+            while len(under_way) < self.size:
+                groups = _noted(self.data_source.get_samples(1))
+                if not groups:
+                    break
+                under_way |= {asyncio.create_task(self._one(group)) for group in groups}
+            await asyncio.sleep(0.01)
+            under_way = {task for task in under_way if not task.done()}
+        for task in under_way:
+            task.cancel()
+
+    async def _one(self, group: list[Sample]) -> None:
+        self.finished.put(await _group(self.args, group))
+
+
+WORKER: list[Worker] = []
+
+
+def fully_asynchronous(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return the first groups that are finished, whichever they are; the others go on."""
+    CALLS.append(rollout_id)
+    if not WORKER:
+        WORKER.append(Worker(args, data_source, 64))
+    groups = []
+    while len(groups) < args.rollout_batch_size:
+        if args.abort_event.is_set():
+            break
+        try:
+            groups.append(WORKER[0].finished.get(timeout=0.05))
+        except queue.Empty:
+            continue
+    return groups
+
+
+def partial(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Draw twice what is wanted, and hand the other half back with a part of an answer each."""
+    groups = _noted(data_source.get_samples(2 * args.rollout_batch_size))
+    made = [asyncio.run(_group(args, group)) for group in groups]
+    for group in made[args.rollout_batch_size :]:
+        for sample in group:
+            sample.status = Sample.Status.ABORTED
+    data_source.add_samples(made[args.rollout_batch_size :])
+    return made[: args.rollout_batch_size]
+
+
+def loses_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Keep one group for ever."""
+    groups = whole_batches(args, rollout_id, data_source)
+    if not LOST:
+        LOST.append(groups.pop())
+    return groups
+
+
+LOST: list[Any] = []
+
+
+def raises(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Raise in the second rollout."""
+    if rollout_id == 1:
+        raise KeyError("no such batch")
+    return whole_batches(args, rollout_id, data_source)
+
+
+def from_elsewhere(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Make groups of prompts of one's own; the first sample of each has failed."""
+    numbers = range(100 + 4 * rollout_id, 104 + 4 * rollout_id)
+    groups = [[Sample(index=2 * n + k, prompt=f"p{n}", label=str(n)) for k in range(2)] for n in numbers]
+    made = [asyncio.run(_group(args, group)) for group in groups]
+    for group in made:
+        group[0].status = Sample.Status.FAILED
+    return made

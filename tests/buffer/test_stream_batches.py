@@ -1,0 +1,144 @@
+"""Rollout functions of a user's own under the controller: the bound holds, whatever they keep under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.config.hooks import HookError
+from tests.buffer import batch_hooks
+from tests.buffer.test_stream import Make, labels, stream
+
+__all__ = ["stream"]  # the fixture
+HOOKS = "tests.buffer.batch_hooks"
+PIPELINES = [("stream", 0), ("one-step-off", 1), ("async", 2), ("async-partial", 2)]
+
+
+@pytest.fixture(autouse=True)
+def hooks() -> Iterator[None]:
+    for kept in (batch_hooks.DRAWN, batch_hooks.CALLS, batch_hooks.LOST):
+        kept.clear()
+    yield
+    while batch_hooks.WORKER:
+        worker = batch_hooks.WORKER.pop()
+        worker.ends.set()
+        worker.thread.join(10)
+
+
+def ages(step: int, rows: list[dict[str, Any]], interval: int) -> set[int]:
+    return {(step // interval) - number // interval for row in rows for number in row["weight_versions"]}
+
+
+@pytest.mark.parametrize("function", ["whole_batches", "fully_asynchronous"])
+@pytest.mark.parametrize(("pipeline", "bound"), PIPELINES)
+def test_every_prompt_once_and_no_token_older_than_the_bound(
+    stream: Make, pipeline: str, bound: int, function: str
+) -> None:
+    running = stream(pipeline, rollout_function_path=f"{HOOKS}.{function}", custom_generate_function_path=None)
+    interval, trained, seen = running.buffer.plan.knobs.fetches_per_push, list[int](), set[int]()
+    for step in range(8):
+        rows = running.train()
+        trained += labels(rows)
+        seen |= ages(step, rows, interval)
+    assert sorted(trained) == list(range(32))
+    assert min(seen) == 0 and max(seen) <= bound
+    assert batch_hooks.CALLS[0] == 0 and sorted(batch_hooks.CALLS) == batch_hooks.CALLS
+    assert max(batch_hooks.CALLS) <= 7
+    if function == "fully_asynchronous" and bound:
+        assert max(seen) >= 1
+
+
+def test_a_pool_may_be_larger_than_the_bound_allows(stream: Make) -> None:
+    """It asks for 64 groups; 4 are trained by a version, and it may be half a version ahead: a whole one here."""
+    running = stream("async", rollout_function_path=f"{HOOKS}.fully_asynchronous", custom_generate_function_path=None)
+    for step in range(4):
+        running.train()
+        assert len(batch_hooks.DRAWN) <= (step + 3) * 4
+
+
+@pytest.mark.parametrize("function", ["filtering", "filtering_in_turn"])
+@pytest.mark.parametrize(("pipeline", "bound"), PIPELINES[:3])
+def test_a_function_that_drops_groups_gets_others(stream: Make, pipeline: str, bound: int, function: str) -> None:
+    running = stream(pipeline, rollout_function_path=f"{HOOKS}.{function}", num_rollout=4)
+    trained = [label for rows in running.steps(4) for label in labels(rows)]
+    assert len(set(trained)) == 16 and all(label % 2 for label in trained)
+    state = running.buffer._stream.state
+    assert state.num_dropped >= 14 and len(state.groups) <= 4
+    if function == "filtering":
+        assert running.buffer._last_metrics["rollout/mine"] == 1.0
+
+
+def test_groups_that_were_handed_back_come_first_and_are_as_old_as_they_are(stream: Make) -> None:
+    running = stream("async", rollout_function_path=f"{HOOKS}.partial", max_staleness=3, admission_lead=2.0)
+    rows = [row for rows in running.steps(6) for row in rows]
+    trained = {int(row["label"]) for row in rows}
+    assert trained == set(range(24))
+    assert len(batch_hooks.DRAWN) > 24 and set(batch_hooks.DRAWN[4:8]) <= set(batch_hooks.DRAWN[8:])
+
+
+def test_a_group_that_never_comes_back_is_given_up(stream: Make, caplog: pytest.LogCaptureFixture) -> None:
+    running = stream("async", rollout_function_path=f"{HOOKS}.loses_one", max_staleness=1, num_rollout=6)
+    trained = [label for rows in running.steps(6) for label in labels(rows)]
+    (lost,) = batch_hooks.LOST
+    assert len(set(trained)) == 24 and int(lost[0].label) not in trained
+    assert "is given up" in caplog.text
+    assert running.buffer._stream.state.num_dropped >= 1
+
+
+@pytest.mark.parametrize(("pipeline", "bound"), PIPELINES[:3])
+def test_prompts_from_elsewhere(stream: Make, tmp_path: Path, pipeline: str, bound: int) -> None:
+    """They are trained as they come, also after a resume in the middle of a step."""
+    flags, path = {"rollout_function_path": f"{HOOKS}.from_elsewhere"}, tmp_path / "buffer.json"
+    running = stream(pipeline, **flags)
+    trained = [label for rows in running.steps(2) for label in labels(rows)]
+    asyncio.run(running.buffer.next_rollout(2))  # under way, and not trained
+    asyncio.run(running.buffer.save(str(path), 1))
+    running.stop()
+    running = stream(pipeline, resume=path, **flags)
+    trained += [label for rows in running.steps(2) for label in labels(rows)]
+    assert len(trained) == 16 and min(trained) >= 100
+
+
+def test_an_error_ends_the_run_with_the_function_s_name(stream: Make) -> None:
+    running = stream("one-step-off", rollout_function_path=f"{HOOKS}.raises")
+    with pytest.raises(HookError, match=r"raises[\s\S]*no such batch"):
+        running.steps(3)
+
+
+@pytest.mark.parametrize("function", ["whole_batches", "fully_asynchronous"])
+def test_a_run_that_was_killed_goes_on_with_every_prompt(stream: Make, tmp_path: Path, function: str) -> None:
+    flags = {"rollout_function_path": f"{HOOKS}.{function}", "custom_generate_function_path": None}
+    path = tmp_path / "buffer.json"
+    running = stream("async", **flags)
+    trained = [label for rows in running.steps(3) for label in labels(rows)]
+    asyncio.run(running.buffer.save(str(path), 2))
+    running.train()
+    running.stop()
+    if batch_hooks.WORKER:
+        worker = batch_hooks.WORKER.pop()
+        worker.ends.set()
+        worker.thread.join(10)
+    running = stream("async", resume=path, **flags)
+    trained += [label for rows in running.steps(5) for label in labels(rows)]
+    assert sorted(trained) == list(range(32))
+
+
+@pytest.mark.parametrize("function", ["whole_batches", "filtering"])
+def test_its_tokens_are_counted(stream: Make, function: str) -> None:
+    """Four groups of two samples with four tokens each; what the function drops is gone before anyone counts it."""
+    flags = {} if function == "filtering" else {"custom_generate_function_path": None}
+    running = stream("async", rollout_function_path=f"{HOOKS}.{function}", num_rollout=4, **flags)
+    sums, waited = dict.fromkeys(("generated", "trained", "dropped"), 0.0), 0.0
+    for _ in range(4):
+        running.train()
+        found = running.buffer._last_metrics
+        sums = {name: count + found[f"pipeline/tokens_{name}"] for name, count in sums.items()}
+        waited += found["perf/time_wait_batch_s"]
+        assert 0 <= found["perf/engines_idle"] <= 1
+    assert waited > 0
+    assert sums == {"generated": 4 * 4 * 2 * 4, "trained": 4 * 4 * 2 * 4, "dropped": 0.0}
+    assert found["pipeline/length_trained_by_offered"] == 1.0

@@ -1,0 +1,78 @@
+"""The default loss of tokens that older weights sampled: where it is on, who goes before it, and a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.checks.algorithm import algorithm_errors
+from fusionrl.config.config import Config
+from fusionrl.config.off_policy import corrects_by_default, described
+from fusionrl.config.parser import parse_args
+
+RUN = ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "100", "--rollout-batch-size", "8"]
+OFF_POLICY = ("stream", "one-step-off", "async", "async-partial")
+
+
+@pytest.mark.parametrize("pipeline", OFF_POLICY)
+def test_it_is_on_where_older_tokens_are_trained(pipeline: str) -> None:
+    config = parse_args(["--pipeline", pipeline, *RUN])
+    assert config.algorithm.use_tis and corrects_by_default(config) and "use_tis" not in config.given()
+    assert algorithm_errors(config) == [] and config.to_args().use_tis
+    shown = described(config)
+    assert shown is not None and f"the default of --pipeline {pipeline}, off by --no-use-tis" in shown
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_has_it(estimator: str) -> None:
+    """An estimator makes advantages; which weights sampled a token concerns the policy loss alone."""
+    assert Config.from_flat({"pipeline": "async", "advantage_estimator": estimator}).algorithm.use_tis
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pipeline": "on-policy"},
+        {"pipeline": "stream", "update_weights_interval": 1},
+        {"pipeline": "async", "mode": "sft"},
+        {"pipeline": "async", "debug_train_only": True},
+        {"pipeline": "async", "use_rollout_logprobs": True},
+        {"pipeline": "async", "custom_tis_function_path": "mine.py:weigh"},
+        {"pipeline": "async", "custom_policy_loss_path": "mine.py:loss"},
+        {"pipeline": "async", "loss_type": "custom_loss"},
+        {"pipeline": "async", "loss_type": "sft_loss"},
+        {"pipeline": "async", "policy_loss": "dpo"},
+        {"pipeline": "async", "rejection_level": "sequence"},
+        {"pipeline": "async", "tis_veto": 1e-4},
+    ],
+)
+def test_it_is_off_on_policy_and_beside_another_choice(values: dict[str, Any]) -> None:
+    assert not Config.from_flat(values).algorithm.use_tis
+
+
+def test_a_flag_of_the_users_goes_before_it() -> None:
+    off = parse_args(["--pipeline", "async", "--no-use-tis", *RUN])
+    assert not off.algorithm.use_tis and "use_tis" in off.given()
+    assert described(off) == "tokens of older weights are taken for tokens of the newest"
+    on = parse_args(["--pipeline", "async", "--use-tis", "--tis-clip", "3", *RUN])
+    assert on.algorithm.use_tis and not corrects_by_default(on)
+    shown = described(on)
+    assert shown is not None and "0 … 3" in shown and "default" not in shown
+    assert parse_args(["--pipeline", "async", "--tis-clip", "3", *RUN]).algorithm.tis_clip == 3.0
+    assert described(parse_args(["--pipeline", "on-policy", "--use-tis", *RUN])) is None
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-use-tis"]], ids=str)
+def test_a_runs_config_file_keeps_the_choice_and_not_the_default(flags: list[str], tmp_path: Path) -> None:
+    """The file has every flag. Read back, its run is the same; another --pipeline brings its own default."""
+    former = parse_args(["--pipeline", "async", *flags, *RUN])
+    (tmp_path / "config.json").write_text(json.dumps(former.model_dump(mode="json")))
+    again = parse_args(["--config", str(tmp_path / "config.json")])
+    assert again.algorithm.use_tis == former.algorithm.use_tis
+    assert corrects_by_default(again) == (not flags)
+    in_turn = parse_args(["--config", str(tmp_path / "config.json"), "--pipeline", "on-policy"])
+    assert not in_turn.algorithm.use_tis

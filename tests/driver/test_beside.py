@@ -1,0 +1,108 @@
+"""Evaluations on engines of their own: one at a time, beside training, none is dropped."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.driver.loops import on_policy, streamed
+from fusionrl.driver.signals import StopSignal, Terminated
+from tests.driver.fakes import Cluster, run_of
+
+OWN: dict[str, Any] = {"eval_num_gpus": 1, "eval_interval": 2, "eval_prompt_data": ["x", "x.jsonl"]}
+
+
+def steps_between(log: list[str], first: str, last: str) -> list[str]:
+    return [line for line in log[log.index(first) : log.index(last)] if line.startswith("train")]
+
+
+def test_training_goes_on_while_one_is_under_way() -> None:
+    cluster = Cluster()
+    run, diary = run_of(cluster, StopSignal(), 5, **OWN)
+    on_policy(run)
+    log = diary.log
+    assert [line for line in log if line.startswith("push")] == [
+        *("push 0 to all", "push 1", "push 2 to all", "push 3", "push 4 to all", "push 5 to all")
+    ]
+    # The one of step 2 ends when its engines are needed for step 4, and that one before the push of the last step.
+    assert steps_between(log, "begin evaluation 2", "evaluate 2") == ["train 2", "train 3"]
+    assert log.index("evaluate 2") < log.index("push 4 to all") < log.index("begin evaluation 4")
+    assert log.index("evaluate 4") < log.index("push 5 to all") < log.index("begin evaluation 5")
+    assert log[-2:] == ["evaluate 5", "record evaluation 5"], "the run waits for the last one"
+    assert "perf/time_wait_eval_s" in diary.rows[4] and "perf/time_wait_eval_s" not in diary.rows[3]
+    assert all("eval/x/accuracy" in diary.rows[step] for step in (2, 4, 5))
+
+
+def test_a_stream_waits_for_the_one_before_and_ends_with_the_last() -> None:
+    cluster = Cluster()
+    cluster.stream(interval=2)
+    run, diary = run_of(cluster, StopSignal(), 5, **OWN, pipeline="stream")
+    evaluate = cluster.buffer.wait_evaluation
+    cluster.buffer.wait_evaluation = lambda step: (time.sleep(0.02), evaluate(step))[1]
+    streamed(run)
+    log = diary.log
+    pushes = [line for line in log if line.startswith("push")]
+    assert pushes == ["push 0 to all", "push 2 to all", "push 4 to all", "push 5 to all"]
+    assert log.index("train 3") < log.index("evaluate 2") < log.index("push 4 to all")
+    assert diary.rows[4]["perf/time_wait_eval_s"] >= 0.02 and diary.rows[5]["perf/time_wait_eval_s"] >= 0.02
+    assert log[-3:] == ["stop", "evaluate 5", "record evaluation 5"]
+
+
+def test_the_one_before_the_first_step_is_beside_it_too() -> None:
+    run, diary = run_of(Cluster(), StopSignal(), 1, **OWN | {"skip_eval_before_train": False})
+    on_policy(run)
+    assert diary.log[:4] == ["push 0 to all", "begin evaluation 0", "record 0", "generate 0"]
+    assert diary.log.index("record evaluation 0") < diary.log.index("push 1 to all")
+
+
+def test_one_that_has_ended_is_recorded_after_the_next_step() -> None:
+    cluster = Cluster()
+    cluster.done = {2}
+    run, diary = run_of(cluster, StopSignal(), 5, **OWN)
+    on_policy(run)
+    at = diary.log.index("record evaluation 2")
+    assert diary.log.index("record 2") < at < diary.log.index("generate 2")
+
+
+def test_a_stop_while_the_next_waits_saves_the_step() -> None:
+    with StopSignal() as stop:
+        cluster = Cluster("evaluate 2")
+        run, diary = run_of(cluster, stop, 5, **OWN)
+        with pytest.raises(Terminated):
+            on_policy(run)
+    assert diary.log[-3:] == ["evaluate 2", "record 4", "save 3"]
+    assert run.beside.step == 2, "it is told that this one has no result"
+
+
+@pytest.mark.parametrize(
+    ("first", "files", "begins", "warns"),
+    [
+        (4, [2], [4], False),  # the one of the checkpoint's own step is made again
+        (4, [2, 4], [], False),
+        (5, [2], [], True),  # the weights of step 4 are gone
+        (5, [2, 4], [], False),
+        (1, [0], [], False),
+    ],
+)
+def test_what_a_resume_owes(
+    first: int,
+    files: list[int],
+    begins: list[int],
+    warns: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, diary = run_of(Cluster(), StopSignal(), 7, **OWN)
+    run.first_rollout, run.path = first, tmp_path
+    (tmp_path / "eval").mkdir()
+    for step in files:
+        (tmp_path / "eval" / f"{step}.json").touch()
+    monkeypatch.setattr(run.stop, "check", lambda: (_ for _ in ()).throw(Terminated("enough")))
+    with pytest.raises(Terminated):
+        on_policy(run)
+    assert [line for line in diary.log if line.startswith("begin")] == [f"begin evaluation {step}" for step in begins]
+    assert ("the evaluation after step 4 had not ended" in caplog.text) == warns

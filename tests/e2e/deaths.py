@@ -1,0 +1,52 @@
+"""Killing one process of a run: the run's error has to name it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.launch import Launched
+
+
+def _writer_of(log: Path) -> int:
+    """The process whose output is this file. Ray's actors cannot be told apart by their command lines."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(entry / "fd" / "1") == str(log):
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process writes {log}")
+
+
+def kill_and_check(launched: Launched, folder: Path, is_time: Callable[[], bool], log: str, name: str) -> None:
+    """Kill the process that writes `log` when it `is_time`: the run ends and names it, by `name`, in its error.
+
+    Ray's and aiohttp's text stays in the log.
+    """
+    path = folder / "logs" / log
+    try:
+        launched.wait_for(is_time)
+        os.kill(_router_of(launched) if log == "router.log" else _writer_of(path), signal.SIGKILL)
+        assert launched.wait(90) == 1
+    finally:
+        for pid in launched.living() if launched.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+    launched.assert_nothing_left()
+    text = launched.output()
+    message = text[text.index("failed: ") :]
+    assert name in message.splitlines()[0], message
+    assert f"Its log is {path}" in message
+    assert "ActorDiedError" not in message and "ClientConnector" not in message
+    assert message.rstrip().splitlines()[-1].startswith("logs: ")
+
+
+def _router_of(launched: Launched) -> int:
+    """It gives itself a title, so it is found by the program that minds it."""
+    (minder,) = launched.find(r"minder\.py .* fusionrl\.engines\.launch_router")
+    (router,) = psutil.Process(minder).children()
+    return router.pid

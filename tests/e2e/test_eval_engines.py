@@ -1,0 +1,69 @@
+"""A whole run whose evaluations have engines of their own: training goes on, and each result is of one version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionrl.observe.rollouts import list_rollouts
+from tests.e2e.launch import metrics_of, run, undocumented_files
+
+pytestmark = pytest.mark.e2e
+
+
+def answers(folder: Path, step: int) -> list[dict[str, Any]]:
+    file = next(one for one in list_rollouts(folder) if one.kind == "eval-held" and one.step == step)
+    return list(file.rows())
+
+
+def log_probs(rows: list[dict[str, Any]]) -> np.ndarray:
+    return np.concatenate([row["rollout_log_probs"] for row in rows])
+
+
+def test_training_goes_on_during_an_evaluation(rl_flags: list[str], task: Path, tmp_path: Path) -> None:
+    folder, final = tmp_path / "run", tmp_path / "final"
+    (tmp_path / "eval.yaml").write_text(
+        "eval:\n  datasets:\n    - name: held\n"
+        f"      path: {task / 'eval.jsonl'}\n      temperature: 0\n      n_samples_per_eval_prompt: 1\n"
+        "      custom_generate_function_path: tests/e2e/hooks.py:late\n"
+    )
+    sets = ["--eval-config", str(tmp_path / "eval.yaml")]
+    flags = [*rl_flags, *sets, "--run-dir", str(folder), "--pipeline", "async", "--use-tis", "--num-rollout", "5"]
+    flags += ["--eval-interval", "3", "--skip-eval-before-train", "--eval-num-gpus", "1", "--verify-weights", "always"]
+    run([*flags, "--save-hf", str(final)], tmp_path)
+
+    lines = metrics_of(folder)
+    trained = {line["step"]: line for line in lines if "train/loss" in line}
+    evaluated = {line["step"]: line for line in lines if "eval/held/reward" in line}
+    assert (sorted(trained), sorted(evaluated)) == ([1, 2, 3, 4, 5], [3, 5])
+    begun = evaluated[3]["time"] - evaluated[3]["perf/time_eval_s"]
+    begun_4 = trained[4]["time"] - trained[4]["perf/step_time_s"]
+    assert begun < begun_4 + 0.5 and trained[4]["time"] < evaluated[3]["time"], "step 4 was made meanwhile"
+    assert evaluated[3]["time"] <= trained[5]["time"] and trained[5]["perf/time_wait_eval_s"] > 0
+    assert [evaluated[step]["eval/weight_version"] for step in (3, 5)] == [3.0, 5.0]
+    for step in (3, 5):
+        assert {version for row in answers(folder, step) for version in row["weight_versions"]} == {step}
+    # A push without an evaluation goes to one engine, the first one and those with an evaluation to both.
+    tensors = {line["step"]: line["sync/verify_tensors"] for line in lines if "sync/verify_tensors" in line}
+    assert {step: count // tensors[1] for step, count in tensors.items()} == {0: 2, 1: 1, 2: 1, 3: 2, 4: 1, 5: 2}
+    assert undocumented_files(folder) == []
+
+    # The same weights, evaluated in turn by an engine that loaded them.
+    alone = ["--mode", "eval", "--device", "cpu", "--hf-checkpoint", str(final), *sets, "--input-key", "prompt"]
+    alone += ["--label-key", "label", "--apply-chat-template", "--custom-rm-path", "tests/e2e/hooks.py:partial_credit"]
+    run([*alone, "--rollout-max-response-len", "6", "--run-dir", str(tmp_path / "alone")], tmp_path)
+    beside, in_turn = answers(folder, 5), answers(tmp_path / "alone", 0)
+    assert len(beside) == 32
+    assert [row["tokens"] for row in beside] == [row["tokens"] for row in in_turn]
+    assert np.abs(log_probs(beside) - log_probs(in_turn)).max() < 1e-4, "the same weights"
+    assert abs(log_probs(beside).mean() - log_probs(answers(folder, 3)).mean()) > 0.01, "others"
+    assert [row["reward"] for row in beside] == [row["reward"] for row in in_turn]
+    found = [
+        json.loads((run_dir / "eval" / name).read_text())
+        for run_dir, name in ((folder, "5.json"), (tmp_path / "alone", "0.json"))
+    ]
+    assert found[0]["sets"]["held"]["metrics"] == found[1]["sets"]["held"]["metrics"]

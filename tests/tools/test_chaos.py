@@ -1,0 +1,219 @@
+"""tools/chaos.py: which runs it makes, and how it sees a hang, a silent end and a process that stays."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl.base.environment import is_secret
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import chaos
+
+    return chaos
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import chaos_process
+
+    return chaos_process
+
+
+# A run in small: a child that stays (as an engine does), the lines of the console, and an end when the child is dead.
+PROGRAM = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+for line in "starting Ray,step 0/3,generating,training,pushing weights,step 1/3,saving a checkpoint".split(","):
+    print(line, flush=True)
+    time.sleep(0.1)
+{after}
+"""
+
+
+def start(process: Any, folder: Path, after: str = "") -> Any:
+    return process.Attempt([sys.executable, "-c", PROGRAM.format(after=after)], folder / "output.txt")
+
+
+def test_runs_follow_from_the_seed(tool: Any) -> None:
+    options = tool.parse(["--seed", "3", "--max-kills", "2"])
+    cases = [tool.plan_case(options, number) for number in range(1, 41)]
+    assert cases == [tool.plan_case(options, number) for number in range(1, 41)]
+    assert cases != [tool.plan_case(tool.parse(["--seed", "4"]), number) for number in range(1, 41)]
+    pairs = {(case.pipeline, case.kills[0].victim) for case in cases[:8]}
+    assert len(pairs) == 8  # both pipelines with each victim
+    assert {kill.moment for case in cases for kill in case.kills} == set(tool.MOMENTS)
+    assert {len(case.kills) for case in cases} == {1, 2}
+    assert all(0 <= kill.after_step <= options.steps - 2 for case in cases for kill in case.kills)
+
+
+def test_a_run_has_as_many_prompts_as_it_needs(tool: Any) -> None:
+    """A prompt too many would hide one that is lost at the end; with a filter some are drawn in vain."""
+    options = tool.parse([])
+    for number in range(1, 30):
+        case = tool.plan_case(options, number)
+        shape = tool.shape_of(case, options)
+        assert len(shape.wanted) == 6 * tool.NUM_GROUPS * (1 + case.drops_late)
+        assert bool(shape.refused) == case.has_filter
+    assert tool.is_refused("12+7=") and not tool.is_refused("13+8=")
+
+
+def test_bad_flags_are_refused(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--runs", "0"], ["--pipelines", "on-policy"], ["--steps", "9999"]):
+        with pytest.raises(SystemExit):
+            tool.parse(flags)
+    assert "--runs 0: give at least 1" in capsys.readouterr().err
+
+
+def test_a_kill_comes_at_its_moment(process: Any, tmp_path: Path) -> None:
+    attempt = start(process, tmp_path, after="time.sleep(60)")
+    end = attempt.run(process.Kill("driver", "push", 0, 0.0), 30, 30)
+    assert end.state == "push after step 0" and end.code == -signal.SIGKILL and end.pid == attempt.process.pid
+    assert end.seconds < 5
+    (child,) = attempt.left(0.5)  # it is found though its parent is dead, and ended
+    assert "time.sleep(60)" in child and attempt.left(5) == []
+    assert process.check_end(end, "driver", False) == []
+
+
+def test_processes_of_a_run_keep_the_mark(process: Any) -> None:
+    """fusionrl does not pass on what looks like a secret."""
+    assert not is_secret(process.MARK_VARIABLE, "0123456789abcdef")
+
+
+def test_any_moment_begins_with_the_line_of_its_step(process: Any, tmp_path: Path) -> None:
+    end = start(process, tmp_path, after="time.sleep(60)").run(process.Kill("driver", "any", 1, 0.0), 30, 30)
+    assert end.state in ("any after step 1", "checkpoint after step 1")
+
+
+def test_a_run_that_ends_before_the_moment_is_not_killed(process: Any, tmp_path: Path) -> None:
+    attempt = start(process, tmp_path, after="child.kill(); child.wait()")
+    end = attempt.run(process.Kill("driver", "checkpoint", 2, 0.0), 30, 30)
+    assert (end.state, end.code) == (None, 0) and attempt.left(5) == []
+    assert process.check_end(end, None, True) == []
+    assert "exit code 0 without all steps" in process.check_end(end, None, False)[0]
+
+
+def test_a_hang_is_seen_and_ended(process: Any, tmp_path: Path) -> None:
+    attempt = start(process, tmp_path, after="time.sleep(60)")
+    since = time.monotonic()
+    end = attempt.run(None, 1.0, 1.0)
+    assert end.code is None and time.monotonic() - since < 10
+    (violation,) = process.check_end(end, None, False)
+    assert "no end 1 s after its start; it said: " in violation
+    assert attempt.left(5) == []
+
+
+def end_of(process: Any, code: int, output: str) -> Any:
+    return process.End(code, "any after step 1", 77, 1.0, output)
+
+
+def test_the_message_has_to_name_who_died(process: Any) -> None:
+    good = {
+        "buffer": "failed: ActorDied: the Buffer died: its process 77 ended without an error of its own\nlogs: x",
+        "trainer": "failed: ActorDied: trainer rank 1 died: its process 77 ended\nlogs: x",
+        "engine": "failed: ChildExited: generation of engine 0 at http://x: the process ended (killed by SIGKILL)",
+    }
+    for victim, text in good.items():
+        assert process.check_end(end_of(process, 1, text), victim, False) == []
+        other = good["buffer" if victim == "engine" else "engine"]
+        assert "does not name the " + victim in process.check_end(end_of(process, 1, other), victim, False)[0]
+        assert "0 messages, not one" in process.check_end(end_of(process, 1, "Killed\n"), victim, False)[0]
+        assert "2 messages, not one" in process.check_end(end_of(process, 1, f"{text}\n{text}"), victim, False)[0]
+        assert "exit code 2 after" in process.check_end(end_of(process, 2, text), victim, False)[0]
+        shown = f"Traceback (most recent call last):\n{text}"
+        assert process.check_end(end_of(process, 1, shown), victim, False) == ["a traceback on the console"]
+    assert "not name" in process.check_end(end_of(process, 1, good["buffer"].replace("77", "78")), "buffer", False)[0]
+    assert process.check_end(end_of(process, -9, "step 1/3\n"), "driver", False) == []
+    assert "a message of a driver" in process.check_end(end_of(process, -9, good["buffer"]), "driver", False)[0]
+    assert "though nothing was killed" in process.check_end(end_of(process, 1, good["buffer"]), None, False)[0]
+
+
+def test_the_summary_tells_of_failures(tool: Any) -> None:
+    options = tool.parse([])
+    first, second = (tool.Outcome(tool.plan_case(options, number), 2, 30.0) for number in (1, 2))
+    first.kills = [(first.case.kills[0], "push after step 2")]
+    second.kills, second.violations = [(second.case.kills[0], None)], ["1 prompts lost: 3+1="]
+    found = tool.summary([first, second])
+    assert found["failed"] == [2] and found["violations"] == 1
+    assert (found["kills"], found["kills_too_late"], found["by_moment"]) == (1, 1, {"push": 1})
+    assert tool.told(first).startswith("pass  run   1") and "(push after step 2)" in tool.told(first)
+    assert tool.told(second).startswith("FAIL  run   2") and "1 prompts lost" in tool.told(second)
+    assert "ended first" in tool.told(second)
+
+
+# A run without engines: every step takes the next four prompts, and a resume goes on from the newest checkpoint; or,
+# with a fault, a prompt later, or never.
+RUN = """
+import json, pathlib, sys, time
+fault, folder, data = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+prompts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
+checkpoints = sorted(folder.glob("checkpoints/*/manifest.json"))
+attempt = 2 if "--resume" in sys.argv else 1
+first = int(checkpoints[-1].parent.name[5:]) if checkpoints else 0
+offset = 1 if fault == "loses" and attempt == 2 else 0
+if fault == "hangs" and attempt == 2:
+    time.sleep(60)
+(folder / "rollouts").mkdir(parents=True, exist_ok=True)
+for step in range(first, 4):
+    if step > first:
+        rows = []
+        for group in range(4 * step - 4 + offset, 4 * step + offset):
+            version = max(0, step - 2)
+            row = {"prompt": prompts[group % len(prompts)], "group_index": group, "weight_versions": [version]}
+            rows += [row | {"index": 2 * group + copy, "response_length": 1} for copy in (0, 1)]
+        name = f"rollouts/step_{step:06d}.train.a{attempt}.jsonl"
+        (folder / name).write_text("".join(json.dumps(row) + chr(10) for row in rows))
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": step, "attempt": attempt, "sync/version": step}) + chr(10))
+    print(f"step {step}/3", flush=True)
+    if step:
+        (folder / f"checkpoints/step_{step:06d}").mkdir(parents=True, exist_ok=True)
+        (folder / f"checkpoints/step_{step:06d}/manifest.json").touch()
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", ""),
+        ("loses", "1 prompts lost"),
+        ("hangs", "no end 3 s after its start"),
+    ],
+)
+def test_a_fault_of_a_run_fails_the_program(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], fault: str, said: str
+) -> None:
+    def command_of(case: Any, options: Any, model: Path, folder: Path) -> list[str]:
+        return [sys.executable, "-c", RUN, fault, str(folder / "run"), str(folder / "data.jsonl")]
+
+    monkeypatch.setattr(tool, "command_of", command_of)
+    # The bound of one-step-off is 1. It is killed by its driver alone: there are no other processes.
+    flags = ["--runs", "1", "--victims", "driver", "--moments", "any", "--max-kills", "1", "--steps", "3"]
+    flags += [
+        "--pipelines",
+        "one-step-off",
+        "--limit",
+        "3" if fault == "hangs" else "60",
+        "--work",
+        str(tmp_path),
+        "--seed",
+        "18",
+    ]
+    (tmp_path / "model").mkdir()  # none is needed
+    code = tool.main(flags)
+    shown = capfd.readouterr().out
+    assert (code == 1) == bool(said) and said in shown, shown
+    assert '"kills": 1, "kills_too_late": 0' in shown

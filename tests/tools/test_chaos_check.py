@@ -1,0 +1,222 @@
+"""tools/chaos_check.py on made-up runs: a prompt that is lost, doubled or too old is seen, a good run is not blamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import chaos_check as check
+
+SHAPE = check.Shape(
+    prompts=tuple(f"{number}+1=" for number in range(20)),
+    num_steps=4,
+    groups_per_step=3,
+    samples_per_group=2,
+    max_staleness=1,
+    refused=frozenset({"3+1=", "8+1="}),
+)
+Steps = dict[int, list[dict[str, Any]]]
+
+
+def good_run(shape: check.Shape = SHAPE) -> Steps:
+    """Prompts in order, each answered by the weights of the step, and in part by those before."""
+    steps: Steps = {}
+    for place, prompt in enumerate(shape.wanted[: shape.num_steps * shape.groups_per_step]):
+        step, group = place // shape.groups_per_step + 1, shape.prompts.index(prompt)
+        now = shape.version_before(step) * shape.steps_per_push
+        oldest = max(0, now - shape.max_staleness * shape.steps_per_push)
+        for copy in range(shape.samples_per_group):
+            steps.setdefault(step, []).append(
+                {
+                    "prompt": prompt,
+                    "group_index": group,
+                    "index": group * shape.samples_per_group + copy,
+                    "response_length": 3,
+                    "weight_versions": [oldest, now, now],
+                }
+            )
+    return steps
+
+
+def violations(steps: Steps, shape: check.Shape = SHAPE, num_dropped: int = 0) -> list[str]:
+    return check.check_prompts(shape, steps, num_dropped=num_dropped) + check.check_bound(shape, steps)
+
+
+def replace(steps: Steps, step: int, group: int, **values: object) -> None:
+    """Change the samples of a step's group."""
+    for row in steps[step][2 * group : 2 * group + 2]:
+        row.update(values)
+
+
+def double_the_prompt(steps: Steps) -> None:
+    """A prompt that was drawn again: another group, the same text."""
+    replace(steps, 4, 2, prompt=steps[1][0]["prompt"])
+
+
+def double_the_group(steps: Steps) -> None:
+    """A ready group that was trained, and came back by the resume in place of the next one."""
+    steps[3][:2] = [dict(row, weight_versions=[2, 2, 2]) for row in steps[2][:2]]
+
+
+def lose(steps: Steps) -> None:
+    """A group that was in flight at the kill, and the data go on after it."""
+    for row, prompt in zip(steps[4][4:], ["14+1="] * 2, strict=True):
+        row.update(prompt=prompt, group_index=14, index=row["index"] + 2)
+
+
+def train_refused(steps: Steps) -> None:
+    replace(steps, 1, 0, prompt="3+1=")
+
+
+def train_strange(steps: Steps) -> None:
+    replace(steps, 1, 0, prompt="of nowhere")
+
+
+def lose_a_step(steps: Steps) -> None:
+    del steps[2]
+
+
+def lose_a_sample(steps: Steps) -> None:
+    del steps[2][3]
+
+
+def mix_a_group(steps: Steps) -> None:
+    steps[2][3]["prompt"] = "19+1="
+
+
+def be_too_old(steps: Steps) -> None:
+    steps[4][3]["weight_versions"] = [2, 1, 3]
+
+
+def be_of_later(steps: Steps) -> None:
+    """An answer of the weights after a step that was lost with the kill."""
+    steps[2][0]["weight_versions"] = [1, 1, 2]
+
+
+def be_unknown(steps: Steps) -> None:
+    steps[2][0]["weight_versions"] = [1, 1, -1]
+
+
+def miss_a_version(steps: Steps) -> None:
+    steps[2][0]["weight_versions"] = [1, 1]
+
+
+CASES: dict[Callable[[Steps], None], str] = {
+    double_the_prompt: "prompts trained twice: 0+1=",
+    double_the_group: "samples trained twice: 8, 9",
+    lose: "1 prompts lost: 13+1=",
+    train_refused: "the filter drops: 3+1=",
+    train_strange: "not in the data: of nowhere",
+    lose_a_step: "steps without samples: 2",
+    lose_a_sample: "step 2 has groups of [2, 1, 2] samples",
+    mix_a_group: "samples of different prompts in group 5",
+    be_too_old: "step 4, sample 25: a token is 2 pushes old, the bound is 1",
+    be_of_later: "a token of version 2, from later",
+    be_unknown: "a token of unknown weights",
+    miss_a_version: "not one weight version a token",
+}
+
+
+def test_a_good_run_has_no_violation() -> None:
+    assert violations(good_run()) == []
+    assert check.largest_age(SHAPE, good_run()) == 1
+
+
+@pytest.mark.parametrize("spoil", CASES, ids=lambda spoil: spoil.__name__)
+def test_a_spoilt_run_is_seen(spoil: Callable[[Steps], None]) -> None:
+    steps = good_run()
+    spoil(steps)
+    found = violations(steps)
+    assert any(CASES[spoil] in one for one in found), found
+
+
+def test_order_within_the_run_is_free() -> None:
+    """Who is ready first is trained first."""
+    steps = good_run()
+    steps[1][0:2], steps[2][0:2] = steps[2][0:2], steps[1][0:2]
+    for row in (*steps[1][:2], *steps[2][:2]):
+        row["weight_versions"] = [0, 0, 0]
+    assert violations(steps) == []
+
+
+def test_the_bound_counts_pushes() -> None:
+    """With a push after two rollouts, steps 3 and 4 are trained by version 2."""
+    shape = check.Shape(SHAPE.prompts, 4, 3, 2, max_staleness=0, steps_per_push=2)
+    steps = good_run(shape)
+    assert violations(steps, shape) == []
+    assert {version for row in steps[4] for version in row["weight_versions"]} == {2}
+    steps[3][0]["weight_versions"] = [2, 1, 2]
+    assert "step 3, sample 12: a token is 1 pushes old, the bound is 0" in violations(steps, shape)
+
+
+def test_groups_that_are_late_may_be_missing_as_often_as_they_were_dropped() -> None:
+    shape = check.Shape(SHAPE.prompts, 4, 3, 2, max_staleness=1, drops_late=True)
+    steps = good_run(shape)
+    for row in steps[2][:2]:
+        row.update(prompt="12+1=", group_index=12, index=row["index"] + 100)
+    assert violations(steps, shape, num_dropped=1) == []
+    assert violations(steps, shape, num_dropped=0) == ["1 prompts lost, but 0 groups were dropped: 3+1="]
+
+
+def lines(attempt: int, steps: range, **values: object) -> list[dict[str, object]]:
+    return [{"step": step, "attempt": attempt, "sync/version": step} | values for step in steps]
+
+
+def killed_and_resumed() -> list[check.Launch]:
+    """Killed after step 3, with a checkpoint of step 2."""
+    first = check.Launch(0, lines(1, range(4)), is_last=False)
+    return [first, check.Launch(2, lines(2, range(2, 5)), is_last=True)]
+
+
+def test_metrics_of_a_good_run() -> None:
+    assert check.check_metrics(SHAPE, killed_and_resumed()) == []
+
+
+def test_metrics_of_spoilt_runs() -> None:
+    def found(**changes: object) -> str:
+        launches = killed_and_resumed()
+        for name, value in changes.items():
+            setattr(launches[1], name, value)
+        return "; ".join(check.check_metrics(SHAPE, launches))
+
+    assert "goes on from step 3, but its lines are of [2, 3, 4]" in found(first_step=3)
+    assert "its lines are of [2, 3, 3, 4]" in found(rows=lines(2, range(2, 4)) + lines(2, range(3, 5)))
+    assert "its lines are of [2, 4]" in found(rows=lines(2, range(2, 5, 2)))
+    assert "ended well after step 3 of 4" in found(rows=lines(2, range(2, 4)))
+    assert "ended well without a line" in found(rows=[])
+    assert "writes as attempt 1" in found(rows=lines(1, range(2, 5)))
+    constant = [row | {"sync/version": 2} for row in lines(2, range(2, 5))]
+    assert "versions do not go up" in found(rows=constant)
+    assert "token_max is 2" in found(rows=lines(2, range(2, 5), **{"rollout/staleness/token_max": 2.0}))
+    assert "other weights sampled" in found(rows=lines(2, range(2, 5), **{"train/logprob_diff_max": 0.1}))
+    assert "not finite" in found(rows=lines(2, range(2, 5), nonfinite=["train/loss"]))
+
+
+def test_the_folder_of_a_run_is_read(tmp_path: Path) -> None:
+    """Of a step that ran twice the later attempt counts; a torn line is counted, an unpublished checkpoint is not."""
+    (tmp_path / "rollouts" / "trained").mkdir(parents=True)
+    for name, prompt in (("step_000001.train.a1", "a"), ("step_000001.train.a2", "b"), ("step_000002.train.a1", "c")):
+        (tmp_path / "rollouts" / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    assert check.trained_rows(tmp_path) == {1: [{"prompt": "b"}], 2: [{"prompt": "c"}]}
+    assert set(check.trained_rows(tmp_path, 1)) == {1}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "attempt": 1}\n{"step": 1, "att\n{"step": 0, "attempt": 2}\n')
+    assert check.metric_lines(tmp_path) == ([{"step": 0, "attempt": 1}, {"step": 0, "attempt": 2}], 1)
+    assert check.newest_checkpoint(tmp_path) == 0
+    for name in ("step_000002", "step_000004", ".writing_step_000006"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000002" / "manifest.json").touch()
+    assert check.newest_checkpoint(tmp_path) == 2
+    (tmp_path / "rollouts" / ".step_000003.train.a1.jsonl.7.tmp").touch()
+    assert check.leftovers(tmp_path) == [
+        "checkpoints/.writing_step_000006",
+        "rollouts/.step_000003.train.a1.jsonl.7.tmp",
+    ]
+
+
+def test_drops_are_counted_once_a_step() -> None:
+    rows = lines(1, range(3), **{"rollout/dropped_deadline": 1.0}) + lines(2, range(2, 4))
+    assert check.num_dropped_late(rows) == 2
