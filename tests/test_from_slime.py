@@ -143,7 +143,11 @@ def test_a_small_command_has_nothing_of_the_cluster(script: Path, capsys: pytest
     ("more", "is_ahead", "said"),
     [
         ("", True, ""),
-        ("--colocate", False, "in turn: --pipeline one-step-off: with --colocate engines and trainers work in turn"),
+        (
+            "--partial-rollout --over-sampling-batch-size 8",
+            False,
+            "one rollout ahead (--pipeline one-step-off); this one generates and trains in turn: ",
+        ),
         ("--loss-type sft_loss", False, ""),
         ("--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async", False, ""),
     ],

@@ -36,10 +36,15 @@ from chaos_hooks import is_refused
 from chaos_process import MOMENTS, VICTIMS, Attempt, Kill, check_end
 from make_quickstart import build_model, build_tokenizer, write_jsonl
 
+from fusionrl.control.knobs import PIPELINES as PRESETS
+
 HOOKS = Path(__file__).resolve().parent / "chaos_hooks.py"
 NUM_GROUPS, NUM_SAMPLES = 4, 2  # prompts of a step, and samples of each
 # Pipeline → staleness at most, rollouts between two pushes.
-PIPELINES = {"async": (2, 1), "async-partial": (2, 1), "one-step-off": (1, 1), "stream": (0, 4)}
+PIPELINES = {
+    name: (int(PRESETS[name]["max_staleness"]), int(PRESETS[name]["fetches_per_push"]))
+    for name in ("async", "async-partial", "one-step-off", "stream")
+}
 # The longest delay after a moment's begin: about as long as it takes.
 LONGEST_DELAY_S = {"any": 0.6, "generating": 0.3, "training": 0.1, "push": 0.1, "checkpoint": 0.06}
 

@@ -5,7 +5,8 @@ Staleness is how many pushes lie between the weights that sampled a token and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,7 @@ class TokenNumbers:
 def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) -> TokenNumbers:
     """Return the numbers of a rollout; `pushed_version` as `training_version` takes it."""
     version = training_version(samples, pushed_version)
-    ages: list[np.ndarray] = []  # of each sample's trained tokens whose version is known
+    ages: list[dict[int, int]] = []  # of each sample's trained tokens whose version is known
     gaps: list[np.ndarray] = []
     num_unknown = 0
     for sample in samples:
@@ -69,33 +70,47 @@ def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) 
         if versions is None:
             num_unknown += int(trained.sum())
         elif version is not None:
-            of_trained = versions[trained].astype(np.int64)
-            known = of_trained[of_trained != UNKNOWN_VERSION]
-            num_unknown += len(of_trained) - len(known)
-            ages.append(np.maximum(version - known, 0))
+            counts = _counted(versions, trained)
+            num_unknown += counts.pop(UNKNOWN_VERSION, 0)
+            own: Counter[int] = Counter()
+            for sampled_by, count in counts.items():
+                own[max(version - sampled_by, 0)] += count
+            ages.append(own)
     return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
 
 
-def _staleness_metrics(ages: Sequence[np.ndarray], num_unknown: int) -> dict[str, float]:
+def _counted(versions: np.ndarray, trained: np.ndarray) -> dict[int, int]:
+    """Return version -> number of trained tokens, of one sample. Most have one version, which costs little to see."""
+    num_trained = int(np.count_nonzero(trained))
+    if not num_trained:
+        return {}
+    if (versions == versions[0]).all():
+        return {int(versions[0]): num_trained}
+    found, counts = np.unique(versions[trained], return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> dict[str, float]:
     """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
 
-    ages         of each sample: [tokens] pushes between the weights that sampled them and those that train
+    ages         of each sample: pushes between the weights that sampled and those that train -> number of tokens
     num_unknown  trained tokens of an unknown version
     """
-    ages = [own for own in ages if len(own)]
+    ages = [own for own in ages if own]
     if not ages:
         return {}
-    tokens, oldest = np.concatenate(ages), np.array([own.max() for own in ages])
-    metrics = {
-        "rollout/staleness/token_mean": float(tokens.mean()),
-        "rollout/staleness/token_max": float(tokens.max()),
-        "rollout/staleness/sample_mean": float(oldest.mean()),
-        "rollout/staleness/sample_max": float(oldest.max()),
-    }
+    tokens: Counter[int] = Counter()
+    for own in ages:
+        tokens.update(own)
+    samples = Counter(max(own) for own in ages)
+    metrics: dict[str, float] = {}
+    for name, counts in (("token", tokens), ("sample", samples)):
+        metrics[f"rollout/staleness/{name}_mean"] = sum(age * n for age, n in counts.items()) / counts.total()
+        metrics[f"rollout/staleness/{name}_max"] = float(max(counts))
     metrics |= {f"rollout/staleness/tokens/{age}": share for age, share in _histogram(tokens).items()}
-    metrics |= {f"rollout/staleness/samples/{age}": share for age, share in _histogram(oldest).items()}
+    metrics |= {f"rollout/staleness/samples/{age}": share for age, share in _histogram(samples).items()}
     if num_unknown:
-        metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + len(tokens))
+        metrics["rollout/staleness/unknown"] = num_unknown / (num_unknown + tokens.total())
     return metrics
 
 
@@ -105,7 +120,9 @@ def _distance_metrics(gaps: Sequence[np.ndarray]) -> dict[str, float]:
     return {"rollout/opd_reverse_kl": float(found.mean())} if found.size else {}
 
 
-def _histogram(ages: np.ndarray) -> dict[int, float]:
+def _histogram(ages: Counter[int]) -> dict[int, float]:
     """Age in pushes -> share, of those that occur and of 0."""
-    counts = np.bincount(np.minimum(ages, LAST_BIN))
-    return {age: float(count / len(ages)) for age, count in enumerate(counts) if count or not age}
+    shares: Counter[int] = Counter({0: 0})
+    for age, count in ages.items():
+        shares[min(age, LAST_BIN)] += count
+    return {age: shares[age] / ages.total() for age in sorted(shares)}

@@ -16,7 +16,7 @@ from fusionrl.data.sample import Sample
 
 LARGEST_LOG_PROB = 1e-3  # log-softmax in bf16 rounds a certain token's log-prob to a little over 0
 SMALLEST_LOG_PROB = -1e5  # lower ones are no log-probs: exp of their difference to any other overflows
-_LARGEST_VERSION = np.iinfo(np.int32).max
+_LARGEST_VERSION = _LARGEST_TOKEN = int(np.iinfo(np.int32).max)
 
 
 def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int | None = None) -> None:
@@ -29,7 +29,7 @@ def check_values(sample: Sample, vocab_size: int | None = None, num_experts: int
         ValueError: names the sample, the field, the value and its place.
     """
     sample.validate()
-    most = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    most = _LARGEST_TOKEN if vocab_size is None else vocab_size - 1
     if sample.num_tokens:
         _check(sample, "tokens", 0, most, "iu", f"the model's tokens are 0..{most}")
     for name in ("rollout_log_probs", "teacher_log_probs"):
@@ -55,8 +55,8 @@ def _check(sample: Sample, name: str, least: float, most: float, kinds: str, rul
         return
     if values.dtype.kind not in kinds:
         raise ValueError(f"sample {sample.index}: {name} holds {_first_strange(given)}; {rule}")
-    # Not `<` and `>`: NaN is neither.
-    if not (values.min() >= least and values.max() <= most):
+    # Not `<` and `>`: NaN is neither. Of short arrays `reduce` costs half of what `min` does.
+    if not (np.minimum.reduce(values, axis=None) >= least and np.maximum.reduce(values, axis=None) <= most):
         place = np.argwhere(~((values >= least) & (values <= most)))[0]
         value, where = values[tuple(place)], ", ".join(map(str, place))
         raise ValueError(f"sample {sample.index}: {name} holds {value:.6g} at place {where}; {rule}")

@@ -219,11 +219,13 @@ class Sample:
         except (ValueError, OverflowError) as error:
             raise ValueError(f"sample {self.index}: {error}") from error
         mask = np.full(count, 1 if trainable else 0, np.int32)
-        kept = np.zeros(count, np.float32) if log_probs is None or not trainable else np.asarray(log_probs, np.float32)
-        version = np.broadcast_to(np.asarray(versions, np.int32), (count,))
+        kept = np.zeros(count, np.float32) if log_probs is None or not trainable else np.array(log_probs, np.float32)
+        version = np.full(count, versions, np.int32)
         self._extend("loss_mask", mask, 1)
         self._extend("rollout_log_probs", kept, 0)
-        self.weight_versions = _joined(self._response_field("weight_versions", UNKNOWN_VERSION), version)
+        is_first = not self.response_length and self.__dict__["weight_versions"] is None
+        before_it = None if is_first else self._response_field("weight_versions", UNKNOWN_VERSION)
+        self.weight_versions = version if before_it is None else _joined(before_it, version)
         self._extend("tokens", ids)
         if count:
             self.teacher_log_probs = None  # the teacher has not seen these tokens: it is asked for all of them
@@ -268,7 +270,9 @@ class Sample:
         A list that other samples may hold as well is copied first.
         """
         held = self.__dict__[name]
-        if isinstance(held, list):
+        if held is None and not self.response_length:  # the first tokens of a response: most have no others
+            self.__dict__[name] = new.astype(_ARRAY_DTYPES[name], copy=False)
+        elif isinstance(held, list):
             if owner_of(held, name) is not self:
                 held = self.__dict__[name] = own(self, list(held))
             held += new.tolist()

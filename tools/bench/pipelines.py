@@ -1,6 +1,7 @@
 """All pipelines by turns: step times over paced engines, and samples a second over real ones.
 
     python -m tools.bench.pipelines paced [--turns 2] [--steps 6] [--json FILE]
+    python -m tools.bench.pipelines paced --virtual
     python -m tools.bench.pipelines paced --in-flight 10000
     python -m tools.bench.pipelines tool --out runs/pipelines [--size full] [--seeds 1 2 3] [--pipelines async …]
 
@@ -8,6 +9,8 @@
 that train. Engines emit tokens at modelled rates without computing; training and pushes take their modelled time; the
 router, the Buffer and the controller are the real ones. A modelled second takes `--time-scale` real ones. The control
 plane's own time is not scaled: with `--time-scale 0.1` a second of it counts as ten.
+
+`--virtual` takes no real time: the controller and the model of engines alone, as if the control plane took no time.
 
 On-policy recomputes the log-probs before it trains, as verl's synchronous run does; the others take the engines'. The
 speed-up over on-policy is given with that part, and without it.
@@ -34,6 +37,7 @@ from tools.bench import pipelines_tool
 from tools.bench.lengths import Lengths
 from tools.bench.pipelines_in_flight import hold
 from tools.bench.pipelines_paced import ROOT, Row, Setting, run_row
+from tools.bench.pipelines_virtual import run_virtual
 
 COLUMNS = {
     "name": "pipeline",
@@ -61,21 +65,21 @@ def rows(setting: Setting) -> list[Row]:
     """Return the lines of the table."""
     # verl's synchronous run has all 128 devices for both; so many seconds for each part of training.
     everywhere = {"engines": 2 * setting.engines, "update_s": 114.0, "log_probs_s": 54.0}
-    parts = {"parts": 4}  # as verl: a push after four times 128 prompts
+    further = {"max_staleness": 3, "admission_lead": 1.0}
+    # Four parts as verl: a push after four times 128 prompts.
     return [
         Row("on-policy", "on-policy", log_probs=True),
         Row("on-policy, all devices", "on-policy", log_probs=True, setting=everywhere),
-        Row("stream", "stream", **parts),
+        Row("stream", "stream", parts=4),
         Row("one-step-off", "one-step-off"),
         Row("async", "async"),
         Row("async-partial", "async-partial"),
         Row("async-partial, lead 1", "async-partial", {"admission_lead": 1.0}),
-        Row("async, 4 parts", "async", **parts),
-        Row("async-partial, 4 parts", "async-partial", **parts),
-        Row("async-partial, 4 parts, in place", "async-partial", {"in_flight": "in_place"}, **parts),
-        Row(
-            "async-partial, 4 parts, K 3, lead 1", "async-partial", {"max_staleness": 3, "admission_lead": 1.0}, **parts
-        ),
+        Row("async-partial, lead 1.5", "async-partial", {"admission_lead": 1.5}),
+        Row("async, 4 parts", "async", parts=4),
+        Row("async-partial, 4 parts", "async-partial", parts=4),
+        Row("async-partial, 4 parts, in place", "async-partial", {"in_flight": "in_place"}, parts=4),
+        Row("async-partial, 4 parts, K 3, lead 1", "async-partial", further, parts=4),
     ]
 
 
@@ -91,7 +95,8 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if isinstance(value, (int, float)):
                 most = key in ("loop_delay_s", "staleness_max", "engines_late_s")
                 row[key] = (max if most else statistics.fmean)(turn[key] for turn in turns)
-        row["control_cpu_s_per_1000"] = row["buffer_cpu_s_per_1000"] + row["router_cpu_s_per_1000"]
+        if "buffer_cpu_s_per_1000" in row:
+            row["control_cpu_s_per_1000"] = row["buffer_cpu_s_per_1000"] + row["router_cpu_s_per_1000"]
         found.append(row)
     base = next((row for row in found if row["name"] == "on-policy"), None)
     if base is not None:
@@ -122,6 +127,10 @@ def paced(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in ("engines", "gpus", "prompts", "samples", "weight")}
     setting = Setting(**given, time_scale=options.time_scale, token_scale=options.token_scale)
     setting = replace(setting, lengths=Lengths(seed=options.seed))
+    if options.virtual:
+        chosen = [row for row in rows(setting) if not options.rows or row.name in options.rows]
+        runs = [run_virtual(setting, row, options.steps, max(1, options.warm_up)) for row in chosen]
+        return {"setting": asdict(setting), "rows": summary(runs), "runs": runs}
     with tempfile.TemporaryDirectory() as folder:
         make = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), "--out", folder]
         subprocess.run(make, check=True, capture_output=True)
@@ -161,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--time-scale", type=float, default=Setting.time_scale)
     one.add_argument("--token-scale", type=float, default=Setting.token_scale)
     one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--virtual", action="store_true", help="instead: the controller alone, in virtual time")
     one.add_argument("--in-flight", type=int, help="instead: bring so many requests in flight")
     two = parts.add_parser("tool", help="real engines and trainers, with a slow tool")
     two.add_argument("--out", type=Path, required=True, help="folder of the runs and of results.jsonl")

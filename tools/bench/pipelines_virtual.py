@@ -1,0 +1,143 @@
+"""A pipeline in virtual time: the real controller over the model of engines, without processes and without waiting.
+
+It says how long steps would take if the control plane took no time at all: for choosing knobs in seconds, and to tell
+how much of a step over paced engines is the control plane's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusionrl.control import events
+from fusionrl.control.apply import apply
+from fusionrl.control.decide import decide
+from fusionrl.control.knobs import PIPELINES, Knobs
+from fusionrl.control.state import State
+from tools.bench.engine_model import Company, Machine, PacedBatch, Request
+from tools.bench.pipelines_paced import BATCHES_AFTER, Row, Setting
+
+_FLAGS = {"admission_lead": "lead"}
+
+
+@dataclass
+class Totals:
+    """Modelled seconds and tokens so far, at the end of a push."""
+
+    now: float
+    busy_s: float
+    trained_s: float
+    prefilled_again: float
+
+
+class VirtualRun:
+    """One pipeline. Groups go to the engine with the fewest requests, as a whole."""
+
+    def __init__(self, setting: Setting, row: Row, num_steps: int) -> None:
+        self._setting, self._row = setting, row
+        preset = PIPELINES[row.pipeline] | {_FLAGS.get(name, name): value for name, value in row.flags.items()}
+        per_engine = int(setting.max_running / setting.weight)
+        self.knobs = Knobs(
+            groups_per_fetch=setting.prompts // row.parts,
+            samples_per_group=setting.samples,
+            max_samples_in_flight=per_engine * setting.engines,
+            num_fetches=(num_steps + BATCHES_AFTER) * row.parts,
+            **{**preset, "fetches_per_push": row.parts},  # type: ignore[arg-type]  # of the types that presets have
+        )
+        self.state, self.now, self.pushes = State(), 0.0, list[Totals]()
+        machine, company = Machine(gpus=setting.gpus), Company(setting.weight, setting.engines)
+        self._engines = [PacedBatch(machine, company) for _ in range(setting.engines)]
+        self._mean = setting.lengths.mean() * setting.batch
+        self._group_of: dict[Request, int] = {}
+        self._left: dict[int, int] = {}
+        self._tokens: dict[int, float] = {}
+        self._oldest: dict[int, int] = {}
+        self._train_end: float | None = None
+        self._push_end: float | None = None
+        self._trained_s = 0.0
+
+    def go(self, num_pushes: int) -> None:
+        """Run until so many pushes are done."""
+        while len(self.pushes) < num_pushes:
+            while self._begin():
+                pass
+            due = [end for end in (self._train_end, self._push_end) if end is not None]
+            due += [end for engine in self._engines if (end := engine.next_end()) is not None]
+            self.now = max(min(due), self.now + 1e-3)
+            self._end()
+
+    def _begin(self) -> bool:
+        """Begin the first action that may begin; returns whether there was one."""
+        for action in decide(self.state, self.knobs):
+            if isinstance(action, events.Admit):
+                for _ in range(action.num_new):
+                    self._admit()
+                return True
+            if isinstance(action, events.Fetch):
+                tokens = sum(self._tokens[ordinal] for ordinal in action.ordinals)
+                log_probs_s = self._setting.log_probs_s if self._row.log_probs else 0.0
+                seconds = (self._setting.update_s + log_probs_s) * tokens / self._mean
+                self._trained_s += seconds
+                self._train_end = self.now + seconds
+            elif isinstance(action, events.Push):
+                self._push_end = self.now + self._setting.push_s
+                for engine in self._engines:
+                    engine.pause("in_place" if self.knobs.in_flight == "in_place" else "retract")
+            elif not isinstance(action, events.Drop):
+                continue
+            apply(self.state, self.knobs, action)
+            return True
+        return False
+
+    def _admit(self) -> None:
+        ordinal, count = self.state.next_ordinal, self._setting.samples
+        apply(self.state, self.knobs, events.Admitted(ordinal, count))
+        self._left[ordinal], self._tokens[ordinal], self._oldest[ordinal] = count, 0.0, self.state.version
+        engine = min(self._engines, key=lambda one: len(one.running) + len(one.waiting))
+        for number in range(count):
+            lengths = self._setting.lengths
+            request = Request(lengths.prompt, lengths.of(ordinal, number), cached=number > 0)
+            self._group_of[request] = ordinal
+            engine.join(request)
+
+    def _end(self) -> None:
+        """Note what ends at this moment."""
+        for engine in self._engines:
+            for request in engine.advance(self.now):
+                ordinal = self._group_of.pop(request)
+                self._left[ordinal] -= 1
+                self._tokens[ordinal] += request.num_tokens
+                apply(self.state, self.knobs, events.SampleDone(ordinal))
+                if not self._left[ordinal]:
+                    apply(self.state, self.knobs, events.GroupReady(ordinal, self._oldest[ordinal]))
+        if self._train_end is not None and self.now >= self._train_end:
+            self._train_end = None
+            apply(self.state, self.knobs, events.TrainDone())
+        if self._push_end is not None and self.now >= self._push_end:
+            self._push_end = None
+            apply(self.state, self.knobs, events.Pushed())
+            for engine in self._engines:
+                engine.set_version(str(self.state.version))
+                engine.resume()
+            busy_s = sum(engine.busy_s for engine in self._engines)
+            again = sum(engine.num_prefilled_again for engine in self._engines)
+            self.pushes.append(Totals(self.now, busy_s, self._trained_s, again))
+
+
+def run_virtual(setting: Setting, row: Row, num_steps: int, warm_up: int) -> dict[str, Any]:
+    """Run one pipeline; returns its figures of the steps after `warm_up`, of the names of `run_row`."""
+    setting = replace(setting, **row.setting)
+    run = VirtualRun(setting, row, warm_up + num_steps)
+    run.go(warm_up + num_steps)
+    last, first = run.pushes[-1], run.pushes[warm_up - 1]
+    seconds = last.now - first.now
+    share = setting.log_probs_s / (setting.log_probs_s + setting.update_s) if row.log_probs else 0.0
+    return {
+        "name": row.name,
+        "pipeline": row.pipeline,
+        "step_s": seconds / num_steps,
+        "log_probs_s": share * (last.trained_s - first.trained_s) / num_steps,
+        "engines_idle": 1 - (last.busy_s - first.busy_s) / seconds / setting.engines,
+        "trainers_idle": 1 - (last.trained_s - first.trained_s) / seconds,
+        "tokens_prefilled_again": setting.weight * (last.prefilled_again - first.prefilled_again) / num_steps,
+    }
