@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from fusionrl.buffer.ages import check_not_older, oldest_version
+from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.drawn import Drawn, DrawnGroups
 from fusionrl.buffer.permits import PermitSource
@@ -49,6 +49,7 @@ class BatchStream(Stream):
         first_version: int = 0,
         saved: SavedStream | None = None,
         *,
+        where: str,
         hooked: object,
         asks_again: bool,
         abort: threading.Event,
@@ -56,6 +57,7 @@ class BatchStream(Stream):
         """As `Stream`.
 
         call        of the user's function
+        where       its flag and path, as messages begin
         hooked      the data source that the permits stand before
         asks_again  the function may get fewer groups than it wants, or none, and asks again later
         abort       tells the function that the run ends
@@ -64,11 +66,11 @@ class BatchStream(Stream):
         # requests holds.
         lead = float(min(math.ceil(knobs.lead), knobs.max_staleness))
         super().__init__(replace(knobs, lead=lead, max_samples_in_flight=1 << 30), border, source, first_version, saved)
-        self._made_by, self._abort = call, abort
+        self._made_by, self._where, self._abort = call, where, abort
         self._permits = PermitSource(self, hooked, asks_again=asks_again)
         self._drawn_groups = DrawnGroups()
         self._metrics: dict[str, float] = {}
-        self._is_calling = False
+        self._is_calling, self._num_empty = False, 0  # calls without a group, one after the other
         self._may_call = threading.Event()
         self._caller = threading.Thread(target=self._call_on, name="rollout function", daemon=True)
 
@@ -213,6 +215,11 @@ class BatchStream(Stream):
         self._is_calling = False
         for name, value in metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value if name.startswith(DROPPED) else value
+        self._num_empty = 0 if groups else self._num_empty + 1
+        if self._num_empty >= MOST_CALLS:
+            raise ValueError(
+                f"{self._where}: {MOST_CALLS} calls, one after the other, gave no group that passes the filter"
+            )
         for group in groups:
             self._take_group(group)
         for out in self._drawn_groups:
@@ -238,6 +245,7 @@ class BatchStream(Stream):
             self._dropped["failed"] += 1
             return
         else:
+            check_bound([group], self._label, self.knobs)
             ordinal = self.state.next_ordinal
             apply(self.state, self.knobs, events.Admitted(ordinal, len(group), oldest, is_spare=True))
             self._live[ordinal] = Held([])

@@ -58,6 +58,7 @@ class StreamMessages:
                 collector.call,
                 num_trained,
                 saved,
+                where=functions.where,
                 hooked=self.source.hooked,
                 asks_again=functions.asks_again,
                 abort=self._abort,

@@ -157,3 +157,16 @@ def from_elsewhere(args: Namespace, rollout_id: int, data_source: Any, evaluatio
     for group in made:
         group[0].status = Sample.Status.FAILED
     return made
+
+
+def stale(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Make groups of one's own whose tokens are of the first weights, always."""
+    groups = from_elsewhere(args, rollout_id, data_source)
+    for sample in (sample for group in groups for sample in group):
+        sample.weight_versions = [0] * sample.response_length
+    return groups
+
+
+def nothing(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return no group."""
+    return []

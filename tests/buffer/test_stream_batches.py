@@ -103,6 +103,18 @@ def test_prompts_from_elsewhere(stream: Make, tmp_path: Path, pipeline: str, bou
     assert len(trained) == 16 and min(trained) >= 100
 
 
+def test_tokens_that_are_too_old_are_not_trained(stream: Make) -> None:
+    running = stream("one-step-off", rollout_function_path=f"{HOOKS}.stale")
+    with pytest.raises(HookError, match=r"--max-staleness 1: sample \d+ has a token of version 0, and version 2 would"):
+        running.steps(4)
+
+
+def test_a_function_that_returns_nothing_ends_the_run(stream: Make) -> None:
+    running = stream("async", rollout_function_path=f"{HOOKS}.nothing")
+    with pytest.raises(ValueError, match=r"--rollout-function-path .*nothing: 10 calls, one after the other, gave no"):
+        running.train()
+
+
 def test_an_error_ends_the_run_with_the_function_s_name(stream: Make) -> None:
     running = stream("one-step-off", rollout_function_path=f"{HOOKS}.raises")
     with pytest.raises(HookError, match=r"raises[\s\S]*no such batch"):
