@@ -103,6 +103,8 @@ class BufferActor(StreamMessages):
         self.endpoints = replace(self.endpoints, engine_urls=tuple(engine_urls))
         self.endpoints.export()
         self._border.set_endpoints(self.endpoints)
+        if self._stream is not None:
+            await asyncio.to_thread(self._stream.set_engines, engine_urls)
 
     async def status(self) -> dict[str, object]:
         """Return what the Buffer is doing, since how many seconds, and the data cursor."""

@@ -10,6 +10,11 @@ from fusionrl.config.hooks import HookError
 from fusionrl.control.knobs import Knobs
 from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
 
+_OF_PROMPT = (
+    *("group_index", "index", "prompt", "label", "metadata", "generate_function_path", "custom_rm_path"),
+    *("prompt_tokens", "messages", "session_id"),
+)
+
 
 def oldest_version(samples: Sequence[Sample], fetches_per_push: int) -> int | None:
     """Return the controller's version of the oldest token that is trained; None where none is known."""
@@ -23,6 +28,13 @@ def trained_versions(sample: Sample) -> np.ndarray:
         return np.zeros(0, np.int64)
     versions = np.asarray(sample.weight_versions, np.int64)[response_mask(sample) > 0]
     return versions[versions != UNKNOWN_VERSION]
+
+
+def without_answer(sample: Sample) -> Sample:
+    """Return the sample as its prompt came, where it has an answer: one that another run left, of older weights."""
+    if not sample.response_length:
+        return sample
+    return Sample(**{name: getattr(sample, name) for name in _OF_PROMPT})
 
 
 def check_not_older(samples: Sequence[Sample], born: int) -> None:

@@ -13,7 +13,7 @@ from fusionrl.data.sample import Sample
 class Drawn:
     """One of them.
 
-    num_calls  calls of the function that have returned since, without it
+    num_calls  calls of the function that have returned without it while the trainers waited for it
     """
 
     ordinal: int

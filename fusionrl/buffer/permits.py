@@ -21,8 +21,8 @@ class Gate(Protocol):
     def granted(self, num_groups: int, *, beyond: bool) -> Groups:
         """Return at most `num_groups` groups; `beyond`: all of them, whatever the bound says."""
 
-    def handed_back(self, groups: Groups) -> Groups:
-        """Park groups; returns those that were not drawn here."""
+    def handed_back(self, groups: Groups) -> None:
+        """Park groups; those that were not drawn here go to the data source."""
 
 
 class PermitSource:
@@ -74,15 +74,13 @@ class PermitSource:
             loop = _running_loop()
             if loop is not None:
                 return self._gate.granted(num_samples, beyond=True) if self._spins(loop) else []
-            if threading.get_ident() == self._caller:
-                return self._gate.granted(num_samples, beyond=True)
+            if threading.get_ident() == self._caller and (groups := self._gate.granted(num_samples, beyond=True)):
+                return groups
             time.sleep(_LOOK_S)
 
     def add_samples(self, samples: Groups) -> None:
         """Hand groups back, with what they have; they are given again first."""
-        others = self._gate.handed_back(samples)
-        if others:
-            self._hooked.add_samples(others)
+        self._gate.handed_back(samples)
 
     def _spins(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Return whether the loop's thread has got nothing again and again without a turn of the loop."""

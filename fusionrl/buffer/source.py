@@ -95,18 +95,27 @@ class PromptSource:
                 self.hooked.save(rollout_id)
         return self.state()
 
+    def take_in(self, groups: list[list[Sample]]) -> None:
+        """Hand groups to the data source: they come first."""
+        with self.guarded():
+            self.hooked.add_samples(groups)
+
     def keep(self, rollout_id: int) -> None:
         """Remember the state of now as that right after rollout `rollout_id`."""
-        self._keep(rollout_id, self.state())
+        self.keep_with(rollout_id, self.state(), None)
 
     def keeps(self, rollout_id: int) -> bool:
         """Return whether the state right after a rollout is known."""
         return rollout_id in self._states
 
-    def keep_with(self, rollout_id: int, state: dict[str, Any] | None, stream: SavedStream) -> None:
+    def keep_with(self, rollout_id: int, state: dict[str, Any] | None, stream: SavedStream | None) -> None:
         """Remember `state` as that right after a rollout, with what a stream has under way by then."""
-        self._keep(rollout_id, state)
-        self._streams = {rollout_id: stream}  # of the newest alone: it holds answers
+        if self.hooked is None:
+            return
+        self._states[rollout_id] = state
+        for old in [key for key in self._states if key <= rollout_id - KEPT]:
+            del self._states[old]
+        self._streams = {} if stream is None else {rollout_id: stream}  # of the newest alone: it holds answers
 
     def take_stream(self) -> SavedStream | None:
         """Return what the checkpoint holds of a stream, once."""
@@ -116,14 +125,7 @@ class PromptSource:
     def take_back(self) -> None:
         """Without a stream: let the prompts that one had under way at the checkpoint come first."""
         if (stream := self.take_stream()) is not None and (groups := blanks(stream)):
-            with self.guarded():
-                self.hooked.add_samples(groups)
-
-    def _keep(self, rollout_id: int, state: dict[str, object] | None) -> None:
-        if self.hooked is not None:
-            self._states[rollout_id] = state
-            for old in [key for key in self._states if key <= rollout_id - KEPT]:
-                del self._states[old]
+            self.take_in(groups)
 
     def save(self, path: Path, rollout_id: int) -> None:
         """Write the state as it was right after rollout `rollout_id` to `path` (JSON)."""

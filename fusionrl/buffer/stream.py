@@ -10,13 +10,15 @@ import asyncio
 import copy
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, get_args
 
-from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version
+from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version, without_answer
 from fusionrl.buffer.border import HookBorder
 from fusionrl.buffer.clock import StreamClock, reason_of
+from fusionrl.buffer.filter import Filter
 from fusionrl.buffer.numbers import state_numbers
 from fusionrl.buffer.stream_saved import Held, SavedStream, fresh_state, packed, unpacked
 from fusionrl.buffer.stream_thread import LoopThread
@@ -27,8 +29,7 @@ from fusionrl.control.decide import decide, engine_actions
 from fusionrl.control.knobs import Knobs
 from fusionrl.data.sample import Sample, Status
 from fusionrl.rollout.client import RolloutClient
-from fusionrl.rollout.samples import GroupContext, apply_filter, generate_group
-from fusionrl.rollout.sglang_rollout import check_filter_keeps
+from fusionrl.rollout.samples import GroupContext, generate_group
 from fusionrl.rollout.state import sampling_params
 from fusionrl.rollout.teacher import Teacher
 
@@ -43,6 +44,9 @@ class GroupSource(Protocol):
 
     def draw(self, num_groups: int) -> Groups:
         """Return the next groups; fewer where the data have ended."""
+
+    def take_in(self, groups: Groups) -> None:
+        """Take groups that a function hands back and had from elsewhere."""
 
     def state_at(self, rollout_id: int) -> dict[str, Any] | None:
         """Return the state of now, for the checkpoint after a rollout."""
@@ -85,8 +89,7 @@ class Stream(LoopThread):
             self.state, self._live = unpacked(saved, knobs, first_version)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._dropped: Counter[str] = Counter()  # since the last batch
-        self._num_dropped: Counter[str] = Counter()  # by the filter, of the whole run
-        self._num_kept = 0
+        self._filter = Filter(knobs.groups_per_fetch)
         self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[events.Action] | None = None
@@ -112,13 +115,28 @@ class Stream(LoopThread):
         self._call(self._note_trained)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
-        self._ask(events.Push)
+        if isinstance(self._ask(events.Push, events.Stop), events.Stop):
+            raise ValueError(self.state.failure)  # no other end comes before a push that is due
         return True
 
     def pushed(self, version: int) -> None:
         """Note that the engines have new weights, of the name `version`."""
-        self._label = version
-        self._call(self._happen, events.Pushed())
+
+        def note() -> None:
+            self._label = version
+            self._happen(events.Pushed())
+
+        self._call(note)
+
+    def set_engines(self, urls: Sequence[str]) -> None:
+        """Send requests to these engines from now on: one that died is back at another address."""
+
+        def change() -> None:
+            self._args.engine_urls = list(urls)
+            self._context = GroupContext.of_args(self._args)
+            self._client.set_engines(urls)
+
+        self._call(change)
 
     def snapshot(self, rollout_id: int) -> tuple[dict[str, Any] | None, SavedStream]:
         """Return the data source's state and what a checkpoint holds of the stream, after rollout `rollout_id`.
@@ -199,7 +217,9 @@ class Stream(LoopThread):
 
     def _drawn(self, num_groups: int) -> Groups:
         """Draw the next groups; where there are fewer, the data have ended."""
-        groups = self._source.draw(num_groups) if num_groups else []
+        groups = (
+            [[without_answer(sample) for sample in one] for one in self._source.draw(num_groups)] if num_groups else []
+        )
         if len(groups) < num_groups:
             apply(self.state, self.knobs, events.StreamEnd())
         return groups
@@ -232,14 +252,20 @@ class Stream(LoopThread):
         try:
             made = await generate_group(context, group, sampling_params(self._args))
             failure = why_failed(made, replaces=self._args.failed_samples == "replace")
-            refused = "" if failure else self._why_refused(context, made)
+            refused = "" if failure else self._filter.refuses(context, made)
             if not failure and not refused:
                 await self._teacher.score(made)
                 if ordinal in self._live:
                     # By this version the controller has counted on it.
                     check_not_older(made, self.state.groups[ordinal].born * self.knobs.fetches_per_push)
         except asyncio.CancelledError:
-            raise
+            task = asyncio.current_task()
+            if self._is_ending or ordinal not in self._live or (task is not None and task.cancelling()):
+                raise
+            # Else the group would be under way for ever.
+            self._failed.append(RuntimeError(f"sample {group[0].index} and its siblings were cancelled from within"))
+            self._wake.set()
+            return
         except Exception as error:  # of a user's function, or of the engines: the run ends with it
             if ordinal in self._live:  # a group that was dropped matters no more
                 self._failed.append(error)
@@ -255,26 +281,16 @@ class Stream(LoopThread):
         elif refused:
             self._drop(events.Drop(ordinal, "filtered"), refused)
         else:
-            self._num_kept += 1
             self._live[ordinal].made = made
             self._happen(events.GroupReady(ordinal, oldest_version(made, self.knobs.fetches_per_push)))
-
-    def _why_refused(self, context: GroupContext, made: list[Sample]) -> str:
-        """Return why the dynamic filter does not keep a group, "" where it does."""
-        verdict = apply_filter(context.filter_path, self._args, made)
-        if verdict.keep:
-            return ""
-        reason = verdict.reason or "filtered"
-        self._num_dropped[reason] += 1
-        check_filter_keeps(context.filter_path, self._num_kept, self._num_dropped, self.knobs.groups_per_fetch)
-        return reason
 
     def _fail(self, ordinal: int, reason: str) -> None:
         """Note that a group cannot be trained: it is tried again, or another takes its place."""
         self._tally.dropped(ordinal)
         self._happen(events.GroupFailed(ordinal, reason))
-        self._dropped["failed"] += 1
+        self._live[ordinal].parked = []  # it is tried again from its prompt
         if ordinal not in self.state.groups:
+            self._dropped["failed"] += 1
             del self._live[ordinal]
 
     def _drop(self, action: events.Drop, reason: str | None = None) -> None:

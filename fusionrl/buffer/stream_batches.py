@@ -12,26 +12,27 @@ import gc
 import logging
 import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
 from fusionrl.buffer.ages import check_bound, check_not_older, oldest_version
 from fusionrl.buffer.border import HookBorder
-from fusionrl.buffer.drawn import Drawn, DrawnGroups
+from fusionrl.buffer.drawn import DrawnGroups
 from fusionrl.buffer.permits import PermitSource
 from fusionrl.buffer.stream import Groups, GroupSource, Stream, why_failed
 from fusionrl.buffer.stream_saved import Held, SavedStream
 from fusionrl.control import events
 from fusionrl.control.apply import apply
-from fusionrl.control.decide import all_fetched, decide, engine_actions, latecomers, permits, push_is_due, trainable
+from fusionrl.control.decide import all_fetched, decide, engine_actions, permits, push_is_due, trainable
 from fusionrl.control.knobs import Knobs
 from fusionrl.data.sample import Sample
-from fusionrl.rollout.types import RolloutAborted
 
 logger = logging.getLogger(__name__)
 
 DROPPED = "rollout/dropped_"
+_PATIENCE_S = 0.5  # with a call that waits for prompts while others wait for it
 MOST_CALLS = 10  # that return without a group that the trainers wait for, before it is given up
 Call = Callable[[int, PermitSource], tuple[Groups, dict[str, float]]]
 """Calls the function for a rollout; returns its groups, scored and filtered, and its metrics."""
@@ -70,9 +71,13 @@ class BatchStream(Stream):
         self._permits = PermitSource(self, hooked, asks_again=asks_again)
         self._drawn_groups = DrawnGroups()
         self._metrics: dict[str, float] = {}
+        self._waits_since, self._patience_s = 0.0, _PATIENCE_S
         self._is_calling, self._num_empty = False, 0  # calls without a group, one after the other
         self._may_call = threading.Event()
         self._caller = threading.Thread(target=self._call_on, name="rollout function", daemon=True)
+
+    def set_engines(self, urls: Sequence[str]) -> None:
+        """Change nothing: each call gets new `args`, and its clients are its own."""
 
     # ------------------------------------------------------------------------------------ the function's thread
     def stop(self) -> None:
@@ -99,20 +104,11 @@ class BatchStream(Stream):
                     gc.collect()  # what it dropped may still hang in cycles of its tasks
                 self._call(self._take, groups, metrics)
                 del groups, metrics
-        except RolloutAborted as error:
-            if not self._is_ending:
-                self._fail_with(error)
         except BaseException as error:  # of a user's function: the run ends with it
-            self._fail_with(error)
-
-    def _fail_with(self, error: BaseException) -> None:
-        def fail() -> None:
             self._failed.append(error)
-            self._wake.set()
-
-        with self._lock:
-            if not self._has_ended:
-                self._loop.call_soon_threadsafe(fail)
+            with self._lock:
+                if not self._has_ended:
+                    self._loop.call_soon_threadsafe(self._wake.set)
 
     # ------------------------------------------------------------------------------------ the stream's thread
     async def _main(self, started: Future[None]) -> None:
@@ -141,7 +137,14 @@ class BatchStream(Stream):
 
     def _wants_call(self) -> bool:
         state, knobs = self.state, self.knobs
-        if all_fetched(state, knobs) or not permits(state, knobs)[0]:
+        if all_fetched(state, knobs):
+            return False
+        num_drawn = sum(one.ordinal in state.groups for one in self._drawn_groups)
+        if state.stream_ended and not num_drawn and not state.of("pending"):
+            return False  # there is nothing to make a batch of
+        if push_is_due(state, knobs) and knobs.in_flight == "drain" and num_drawn:
+            return True  # the push waits for what a call can return
+        if not permits(state, knobs)[0]:
             return False
         if self._is_starving():
             return True
@@ -159,13 +162,16 @@ class BatchStream(Stream):
         """Admit at most `num_groups` groups and return them; `beyond`: all of them, whatever the bound says."""
         return self._call(self._granted, num_groups, beyond)
 
-    def handed_back(self, groups: Groups) -> Groups:
-        """Park groups that the function has begun; returns those that it did not get here."""
-        return self._call(self._hand_back, groups)
+    def handed_back(self, groups: Groups) -> None:
+        """Park groups that the function has begun; those that it did not get here go to the data source."""
+        self._call(self._hand_back, groups)
 
     def _granted(self, num_groups: int, beyond: bool) -> Groups:
-        state, knobs, must_return = self.state, self.knobs, self._must_return()
-        if must_return:  # it may begin all that can be trained in time
+        state, knobs = self.state, self.knobs
+        if all_fetched(state, knobs):
+            return []  # the run needs no more
+        must_return = self._is_starving() or (self._is_calling and push_is_due(state, knobs))
+        if must_return:  # somebody waits for the call that is under way: it may begin all that can be trained in time
             knobs = replace(knobs, lead=float(knobs.max_staleness))
         pending, num_new = list[int](), 0
         for action in engine_actions(state, knobs):
@@ -174,30 +180,48 @@ class BatchStream(Stream):
         num_new = num_sound = min(num_new, num_groups - len(pending))
         if not pending and not num_new and not state.stream_ended and not state.pushing:
             # A call that waits for a whole batch has to have one under way, or it never returns.
-            num_out = sum(one.ordinal in state.groups for one in self._drawn_groups)
-            missing = max(0, knobs.groups_per_fetch - num_out) if must_return else 0
+            missing = self._num_missing() if must_return else 0
             num_new = num_groups if beyond else min(num_groups, missing)
             num_sound = trainable(state, knobs)
-        given = [self._give(ordinal, self._live[ordinal].blank) for ordinal in pending]
+        given = [self._give(ordinal, self._live[ordinal]) for ordinal in pending]
         for place, group in enumerate(self._drawn(num_new)):
-            given.append(self._give(self.state.next_ordinal, group, is_spare=place >= num_sound))
+            given.append(self._give(self.state.next_ordinal, Held(group), is_spare=place >= num_sound))
         self._wake.set()
         return given
 
-    def _must_return(self) -> bool:
-        """Return whether somebody waits for the call that is under way."""
-        return self._is_starving() or (self._is_calling and push_is_due(self.state, self.knobs))
+    def _num_missing(self) -> int:
+        """Return how many groups the call lacks to a batch, once it has waited for a while; 0 before.
 
-    def _give(self, ordinal: int, blank: list[Sample], *, is_spare: bool = False) -> list[Sample]:
+        It may return what it has, or want a batch. Groups that it has dropped are none of it. But a variable of its
+        code may hold one of these: so it gets one more after another while, and then ever later.
+        """
+        now = time.monotonic()
+        if not self._waits_since:
+            self._waits_since = now
+        if now < self._waits_since + self._patience_s:
+            return 0
+        gc.collect()  # what it dropped may still hang in cycles of its tasks
+        held = sum(one.ordinal in self.state.groups and one.is_held for one in self._drawn_groups)
+        missing = max(1, self.knobs.groups_per_fetch - held)
+        self._waits_since, self._patience_s = 0.0, 2 * self._patience_s
+        return missing
+
+    def _drop(self, action: events.Drop, reason: str | None = None) -> None:
+        blank = self._live[action.ordinal].blank
+        if action.reason == "surplus" and blank:
+            self._source.take_in([blank])  # it was admitted for the function's sake: its prompt comes again
+        super()._drop(action, reason)
+
+    def _give(self, ordinal: int, held: Held, *, is_spare: bool = False) -> list[Sample]:
         known = self.state.groups.get(ordinal)
         oldest = known.born if known is not None and known.begun else None
-        apply(self.state, self.knobs, events.Admitted(ordinal, len(blank), oldest, is_spare))
-        self._live[ordinal] = Held(blank)
-        group = copy.deepcopy(blank)
+        apply(self.state, self.knobs, events.Admitted(ordinal, len(held.blank), oldest, is_spare))
+        self._live[ordinal] = held
+        group = copy.deepcopy(held.parked or held.blank)
         self._drawn_groups.add(ordinal, group)
         return group
 
-    def _hand_back(self, groups: Groups) -> Groups:
+    def _hand_back(self, groups: Groups) -> None:
         others = []
         for group in groups:
             out = self._drawn_groups.take(group)
@@ -206,26 +230,30 @@ class BatchStream(Stream):
                 continue
             if out.ordinal not in self.state.groups:
                 continue  # it came too late
-            self._live[out.ordinal] = Held(copy.deepcopy(group))
+            self._live[out.ordinal].parked = copy.deepcopy(group)
             self._happen(events.Parked(out.ordinal, oldest_version(group, self.knobs.fetches_per_push)))
-        return others
+        if others:
+            self._source.take_in(others)
 
     def _take(self, groups: Groups, metrics: dict[str, float]) -> None:
         """Take over what a call has returned."""
         self._is_calling = False
+        self._waits_since, self._patience_s = 0.0, _PATIENCE_S
         for name, value in metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value if name.startswith(DROPPED) else value
-        self._num_empty = 0 if groups else self._num_empty + 1
+        self._num_empty = 0 if groups or self._drawn_groups else self._num_empty + 1
         if self._num_empty >= MOST_CALLS:
             raise ValueError(
                 f"{self._where}: {MOST_CALLS} calls, one after the other, gave no group that passes the filter"
             )
         for group in groups:
             self._take_group(group)
-        for out in self._drawn_groups:
-            out.num_calls += 1
-            if not out.is_held:
-                self._give_up(out, "filtered")
+        is_told = any(name.startswith(DROPPED) for name in metrics)  # by the function or its filter
+        for out in [out for out in self._drawn_groups if not out.is_held]:
+            self._drawn_groups.forget(out)
+            if out.ordinal in self.state.groups:
+                self._drop(events.Drop(out.ordinal, "filtered"))
+                self._dropped["filtered"] -= is_told
         self._give_up_lost()
         if self._drawn_groups and self.knobs.in_flight == "drain" and self.knobs.max_staleness:
             logger.warning("the rollout function keeps groups under way between its calls: pushes do not wait for them")
@@ -258,24 +286,20 @@ class BatchStream(Stream):
         self._live[ordinal].made = group
         self._happen(events.GroupReady(ordinal, oldest))
 
-    def _give_up(self, out: Drawn, reason: str) -> None:
-        self._drawn_groups.forget(out)
-        if out.ordinal in self.state.groups:
-            self._drop(events.Drop(out.ordinal, "filtered"), reason)
-
     def _give_up_lost(self) -> None:
-        """Give up groups that trainers wait for and many calls did not return."""
-        if not self._is_starving():
-            return
-        state = self.state
-        late = {group.ordinal for group in latecomers(state, self.knobs, [*state.of("ready"), *state.unready()])}
-        for out in [out for out in self._drawn_groups if out.ordinal in late and out.num_calls >= MOST_CALLS]:
-            logger.warning(
-                "prompt %s: the rollout function has not returned it in %d calls; it is given up",
-                self._live[out.ordinal].blank[0].index,
-                out.num_calls,
+        """Give up groups that are due, that trainers wait for, and that many calls since then did not return."""
+        waits = (action for action in decide(self.state, self.knobs) if isinstance(action, events.Wait))
+        late = {ordinal for wait in waits if wait.reason == "deadline" for ordinal in wait.on}
+        for out in self._drawn_groups:
+            out.num_calls = out.num_calls + 1 if out.ordinal in late else 0
+            if out.num_calls < MOST_CALLS:
+                continue
+            index = self._live[out.ordinal].blank[0].index
+            text = (
+                "sample %s and its siblings: the rollout function has not returned them in %d calls; they are given up"
             )
-            self._give_up(out, "lost")
+            logger.warning(text, index, out.num_calls)
+            self._drop(events.Drop(out.ordinal, "filtered"), "lost")  # if it comes back, it is known as too late
 
     def _new_metrics(self) -> dict[str, float]:
         metrics, self._metrics = self._metrics, {}

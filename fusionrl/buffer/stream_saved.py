@@ -2,7 +2,7 @@
 
 settings  the knobs on which places and versions depend
 state     of the controller (`State.to_dict`)
-groups    ordinal → {"blank": samples as they came from the data, "made": samples with answers and rewards}
+groups    ordinal → {"blank": samples as they came from the data, "made": with answers and rewards, or "parked"}
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ class SavedStream(TypedDict):
 
 @dataclass
 class Held:
-    """A group that has not ended: as it came from the data, or was handed back, and as it is when it is ready."""
+    """A group that has not ended.
+
+    blank   as it came from the data
+    made    as it is when it is ready
+    parked  as a function handed it back, with a part of its answers
+    """
 
     blank: list[Sample]
     made: list[Sample] = field(default_factory=list)
+    parked: list[Sample] = field(default_factory=list)
 
 
 def packed(state: Mapping[str, Any], held: Mapping[int, Held], knobs: Knobs) -> SavedStream:
@@ -44,6 +50,8 @@ def packed(state: Mapping[str, Any], held: Mapping[int, Held], knobs: Knobs) -> 
         groups[str(ordinal)] = {"blank": [pack_sample(sample) for sample in found.blank]}
         if phase == "ready":
             groups[str(ordinal)]["made"] = [pack_sample(sample) for sample in found.made]
+        elif found.parked:
+            groups[str(ordinal)]["parked"] = [pack_sample(sample) for sample in found.parked]
     return {"settings": _settings(knobs), "state": dict(state), "groups": groups}
 
 
@@ -58,9 +66,7 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
     """
     try:
         held = {
-            int(ordinal): Held(
-                *([unpack_sample(sample) for sample in group.get(name, ())] for name in ("blank", "made"))
-            )
+            int(ordinal): Held(*(_unpacked(group.get(name, [])) for name in ("blank", "made", "parked")))
             for ordinal, group in saved["groups"].items()
         }
         if saved["settings"] != _settings(knobs) or saved["state"]["num_trained"] != num_trained:
@@ -70,8 +76,8 @@ def unpacked(saved: SavedStream, knobs: Knobs, num_trained: int) -> tuple[State,
             raise ValueError(f"its groups are {sorted(born)}, and there are samples of {sorted(held)}")
         kept = {}
         for ordinal, group in held.items():
-            if group.made:
-                oldest = oldest_version(group.made, knobs.fetches_per_push)
+            oldest = oldest_version(group.made or group.parked, knobs.fetches_per_push)
+            if group.made or oldest is not None:
                 kept[ordinal] = born[ordinal] if oldest is None else min(born[ordinal], oldest)
         state = State.from_dict(saved["state"], knobs.fetches_per_push, kept)
         for ordinal in [ordinal for ordinal, group in held.items() if not group.made and not group.blank]:
@@ -120,4 +126,4 @@ def _unpacked(group: list[dict[str, object]]) -> list[Sample]:
 
 
 def _settings(knobs: Knobs) -> list[int]:
-    return [knobs.groups_per_fetch, knobs.fetches_per_push, knobs.max_staleness]
+    return [knobs.groups_per_fetch, knobs.fetches_per_push, knobs.max_staleness, knobs.samples_per_group]

@@ -90,6 +90,10 @@ def _counted(versions: np.ndarray, trained: np.ndarray) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
+def _mean(counts: Counter[int]) -> float:
+    return sum(age * count for age, count in counts.items()) / counts.total()
+
+
 def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> dict[str, float]:
     """Mean, maximum and histogram by token, and by sample, each as old as its oldest trained token.
 
@@ -103,10 +107,12 @@ def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> d
     for own in ages:
         tokens.update(own)
     samples = Counter(max(own) for own in ages)
-    metrics: dict[str, float] = {}
-    for name, counts in (("token", tokens), ("sample", samples)):
-        metrics[f"rollout/staleness/{name}_mean"] = sum(age * n for age, n in counts.items()) / counts.total()
-        metrics[f"rollout/staleness/{name}_max"] = float(max(counts))
+    metrics = {
+        "rollout/staleness/token_mean": _mean(tokens),
+        "rollout/staleness/token_max": float(max(tokens)),
+        "rollout/staleness/sample_mean": _mean(samples),
+        "rollout/staleness/sample_max": float(max(samples)),
+    }
     metrics |= {f"rollout/staleness/tokens/{age}": share for age, share in _histogram(tokens).items()}
     metrics |= {f"rollout/staleness/samples/{age}": share for age, share in _histogram(samples).items()}
     if num_unknown:

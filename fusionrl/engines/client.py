@@ -96,6 +96,10 @@ class GenerateClient:
         """Answers that were no answer to their request, by `Asked`."""
         return self._targets.num_refused
 
+    def set_engines(self, urls: Sequence[str]) -> None:
+        """Send requests to these engines from now on; those under way stay where they are."""
+        self._targets.set_engines(urls)
+
     async def generate(self, payload: Mapping[str, object], routing_key: str | None = None) -> Generation:
         """Send one request in SGLang's form (`input_ids` or `text`, `sampling_params`, ...).
 

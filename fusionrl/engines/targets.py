@@ -22,6 +22,13 @@ class Targets:
         """Answers that were no answer to their request, by `Asked`."""
         self._under_way = dict.fromkeys(self.urls, 0)
 
+    def set_engines(self, urls: Sequence[str]) -> None:
+        """Take other engines: one that died is back at another address."""
+        if self.urls == self.engines:  # requests go to the engines, not to the router
+            self.urls = [_generate_url(url) for url in urls]
+        self.engines = [_generate_url(url) for url in urls]
+        self._under_way |= {url: 0 for url in self.urls if url not in self._under_way}
+
     def choose(self, routing_key: str | None, attempt: int, refused: Sequence[str]) -> str:
         """Return the URL for try number `attempt`; each try goes to another engine, if there are several.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Self
 
 from fusionrl.rollout.loops import LoopSemaphore
@@ -34,6 +35,10 @@ class RolloutClient:
             f"{prefix}/tokens_kept": client.num_tokens_kept,
         }
         return kept | refused
+
+    def set_engines(self, urls: Sequence[str]) -> None:
+        """Send requests to these engines from now on."""
+        self._client.set_engines(urls)
 
     async def __aenter__(self) -> Self:
         self._args.client_loop = asyncio.get_running_loop()

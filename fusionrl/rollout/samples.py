@@ -6,8 +6,9 @@ import asyncio
 import copy
 import inspect
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ async def generate_and_score(
     if not evaluation and (sample.status in _FINISHED or is_lost):
         return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
     path = sample.generate_function_path or context.generate_path
-    making: Awaitable[Sample | list[Sample]]
+    making: Coroutine[Any, Any, Sample | list[Sample]]
     async with context.semaphore:
         if path is None:
             making = generate_sample(context.turns, sample, params)

@@ -89,6 +89,7 @@ class WeightSender:
         self._store: dist.Store | None = None
         self._nodes: list[str] = []
         self._num_pushes = 0
+        self._has_failed = False  # in the last push
 
     # ------------------------------------------------------------------------------------ preparation
     def prepare(self, targets: Sequence[EngineTarget], transport: str) -> None:
@@ -105,9 +106,12 @@ class WeightSender:
         order, self._order = self._order, None
         fits = order is not None and (order.transport, [*map(_process, order.targets)]) == (transport, wanted)
         # After a failure some ranks have begun anew, and all must.
-        everyone = self._tell_all((fits, self._num_pushes))
-        self._num_pushes = 1 + max(number for _, number in everyone)
-        if order is None or not all(fits for fits, _ in everyone):
+        everyone = self._tell_all((fits, self._num_pushes, self._has_failed))
+        self._num_pushes = 1 + max(number for _, number, _ in everyone)
+        if any(has_failed for *_, has_failed in everyone):
+            self.disconnect()  # nobody knows which engines still have which groups
+        self._has_failed = False
+        if order is None or not all(fits for fits, *_ in everyone):
             order = None  # what it alone has goes before the new one comes
             order = self._make_order(tuple(targets), transport)
         order.turns.forget()  # of the last push, which is over on all ranks
@@ -309,7 +313,7 @@ class WeightSender:
         """After a failure: the others stop, and the next push begins anew."""
         if self._order is not None:
             self._order.turns.fail(error)
-        self._order = None
+        self._order, self._has_failed = None, True
         self.disconnect()
 
     def disconnect(self) -> None:

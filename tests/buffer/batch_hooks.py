@@ -170,3 +170,45 @@ def stale(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool =
 def nothing(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Return no group."""
     return []
+
+
+def polite(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Keep the groups of odd prompts; where there is no prompt, wait a little and ask again."""
+
+    async def make() -> list[list[Sample]]:
+        kept: list[list[Sample]] = []
+        while len(kept) < args.rollout_batch_size:
+            groups = _noted(data_source.get_samples(args.rollout_batch_size))
+            if not groups:
+                await asyncio.sleep(0.05)
+            for group in groups:
+                made = await _group(args, group)
+                if odd_prompts(args, made):
+                    kept.append(made)
+            del groups
+        return kept[: args.rollout_batch_size]
+
+    return asyncio.run(make())
+
+
+def one_by_one(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return as soon as one group is finished."""
+    if not WORKER:
+        WORKER.append(Worker(args, data_source, 64))
+    while not args.abort_event.is_set():
+        try:
+            return [WORKER[0].finished.get(timeout=0.05)]
+        except queue.Empty:
+            continue
+    return []
+
+
+def late(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Return the first group of all after it was given up."""
+    groups = whole_batches(args, rollout_id, data_source)
+    if not LOST:
+        LOST.append(groups.pop())
+    elif len(LOST) == 1 and rollout_id >= 4:
+        groups.append(LOST[0])
+        LOST.append(None)
+    return groups

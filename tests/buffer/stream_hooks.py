@@ -179,3 +179,29 @@ async def counts_turns(args: Namespace, sample: Sample, sampling_params: dict[st
     IN_TURN[0] += 1
     IN_TURN[1] = max(IN_TURN)
     return await answer(args, sample, sampling_params)
+
+
+async def failing_when_told(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """As `fails_when_told`, by the sample's status."""
+    try:
+        return await fails_when_told(args, sample, sampling_params)
+    except ValueError:
+        sample.status = Sample.Status.FAILED
+        return sample
+
+
+async def cancelled_within(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Wait for a task that somebody else cancels."""
+    if int(sample.label) == 5:
+        task = asyncio.create_task(asyncio.sleep(10))
+        asyncio.get_running_loop().call_later(0.05, task.cancel)
+        await task
+    return await answer(args, sample, sampling_params)
+
+
+class Ending(Counting):
+    """One that has 14 prompts."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Return the next groups, as long as there are some."""
+        return super().get_samples(min(num_samples, 14 - self.next))

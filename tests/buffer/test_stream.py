@@ -281,6 +281,56 @@ def test_a_group_whose_samples_all_fail_is_replaced_and_many_end_the_run(stream:
         running.train()
 
 
+def test_failures_while_trainers_work_end_the_run(stream: Make) -> None:
+    """Also where the driver waits for a push that will not come."""
+    flags = {"custom_generate_function_path": f"{HOOKS}:failing_when_told", "max_group_tries": 1}
+    running = stream("async-partial", max_failed_groups=3, **flags)
+    asyncio.run(running.buffer.next_rollout(0))
+    running.hooks["FAILS"].set()
+    try:
+        deadline = time.monotonic() + 5.0
+        while not running.buffer._stream.state.failure and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(ValueError, match="3 groups failed one after the other"):
+            asyncio.run(running.buffer.rollout_trained())
+    finally:
+        running.hooks["FAILS"].clear()
+
+
+def test_a_function_that_is_cancelled_from_within_ends_the_run(stream: Make) -> None:
+    running = stream("async", custom_generate_function_path=f"{HOOKS}:cancelled_within")
+    with pytest.raises(RuntimeError, match=r"sample \d+ and its siblings were cancelled from within"):
+        running.steps(3)
+
+
+def test_answers_that_another_run_left_are_made_anew(stream: Make, tmp_path: Path) -> None:
+    """--partial-rollout of a run without a stream leaves parts of answers, of weights that are gone."""
+    path = tmp_path / "buffer.json"
+    running = stream("on-policy")
+    running.step = 3
+    left = running.buffer.source.draw(2)
+    for sample in (sample for group in left for sample in group):
+        sample.tokens, sample.response_length, sample.status = [1, 2, 3, 4], 1, Sample.Status.ABORTED
+        sample.weight_versions, sample.loss_mask, sample.rollout_log_probs = [0], [1], [-1.0]
+    running.buffer.source.take_in(left)
+    running.buffer.source.keep(2)
+    asyncio.run(running.buffer.save(str(path), 2))
+    running = stream("async", resume=path)
+    rows = [row for rows in running.steps(2) for row in rows]
+    assert {0, 1} <= {int(row["label"]) for row in rows} and {row["response_length"] for row in rows} == {4}
+    assert min(version for row in rows for version in row["weight_versions"]) >= 3
+
+
+def test_engines_that_are_back_get_requests(stream: Make) -> None:
+    running = stream("async")
+    running.train()
+    asyncio.run(running.buffer.set_engines(["http://h:1", "http://h:2"]))
+    inner = running.buffer._stream
+    assert inner._args.engine_urls == ["http://h:1", "http://h:2"]
+    assert inner._client._client._targets.engines == ["http://h:1/generate", "http://h:2/generate"]
+    running.train()
+
+
 def test_a_greedy_answer_beside_the_samples(stream: Make) -> None:
     """ReMax: nothing is in flight at a push, the greedy answers neither."""
     running = stream("one-step-off", advantage_estimator="remax")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,17 @@ def test_a_pool_may_be_larger_than_the_bound_allows(stream: Make) -> None:
         assert len(batch_hooks.DRAWN) <= (step + 3) * 4
 
 
-@pytest.mark.parametrize("function", ["filtering", "filtering_in_turn"])
+@pytest.mark.parametrize("function", ["filtering", "filtering_in_turn", "polite"])
 @pytest.mark.parametrize(("pipeline", "bound"), PIPELINES[:3])
 def test_a_function_that_drops_groups_gets_others(stream: Make, pipeline: str, bound: int, function: str) -> None:
     running = stream(pipeline, rollout_function_path=f"{HOOKS}.{function}", num_rollout=4)
-    trained = [label for rows in running.steps(4) for label in labels(rows)]
+    interval, trained, seen = running.buffer.plan.knobs.fetches_per_push, list[int](), set[int]()
+    for step in range(4):
+        rows = running.train()
+        trained += labels(rows)
+        seen |= ages(step, rows, interval)
     assert len(set(trained)) == 16 and all(label % 2 for label in trained)
+    assert max(seen) <= bound
     state = running.buffer._stream.state
     assert state.num_dropped >= 14 and len(state.groups) <= 4
     if function == "filtering":
@@ -85,12 +91,12 @@ def test_a_group_that_never_comes_back_is_given_up(stream: Make, caplog: pytest.
     trained = [label for rows in running.steps(6) for label in labels(rows)]
     (lost,) = batch_hooks.LOST
     assert len(set(trained)) == 24 and int(lost[0].label) not in trained
-    assert "is given up" in caplog.text
+    assert "are given up" in caplog.text
     assert running.buffer._stream.state.num_dropped >= 1
 
 
-@pytest.mark.parametrize(("pipeline", "bound"), PIPELINES[:3])
-def test_prompts_from_elsewhere(stream: Make, tmp_path: Path, pipeline: str, bound: int) -> None:
+@pytest.mark.parametrize("pipeline", ["stream", "one-step-off", "async"])
+def test_prompts_from_elsewhere(stream: Make, tmp_path: Path, pipeline: str) -> None:
     """They are trained as they come, also after a resume in the middle of a step."""
     flags, path = {"rollout_function_path": f"{HOOKS}.from_elsewhere"}, tmp_path / "buffer.json"
     running = stream(pipeline, **flags)
@@ -100,7 +106,46 @@ def test_prompts_from_elsewhere(stream: Make, tmp_path: Path, pipeline: str, bou
     running.stop()
     running = stream(pipeline, resume=path, **flags)
     trained += [label for rows in running.steps(2) for label in labels(rows)]
-    assert len(trained) == 16 and min(trained) >= 100
+    assert len(trained) == len(set(trained)) == 16 and min(trained) >= 100
+
+
+@pytest.mark.parametrize("pipeline", ["stream", "async"])
+def test_long_answers_are_not_given_up_where_a_call_gives_one_group(stream: Make, pipeline: str) -> None:
+    running = stream(pipeline, rollout_function_path=f"{HOOKS}.one_by_one", update_weights_interval=1)
+    trained = [label for rows in running.steps(8) for label in labels(rows)]
+    assert sorted(trained) == list(range(32))
+
+
+def test_a_group_that_was_given_up_comes_too_late(stream: Make) -> None:
+    running = stream("async", rollout_function_path=f"{HOOKS}.late", max_staleness=1, num_rollout=8)
+    trained = [label for rows in running.steps(8) for label in labels(rows)]
+    lost, *_ = batch_hooks.LOST
+    assert len(set(trained)) == 32 and int(lost[0].label) not in trained and len(batch_hooks.LOST) == 2
+
+
+def test_parts_of_answers_go_on_after_a_resume_with_their_age(stream: Make, tmp_path: Path) -> None:
+    flags = {"max_staleness": 3, "admission_lead": 2.0, "rollout_function_path": f"{HOOKS}.partial"}
+    path = tmp_path / "buffer.json"
+    running = stream("async", **flags)
+    trained = {label for rows in running.steps(3) for label in labels(rows)}
+    asyncio.run(running.buffer.save(str(path), 2))
+    running.stop()
+    groups = json.loads(path.read_text())["stream"]["groups"].values()
+    assert any("parked" in group for group in groups)
+    assert all(sample["response_length"] == 0 for group in groups for sample in group["blank"])
+    running = stream("async", resume=path, **flags)
+    trained |= {label for rows in running.steps(3) for label in labels(rows)}
+    assert trained == set(range(24))
+
+
+def test_the_end_of_the_data_is_told(stream: Make) -> None:
+    """And all batches before it are trained."""
+    source = str(Path(__file__).with_name("stream_hooks.py")) + ":Ending"
+    flags = {"rollout_function_path": f"{HOOKS}.whole_batches", "data_source_path": source}
+    running = stream("async", admission_lead=2.0, **flags)
+    assert len({label for rows in running.steps(3) for label in labels(rows)}) == 12
+    with pytest.raises(ValueError, match="the data ended after 3 of 8"):
+        running.train()
 
 
 def test_tokens_that_are_too_old_are_not_trained(stream: Make) -> None:
