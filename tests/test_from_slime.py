@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusionrl.cli import main
-from fusionrl.cli.from_slime import make_shim
+from fusionrl.cli.from_slime import make_shim, run_launch
 from fusionrl.config.parser import read_args
 
 SCRIPT = """\
@@ -160,6 +160,36 @@ def test_train_async_generates_one_rollout_ahead(
     out = capsys.readouterr().out
     assert ("--pipeline one-step-off" in out.partition("\nfusionrl train")[2]) is is_ahead
     assert said in " ".join(line.removeprefix("#").strip() for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("program", "more", "is_written"),
+    [("train_async", "", True), ("train_async", "--use-tis", False), ("train", "", False)],
+)
+def test_a_launch_of_train_async_corrects_no_more_than_slime_does(
+    script: Path, capsys: pytest.CaptureFixture[str], program: str, more: str, is_written: bool
+) -> None:
+    """--pipeline one-step-off has --use-tis on by default; slime trains without it unless a script gives it."""
+    script.write_text(script.read_text().replace("train.py", f"{program}.py").replace("--optimizer adam", more))
+    assert main(["from-slime", str(script)]) == 0
+    lines = _joined(capsys.readouterr().out)
+    (command,) = [line for line in lines if line.startswith("fusionrl train")]
+    assert ("--no-use-tis" in shlex.split(command)) is is_written
+    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    assert ("slime's defaults, which are others here" in comment and "--no-use-tis" in comment) is is_written
+    config, _ = read_args(shlex.split(command)[2:])
+    assert config.algorithm.use_tis is bool(more)
+
+
+def test_a_run_by_the_shim_corrects_no_more_than_slime_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fusionrl.cli.train.run", lambda argv: commands.append(list(argv)) or 0)
+    commands: list[list[str]] = []
+    for program, more in (("train_async", []), ("train_async", ["--use-tis"]), ("train", [])):
+        assert run_launch(["--lr", "1e-6", *more], program) == 0
+    assert ["--no-use-tis" in argv for argv in commands] == [True, False, False]
+    assert ["one-step-off" in argv for argv in commands] == [True, True, False]
 
 
 def _joined(text: str) -> list[str]:

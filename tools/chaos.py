@@ -12,7 +12,8 @@ run passes if
 3. no trained token is older than --max-staleness;
 4. metrics.jsonl has each step once for each attempt, from the checkpoint on, and versions go up.
 
-One line a run, then a summary in JSON. Exits with 1 if a run fails. The runs follow from the seed, and `--only N` makes
+One line a run, then a summary in JSON. Exits with 1 if a run fails, and if the runs prove little: none was made, or one
+of the parts that they were to kill first was never killed. The runs follow from the seed, and `--only N` makes
 run N alone again; moments within it vary with the machine. Nothing is downloaded.
 """
 
@@ -220,6 +221,15 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
     }
 
 
+def proves_little(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
+    """List what was to happen in these runs and did not: a run at all, and a kill of each one's first victim."""
+    if not outcomes:
+        return ["no run was made"]
+    killed = {kill.victim for outcome in outcomes for kill, state in outcome.kills if state is not None}
+    wanted = dict.fromkeys(case.kills[0].victim for case in cases)
+    return [f"in no run the {victim} was killed" for victim in wanted if victim not in killed]
+
+
 # ------------------------------------------------------------------------------------------------------- command line
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
@@ -290,7 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(result))
     if options.json is not None:
         options.json.write_text(json.dumps(result | {"all": [asdict(outcome) for outcome in outcomes]}, indent=1))
-    return 1 if result["failed"] else 0
+    gaps = proves_little(cases, outcomes)
+    for text in gaps:
+        print(text, file=sys.stderr)
+    return 1 if result["failed"] or gaps else 0
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class End:
     state    what the console said when the kill was sent; None: it ended before the moment came
     pid      of the process that was killed
     seconds  from the kill to the end
+    missed   who was to be killed, and was not found when the moment came
     """
 
     code: int | None
@@ -66,6 +67,7 @@ class End:
     pid: int
     seconds: float
     output: str
+    missed: str | None = None
 
 
 class Console:
@@ -198,7 +200,7 @@ class Attempt:
         limit_s      for an attempt that ends by itself, or to the moment
         end_limit_s  from the kill to the end
         """
-        console, pid, state = Console(self.output_path), 0, None
+        console, pid, state = Console(self.output_path), None, None
         began = time.monotonic()
         deadline = began + limit_s
         try:
@@ -216,10 +218,14 @@ class Attempt:
             if self.process.poll() is None:
                 self._end([*self.living(), psutil.Process(self.process.pid)])
                 self.process.wait()
-        return End(code, state, pid, seconds, self.output_path.read_text(errors="replace"))
+        missed = kill.victim if kill is not None and pid == 0 else None
+        return End(code, state, pid or 0, seconds, self.output_path.read_text(errors="replace"), missed)
 
-    def _wait_until(self, console: Console, kill: Kill, deadline: float) -> int:
-        """Wait for the moment, and return the process to kill; 0 where the run ends before it, or it is too late."""
+    def _wait_until(self, console: Console, kill: Kill, deadline: float) -> int | None:
+        """Wait for the moment, and return the process to kill.
+
+        0: it is not there. None: the run has ended, or the deadline has come, before the moment.
+        """
         pid = 0
         while self.process.poll() is None and time.monotonic() < deadline:
             console.read()
@@ -227,9 +233,12 @@ class Attempt:
                 pid = self.victim(kill.victim)  # before the moment: it takes longer than a push
             if console.is_at(kill):
                 time.sleep(kill.delay_s)
-                return pid if self.process.poll() is None else 0
+                if not pid:
+                    self._look()
+                    pid = self.victim(kill.victim)
+                return pid if self.process.poll() is None else None
             time.sleep(_LOOK_S)
-        return 0
+        return None
 
 
 def check_end(end: End, victim: str | None, is_complete: bool) -> list[str]:
@@ -238,6 +247,8 @@ def check_end(end: End, victim: str | None, is_complete: bool) -> list[str]:
     victim       who was killed; None: nobody
     is_complete  all its steps are done: then it may have ended well, as the kill came too late
     """
+    if end.missed is not None:
+        return [f"nothing was killed: no process of {end.missed} was found when its moment came"]
     if end.code is None:
         since = "the kill" if end.state else "its start"
         return [f"no end {end.seconds:.0f} s after {since}; it said: {_last(end.output)}"]

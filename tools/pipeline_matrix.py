@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -121,7 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for model, runs and weights; runs go on there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for model, runs and weights; its rows are run anew",
+    )
     parser.add_argument("--pipelines", type=_choice(list(PIPELINES)), default=list(PIPELINES))
     parser.add_argument("--generation", type=_choice(list(GENERATION)), default=["default", "agent", "batch"])
     parser.add_argument("--transport", type=_choice(["broadcast", "disk"]), default=["broadcast", "disk"])
@@ -185,7 +191,8 @@ def proves_nothing(outcome: Outcome) -> list[str]:
 
 
 def launch(row: Row, folder: Path, options: argparse.Namespace, keeps_weights: bool) -> tuple[int, str]:
-    """Run `fusionrl train`; its exit code and what it printed."""
+    """Run `fusionrl train` in a new `folder`; its exit code and what it printed."""
+    shutil.rmtree(folder, ignore_errors=True)  # samples and weights of an earlier run are not this one's
     flags = [
         *("--mode", "rl", "--pipeline", row.pipeline, "--hf-checkpoint", str(options.out / "model")),
         *("--prompt-data", str(options.out / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),

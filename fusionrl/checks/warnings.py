@@ -6,6 +6,7 @@ from fusionrl.checks.algorithm import algorithm_warnings
 from fusionrl.checks.chat import chat_warnings
 from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
+from fusionrl.config.hooks import flag_of
 from fusionrl.config.off_policy import needs_correction
 from fusionrl.config.parts import has_policy_loss
 from fusionrl.config.slime.translate import accepted_notes
@@ -18,8 +19,24 @@ def flag_warnings(config: Config) -> list[str]:
         *algorithm_warnings(config),
         *effect_warnings(config),
         *staleness_warnings(config),
+        *context_warnings(config),
         *chat_warnings(config),
         *accepted_notes(config.passthrough.slime),
+    ]
+
+
+def context_warnings(config: Config) -> list[str]:
+    """A text where a function of slime's kind meets context parallelism, which it may have been written for."""
+    size = config.model.context_parallel_size
+    fields = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
+    given = [name for name in fields if getattr(config.algorithm, name) is not None]
+    if size == 1 or not given or not has_policy_loss(config):
+        return []
+    return [
+        f"{flag_of(name)} {getattr(config.algorithm, name)}: with --context-parallel-size {size} each of the {size}"
+        " context ranks calls it with whole responses; it must not sum over these ranks itself, or every token counts"
+        f" {size} times"
+        for name in given
     ]
 
 

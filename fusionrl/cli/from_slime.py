@@ -17,7 +17,7 @@ from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
-from fusionrl.config.slime.defaults import slime_defaults
+from fusionrl.config.slime.defaults import TRAIN_ASYNC, slime_defaults
 from fusionrl.config.slime.page import render_page
 from fusionrl.config.slime.script import Launch, Script, read_script
 from fusionrl.config.slime.shell import left_parts, plain, quoted
@@ -101,17 +101,17 @@ def run_launch(argv: Sequence[str], program: str = "train") -> int:
     from fusionrl.cli.train import run as train
 
     added = _added(argv)
-    if _is_ahead(program, argv):
-        added += _one_ahead([*translate(argv).argv, *added])[0]
+    if _is_ahead(program, argv) and (ahead := _one_ahead([*translate(argv).argv, *added])[0]):
+        added = [*_added(argv, is_ahead=True), *ahead]
     if added:
         print(f"slime's defaults: {' '.join(added)}", file=sys.stderr)
     return train([*argv, *added])
 
 
-def _added(argv: Sequence[str]) -> list[str]:
-    """Return flags that give a command line slime's defaults."""
+def _added(argv: Sequence[str], is_ahead: bool = False) -> list[str]:
+    """Return flags that give a command line slime's defaults. `is_ahead`: it generates one rollout ahead."""
     given = {token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv if token.startswith("--")}
-    return slime_defaults(translate(argv).argv, given)
+    return slime_defaults(translate(argv).argv, given | {TRAIN_ASYNC} if is_ahead else given)
 
 
 def make_shim(folder: str) -> list[Path]:
@@ -155,6 +155,7 @@ def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
     if is_small:
         translated.argv[:] = smaller(translated.argv)
         lines += _comment("small: flags that need a GPU, evaluation and --resume are left out; two steps of 4 samples")
+    ahead: list[str] = []
     if _is_ahead(launch.program, translated.argv):
         ahead, reasons = _one_ahead(translated.argv)
         translated.argv += ahead
@@ -167,7 +168,8 @@ def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
         lines += _comment(plain(note))
     for error in translated.errors:
         lines += _comment(f"NOT HERE {plain(error)}")
-    for error in _to_change([*translated.argv, *_added(launch.argv)]):
+    added = _added(launch.argv, is_ahead=bool(ahead))
+    for error in _to_change([*translated.argv, *added]):
         lines += _comment(f"TO CHANGE {error}")
     compared = [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]
     if compared:
@@ -183,7 +185,7 @@ def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
     for part in unknown:
         lines += _comment(f"{part} is left as the script has it: it is known only where the script runs")
     lines += _environment(launch.env)
-    if added := _added(launch.argv):
+    if added:
         lines += _comment(f"slime's defaults, which are others here: {' '.join(added)}")
     groups: list[list[str]] = []
     for word in [*translated.argv, *added]:

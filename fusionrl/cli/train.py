@@ -57,7 +57,7 @@ def run_command(config: Config, plan: Plan) -> int:
     code = 0
     with run_dir:
         changes = resume_lines(config, plan)  # against the configuration before this one
-        run_dir.write_config(config.model_dump())
+        run_dir.write_config(config.to_file())
         warnings = flag_warnings(config)
         run_dir.write_plan(render_plan(plan, config, warnings))
         log_file = run_dir.logs / "driver.log"

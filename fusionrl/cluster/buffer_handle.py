@@ -89,6 +89,8 @@ class BufferHandle:
 
     def wait_evaluation(self, started: Started) -> dict[str, float]:
         """Wait for the metrics of an evaluation, as of a rollout."""
+        if self._engines.evaluation.engines:
+            self._engines.begin_round()  # a health check of the policy's engines may have met the last push
         try:
             metrics: dict[str, float] = self._supervisor.wait(started.ref)
         finally:

@@ -119,6 +119,14 @@ class Config(Group):
         groups = [getattr(self, name) for name in GROUPS]
         return [field for group in groups for field in type(group).model_fields if field in group.model_fields_set]
 
+    def to_file(self) -> dict[str, Any]:
+        """Return what config.json has: every flag by its group, and under `given` a --use-tis that the user gave.
+
+        Read back, its value alone would not tell it from the default of --pipeline.
+        """
+        given = [name for name in ("use_tis",) if name in self.given()]
+        return self.model_dump() | ({"given": given} if given else {})
+
     def to_args(self, **extra: object) -> argparse.Namespace:
         """A fresh flat namespace for hooks: slime's names, a copy that a hook may write on."""
         flat: dict[str, Any] = {}

@@ -38,12 +38,14 @@ class FileFlags:
     passthrough  of the parts' flags, by kind
     custom       values of a former run's --custom-config-path; None: the file is no such run's
     overridden   names of the flags that the command line gives, those of the parts as `sglang.api_key`
+    given        names of flags that a former run was given, though they may have the value of their default
     """
 
     values: dict[str, object] = field(default_factory=dict)
     passthrough: dict[str, dict[str, object]] = field(default_factory=empty_passthrough)
     custom: dict[str, Json] | None = None
     overridden: Collection[str] = ()
+    given: Collection[str] = ()
 
 
 def read_config_file(path: str, errors: list[str], overridden: Collection[str] = ()) -> FileFlags:
@@ -69,17 +71,20 @@ def read_config_file(path: str, errors: list[str], overridden: Collection[str] =
         except ValueError as error:
             errors.append(f"{setting.place}: {error}")
     if flags.custom is not None:
-        flags.values = _without_defaults(flags.values)
+        flags.values = _without_defaults(flags.values, flags.given)
     return flags
 
 
 def _without_sections(settings: list[Setting], flags: FileFlags, errors: list[str]) -> list[Setting]:
     """Return the settings with those of groups in place of the groups; `passthrough` is taken at once."""
     flat: list[Setting] = []
+    is_of_a_run = any(setting.key == "passthrough" for setting in settings)
     for setting in settings:
         is_mapping = isinstance(setting.typed, dict)
         if setting.key == "passthrough" and is_mapping:
             _take_passthrough(setting, flags, errors)
+        elif setting.key == "given" and is_of_a_run and isinstance(setting.typed, list):
+            flags.given = [str(name) for name in setting.typed]
         elif setting.key in GROUPS and is_mapping:
             flat += setting.entries
         else:
@@ -244,12 +249,12 @@ def _take_custom(entries: tuple[Setting, ...], custom: dict[str, Json], errors: 
 
 
 # ------------------------------------------------------------------------------------------------ a former run's file
-def _without_defaults(values: dict[str, object]) -> dict[str, object]:
+def _without_defaults(values: dict[str, object], given: Collection[str]) -> dict[str, object]:
     """Return the values of a run's config.json that its user chose: it has every flag, most with their defaults.
 
     A resumed attempt's file does not resume: it could go on with a run in another folder, under its own flags. What
     a preset chose is left out as well, so that another --algorithm on the command line brings its own; so is
-    --use-tis where it was the default of --pipeline.
+    --use-tis where it was the default of --pipeline. Those of `given` stay.
     """
     chosen = {name: values[name] for name in values if name in _PRESET_READS}
     preset = with_preset(chosen)
@@ -257,6 +262,9 @@ def _without_defaults(values: dict[str, object]) -> dict[str, object]:
     kept = {}
     for name, value in values.items():
         if name in _OF_ONE_START:
+            continue
+        if name in given:
+            kept[name] = value
             continue
         plain = FIELDS[name].get_default(call_default_factory=True)
         default = preset.get(name, plain) if name not in chosen else plain

@@ -13,6 +13,7 @@ from fusionrl.cluster.buffer_handle import Started
 from fusionrl.config.config import Config
 from fusionrl.driver.actors import Actors
 from fusionrl.driver.beside import Beside
+from fusionrl.driver.past_evaluations import PastEvaluations
 from fusionrl.driver.reporter import Reporter
 from fusionrl.driver.saver import Saver
 from fusionrl.driver.signals import StopSignal
@@ -121,23 +122,31 @@ class Run:
         return {"perf/time_wait_eval_s": self.beside.finish()}
 
     def is_eval_owed(self) -> bool:
-        """Return whether the run goes on from a step whose evaluation, beside training, had not ended when it stopped.
+        """Return whether the run goes on from a step whose evaluation, beside training, has no result.
 
-        Warns of one that was under way at an earlier step, whose weights are gone.
+        Warns of one that had begun at an earlier step, whose weights are gone.
         """
-        interval, first, folder = self.config.eval.eval_interval, self.first_rollout, self.path / "eval"
-        if not (self.has_eval_engines and first and interval and folder.is_dir()):
+        if not (self.has_eval_engines and self.first_rollout and self.config.eval.eval_interval):
             return False
-        last = first - first % interval
-        is_missing = last > 0 and not (folder / f"{last}.json").exists()
-        if is_missing and last < first:
-            logger.warning("the evaluation after step %d had not ended when the run stopped; it has no result", last)
-        return is_missing and last == first
+        past = PastEvaluations(self.path)
+        lost = past.last_begun(before=self.first_rollout)
+        if lost is not None and not past.has_result(lost):
+            logger.warning("the evaluation after step %d had not ended when the run stopped; it has no result", lost)
+        is_due = self.is_eval_due(self.first_rollout) or past.was_due(self.first_rollout)
+        return is_due and not past.has_result(self.first_rollout)
 
     def is_eval_due(self, step: int) -> bool:
         """Every --eval-interval steps, and after the last one."""
         interval = self.config.eval.eval_interval
         return interval is not None and (step % interval == 0 or step == self.plan.num_rollout)
+
+    def end_early(self) -> None:
+        """After a stop: publish a checkpoint, and record the evaluation beside training if it has ended."""
+        if self.actors.trainers:
+            self.save()
+        self.beside.collect()
+        if self.beside.step is not None:
+            self.reporter.print(f"the evaluation after step {self.beside.step} has not ended; it has no result")
 
     def save(self) -> None:
         """Publish a checkpoint of what is trained, and wait until it is there."""

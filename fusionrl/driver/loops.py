@@ -49,8 +49,8 @@ def streamed(run: Run) -> None:
             step.measure("rollout/num_tokens")
             if run.is_eval_due(step.number):
                 step.values |= run.evaluate(step.number)
+    run.beside.finish()  # first: the end of the stream tells every function that is at work to stop
     run.actors.buffer.stream.stop()
-    run.beside.finish()
 
 
 def _push_first(run: Run) -> None:

@@ -53,10 +53,7 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
                 progress.status("saving the Hugging Face folder")
                 actors.trainers.save_hf(Path(config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)))
         except Terminated:
-            if actors.trainers:
-                run.save()
-            if run.beside.step is not None:
-                progress.print(f"the evaluation after step {run.beside.step} has not ended; it has no result")
+            run.end_early()
             raise
         title = f"{config.run.name} ({config.run.mode})"
         drawing = beside.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end

@@ -110,19 +110,23 @@ class _TensorBoard:
         self._writer.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, of_rows_with: str | None = None) -> list[dict[str, Any]]:
     """The metrics of a run (its folder or its `metrics.jsonl`), one dictionary a step, in the order of steps.
 
     Lines of one step and one attempt are merged, the later value winning. Of several attempts that logged a
     step, only the highest counts, as a whole: its values were computed from other weights than the abandoned
     ones. Steps that only an earlier attempt reached are kept. A line torn by a kill (the last one, or the
     last of an attempt) is passed over; any other unreadable line raises ValueError with its number.
+
+    of_rows_with  a name: only lines that have it count
     """
     path = Path(path)
     if path.is_dir():
         path = path / METRICS_FILE
     steps: dict[int, tuple[int, dict[str, object]]] = {}
     for step, attempt, line in _lines(path):
+        if of_rows_with is not None and of_rows_with not in line:
+            continue
         last_attempt, held = steps.get(step, (0, {}))
         if step not in steps or attempt > last_attempt:
             steps[step] = attempt, line

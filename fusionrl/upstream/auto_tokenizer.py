@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ _CALLED = {
     "transformers.modeling_gguf_pytorch_utils": ("load_gguf_checkpoint",),
 }
 """Module of the models' side → functions and classes of it that the importing modules only call."""
+
+_LEAVING_OUT = threading.RLock()
 
 
 def import_auto_tokenizer() -> None:
@@ -65,18 +68,20 @@ def _import_rope() -> None:
 def torch_left_out() -> Iterator[None]:
     """Read a tokenizer within it: the configuration of the model, which is read on the way, has its dtype as a text.
 
-    transformers would import torch for torch's own name of it. Nothing is done where torch is there already.
+    transformers would import torch for torch's own name of it. Nothing is done where torch is there already. One
+    thread at a time: a second one would take the first one's stand-in for the usual function, and leave it there.
     """
-    configuration = vars(sys.modules[_CONFIG]) if _CONFIG in sys.modules else {}
-    usual = configuration.get("is_torch_available")
-    if "torch" in sys.modules or usual is None:
-        yield
-        return
-    configuration["is_torch_available"] = lambda: False
-    try:
-        yield
-    finally:
-        configuration["is_torch_available"] = usual
+    with _LEAVING_OUT:
+        configuration = vars(sys.modules[_CONFIG]) if _CONFIG in sys.modules else {}
+        usual = configuration.get("is_torch_available")
+        if "torch" in sys.modules or usual is None:
+            yield
+            return
+        configuration["is_torch_available"] = lambda: False
+        try:
+            yield
+        finally:
+            configuration["is_torch_available"] = usual
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.checks.algorithm import algorithm_errors
 from fusionrl.config.config import Config
 from fusionrl.config.off_policy import corrects_by_default, described
-from fusionrl.config.parser import parse_args
+from fusionrl.config.parser import CommandLineError, parse_args
 
 RUN = ["--n-samples-per-prompt", "4", "--rollout-max-response-len", "100", "--rollout-batch-size", "8"]
 OFF_POLICY = ("stream", "one-step-off", "async", "async-partial")
@@ -76,3 +76,19 @@ def test_a_runs_config_file_keeps_the_choice_and_not_the_default(flags: list[str
     assert corrects_by_default(again) == (not flags)
     in_turn = parse_args(["--config", str(tmp_path / "config.json"), "--pipeline", "on-policy"])
     assert not in_turn.algorithm.use_tis
+
+
+def test_a_flag_that_was_given_stays_given(tmp_path: Path) -> None:
+    """Also where it is the default: another --pipeline, or another choice beside it, does not take it away."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(parse_args(["--pipeline", "async", "--use-tis", *RUN]).to_file()))
+    again = parse_args(["--config", str(file)])
+    assert again.algorithm.use_tis and not corrects_by_default(again)
+    file.write_text(json.dumps(again.to_file()))  # as a resume writes it
+    in_turn = parse_args(["--config", str(file), "--pipeline", "on-policy"])
+    assert in_turn.algorithm.use_tis and "use_tis" in in_turn.given()
+    assert not parse_args(["--config", str(file), "--no-use-tis"]).algorithm.use_tis
+    assert "given" not in parse_args(["--pipeline", "async", *RUN]).to_file()
+    file.write_text(json.dumps({"given": ["use_tis"]}))
+    with pytest.raises(CommandLineError, match="given"):
+        parse_args(["--config", str(file)])

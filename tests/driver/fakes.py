@@ -88,7 +88,8 @@ class Cluster:
 
     def evaluate(self, step: int) -> dict[str, float]:
         self._note(f"evaluate {step}")
-        self.stop.check()  # as the supervisor does
+        if step not in self.done:
+            self.stop.check()  # as the supervisor does
         return {"eval/x/accuracy": 1.0, "eval/x/reward": 1.0}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def test_a_stream_waits_for_the_one_before_and_ends_with_the_last() -> None:
     assert pushes == ["push 0 to all", "push 2 to all", "push 4 to all", "push 5 to all"]
     assert log.index("train 3") < log.index("evaluate 2") < log.index("push 4 to all")
     assert diary.rows[4]["perf/time_wait_eval_s"] >= 0.02 and diary.rows[5]["perf/time_wait_eval_s"] >= 0.02
-    assert log[-3:] == ["stop", "evaluate 5", "record evaluation 5"]
+    assert log[-3:] == ["evaluate 5", "record evaluation 5", "stop"], "the stop is for every function at work"
 
 
 def test_the_one_before_the_first_step_is_beside_it_too() -> None:
@@ -74,22 +75,51 @@ def test_a_stop_while_the_next_waits_saves_the_step() -> None:
         with pytest.raises(Terminated):
             on_policy(run)
     assert diary.log[-3:] == ["evaluate 2", "record 4", "save 3"]
-    assert run.beside.step == 2, "it is told that this one has no result"
+    run.end_early()
+    assert diary.lines == ["the evaluation after step 2 has not ended; it has no result"]
+
+
+def test_one_that_has_ended_at_a_stop_is_recorded() -> None:
+    with StopSignal() as stop:
+        cluster = Cluster("train 2")
+        run, diary = run_of(cluster, stop, 5, **OWN)
+        with pytest.raises(Terminated):
+            on_policy(run)
+        cluster.done = {2}
+        run.end_early()
+    assert diary.log[-3:] == ["save 2", "evaluate 2", "record evaluation 2"]
+    assert diary.lines == [] and run.beside.step is None
+
+
+def row(step: int, attempt: int = 1, is_due: bool = False) -> dict[str, float]:
+    """Of a trained step in metrics.jsonl."""
+    due = {"perf/time_wait_eval_s": 0.0} if is_due else {}
+    return {"step": step, "attempt": attempt, "perf/step_time_s": 1.0, **due}
+
+
+DUE_4 = [row(1), row(2, is_due=True), row(3), row(4, is_due=True)]
 
 
 @pytest.mark.parametrize(
-    ("first", "files", "begins", "warns"),
+    ("first", "files", "rows", "begins", "warns"),
     [
-        (4, [2], [4], False),  # the one of the checkpoint's own step is made again
-        (4, [2, 4], [], False),
-        (5, [2], [], True),  # the weights of step 4 are gone
-        (5, [2, 4], [], False),
-        (1, [0], [], False),
+        (4, {2: 1}, DUE_4, [4], False),  # the one of the checkpoint's own step is made again
+        (2, {}, DUE_4[:2], [2], False),  # also the first one, before which there is no folder of results
+        (4, {2: 1, 4: 1}, DUE_4, [], False),
+        (4, {2: 1, 4: 1}, [*DUE_4, row(4, 2, True)], [4], False),  # the result is of weights that were discarded
+        (4, {2: 1, 4: 2}, [*DUE_4, {"step": 4, "attempt": 2, "sync/version": 4.0}], [], False),  # made by a resume
+        (5, {2: 1}, [*DUE_4, row(5)], [], True),  # the weights of step 4 are gone
+        (5, {2: 1, 4: 1}, [*DUE_4, row(5)], [], False),
+        (5, {2: 1, 4: 1}, [*DUE_4, row(4, 2, True), row(5, 2)], [], True),
+        (5, {3: 1}, [row(3, is_due=True), row(4), row(5)], [], False),  # --eval-interval was 3 before
+        (5, {2: 1, 4: 1}, [*DUE_4, row(5, is_due=True)], [5], False),  # it was the last step, --num-rollout is higher
+        (1, {0: 1}, [row(1)], [], False),
     ],
 )
 def test_what_a_resume_owes(
     first: int,
-    files: list[int],
+    files: dict[int, int],
+    rows: list[dict[str, float]],
     begins: list[int],
     warns: bool,
     tmp_path: Path,
@@ -98,9 +128,10 @@ def test_what_a_resume_owes(
 ) -> None:
     run, diary = run_of(Cluster(), StopSignal(), 7, **OWN)
     run.first_rollout, run.path = first, tmp_path
-    (tmp_path / "eval").mkdir()
-    for step in files:
-        (tmp_path / "eval" / f"{step}.json").touch()
+    for step, attempt in files.items():
+        (tmp_path / "eval").mkdir(exist_ok=True)
+        (tmp_path / "eval" / f"{step}.json").write_text(json.dumps({"step": step, "attempt": attempt}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     monkeypatch.setattr(run.stop, "check", lambda: (_ for _ in ()).throw(Terminated("enough")))
     with pytest.raises(Terminated):
         on_policy(run)

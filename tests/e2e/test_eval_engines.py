@@ -32,7 +32,7 @@ def test_training_goes_on_during_an_evaluation(rl_flags: list[str], task: Path, 
         "      custom_generate_function_path: tests/e2e/hooks.py:late\n"
     )
     sets = ["--eval-config", str(tmp_path / "eval.yaml")]
-    flags = [*rl_flags, *sets, "--run-dir", str(folder), "--pipeline", "async", "--use-tis", "--num-rollout", "5"]
+    flags = [*rl_flags, *sets, "--run-dir", str(folder), "--pipeline", "async", "--num-rollout", "5"]
     flags += ["--eval-interval", "3", "--skip-eval-before-train", "--eval-num-gpus", "1", "--verify-weights", "always"]
     run([*flags, "--save-hf", str(final)], tmp_path)
 

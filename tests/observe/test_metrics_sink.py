@@ -166,3 +166,14 @@ def test_the_room_imports_nothing_heavy() -> None:
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", script], env=env, check=True)
+
+
+def test_lines_of_one_kind_alone(tmp_path: Path) -> None:
+    """A later attempt that only began at a step does not hide who trained it."""
+    with MetricsSink(tmp_path, 1) as sink:
+        sink.log(3, {"train/loss": 1.0})
+    with MetricsSink(tmp_path, 2) as sink:
+        sink.log(3, {"sync/version": 3})
+    assert [row["attempt"] for row in read_metrics(tmp_path)] == [2]
+    (row,) = read_metrics(tmp_path, of_rows_with="train/loss")
+    assert (row["attempt"], row["train/loss"]) == (1, 1.0)

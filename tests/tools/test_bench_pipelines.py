@@ -80,6 +80,16 @@ def test_figures_of_a_run() -> None:
     assert pipelines_tool.time_to(found["curve"], 0.95) is None
 
 
+def test_steps_after_an_evaluation_are_not_timed() -> None:
+    """What was generated during it is there already."""
+    task = pipelines_tool.Task(prompts=2, samples=4, warm_up=2)
+    seconds = [9.0, 9.0, 2.0, 2.0, 0.1, 0.1, 2.0]
+    metrics: list[dict[str, float]] = [{"perf/step_time_s": one} for one in seconds]
+    metrics[3]["eval/held-out/accuracy"] = 0.5
+    found = pipelines_tool.figures(metrics, task)
+    assert (found["step_s"], found["samples_per_s"], found["steps"]) == (2.0, 4.0, 7)
+
+
 def test_what_has_figures_is_not_run_again(tmp_path: Path) -> None:
     task = pipelines_tool.SIZES["smoke"]
     lines = [

@@ -105,6 +105,26 @@ def test_a_run_that_ends_before_the_moment_is_not_killed(process: Any, tmp_path:
     assert "exit code 0 without all steps" in process.check_end(end, None, False)[0]
 
 
+def test_a_victim_that_is_not_there_is_a_violation(process: Any, tmp_path: Path) -> None:
+    attempt = start(process, tmp_path, after="child.kill(); child.wait()")
+    end = attempt.run(process.Kill("engine", "push", 0, 0.0), 30, 30)
+    assert (end.state, end.code, end.missed) == (None, 0, "engine") and attempt.left(5) == []
+    (violation,) = process.check_end(end, None, True)
+    assert violation == "nothing was killed: no process of engine was found when its moment came"
+
+
+def test_runs_that_kill_nothing_prove_nothing(tool: Any) -> None:
+    cases = [tool.plan_case(tool.parse(["--max-kills", "1"]), number) for number in (1, 2)]  # driver, buffer
+    outcomes = [tool.Outcome(case, kills=[(case.kills[0], "push after step 2")]) for case in cases]
+    assert tool.proves_little(cases, outcomes) == []
+    outcomes[1].kills = [(cases[1].kills[0], None)]
+    assert tool.proves_little(cases, outcomes) == ["in no run the buffer was killed"]
+    assert tool.proves_little(cases, outcomes[1:]) == [
+        *("in no run the driver was killed", "in no run the buffer was killed")
+    ]
+    assert tool.proves_little(cases, []) == ["no run was made"]
+
+
 def test_a_hang_is_seen_and_ended(process: Any, tmp_path: Path) -> None:
     attempt = start(process, tmp_path, after="time.sleep(60)")
     since = time.monotonic()
@@ -163,6 +183,8 @@ checkpoints = sorted(folder.glob("checkpoints/*/manifest.json"))
 attempt = 2 if "--resume" in sys.argv else 1
 first = int(checkpoints[-1].parent.name[5:]) if checkpoints else 0
 offset = 1 if fault == "loses" and attempt == 2 else 0
+if fault == "ends at once":
+    time.sleep = lambda seconds: None
 if fault == "hangs" and attempt == 2:
     time.sleep(60)
 (folder / "rollouts").mkdir(parents=True, exist_ok=True)
@@ -191,6 +213,7 @@ for step in range(first, 4):
         ("none", ""),
         ("loses", "1 prompts lost"),
         ("hangs", "no end 3 s after its start"),
+        ("ends at once", "in no run the driver was killed"),
     ],
 )
 def test_a_fault_of_a_run_fails_the_program(
@@ -214,6 +237,7 @@ def test_a_fault_of_a_run_fails_the_program(
     ]
     (tmp_path / "model").mkdir()  # none is needed
     code = tool.main(flags)
-    shown = capfd.readouterr().out
+    shown = "".join(capfd.readouterr())
     assert (code == 1) == bool(said) and said in shown, shown
-    assert '"kills": 1, "kills_too_late": 0' in shown
+    num_kills = int(fault != "ends at once")
+    assert f'"kills": {num_kills}, "kills_too_late": {1 - num_kills}' in shown

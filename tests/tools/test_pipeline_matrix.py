@@ -81,3 +81,13 @@ def test_a_tool_call_is_one_token(tmp_path: Path) -> None:
     end = tokenizer.eos_token_id
     tokens = tokens_after_assistant([said], tokenizer, end_token=end, template_kwargs={}, tools=[Counter.schema])
     assert tokenizer.decode(tokens) == "<|tool|>count=1<|assistant|>"
+
+
+def test_a_folder_that_is_used_again_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / ROW.name / "rollouts" / "step_000001.train.a1.jsonl"
+    old.parent.mkdir(parents=True)
+    old.write_text("{}\n")
+    monkeypatch.setattr(pipeline_matrix.sys, "executable", "true")
+    options = pipeline_matrix._parser().parse_args(["--out", str(tmp_path)])
+    assert pipeline_matrix.launch(ROW, tmp_path / ROW.name, options, keeps_weights=True) == (0, "")
+    assert not old.exists()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
+
+import pytest
+
+from fusionrl.upstream import auto_tokenizer
 
 _LIGHT = """
 import sys
@@ -64,3 +70,23 @@ import fusionrl.upstream.auto_tokenizer as light
 light._CALLED = {"transformers.generation.logits_process": ()}
 """
     _run(_LIGHT + other + _IMPORT + _MODELS, tiny_model)
+
+
+def test_two_threads_that_leave_torch_out_put_the_usual_function_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(auto_tokenizer._CONFIG)
+    vars(module)["is_torch_available"] = usual = lambda: True
+    monkeypatch.setattr(auto_tokenizer, "sys", types.SimpleNamespace(modules={auto_tokenizer._CONFIG: module}))
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with auto_tokenizer.torch_left_out():
+            entered.set()
+            assert may_leave.wait(10)
+
+    thread = threading.Thread(target=second)
+    with auto_tokenizer.torch_left_out():
+        thread.start()
+        entered.wait(0.2)  # it waits for this one to leave
+    may_leave.set()
+    thread.join(10)
+    assert entered.is_set() and vars(module)["is_torch_available"] is usual

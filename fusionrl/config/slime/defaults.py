@@ -12,7 +12,7 @@ class Default(NamedTuple):
     slime    the value there (of slime, or of Megatron-LM behind it)
     written  flags of ours that ask for it, with field names in front of values as on the command line
     reason   why it is another here
-    beside   only where one of these flags is given it changes anything; none: always
+    beside   only where one of these flags is given (or the launch is of that kind) it changes anything; none: always
     """
 
     slime: str
@@ -21,6 +21,7 @@ class Default(NamedTuple):
     beside: tuple[str, ...] = ()
 
 
+TRAIN_ASYNC = "train_async"  # a launch of train_async.py, which becomes --pipeline one-step-off
 DEFAULTS: dict[str, Default] = {
     "calculate_per_token_loss": Default(
         "off",
@@ -54,6 +55,12 @@ DEFAULTS: dict[str, Default] = {
         ("--loss-mask-type", "qwen"),
         "auto finds the kind by the chat template, and refuses one that it does not know",
         ("sft",),
+    ),
+    "use_tis": Default(
+        "off",
+        ("--no-use-tis",),
+        "--pipeline one-step-off trains tokens of older weights, and has --use-tis on unless the loss is chosen",
+        (TRAIN_ASYNC,),
     ),
     "actor_num_gpus_per_node": Default(
         "8", ("--actor-num-gpus-per-node", "8"), "a first run is one on a laptop or on one GPU"
@@ -91,7 +98,7 @@ def slime_defaults(argv: Sequence[str], given: Collection[str]) -> list[str]:
 
     Args:
         argv: a command line of ours.
-        given: names of flags that the user gave, in slime's words or ours.
+        given: names of flags that the user gave, in slime's words or ours; TRAIN_ASYNC for such a launch.
     """
     names = {*given, *(token.partition("=")[0].removeprefix("--").replace("-", "_") for token in argv)}
     is_sft = "sft" in argv

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fusionrl.config.hooks import flag_of
-from fusionrl.config.slime.defaults import DEFAULTS
+from fusionrl.config.slime.defaults import DEFAULTS, TRAIN_ASYNC
 from fusionrl.config.slime.same import SAME
 from fusionrl.config.slime.table import DIFFERS, NO_EFFECT, REFUSED, RENAMED, SHAPES, Entry
 
@@ -80,7 +80,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _beside(name: str) -> str:
-    return "`--mode sft`" if name == "sft" else f"`{flag_of(name)}`"
+    return {"sft": "`--mode sft`", TRAIN_ASYNC: "`train_async.py`"}.get(name, f"`{flag_of(name)}`")
 
 
 def _cell(text: str) -> str:
