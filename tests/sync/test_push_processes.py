@@ -159,7 +159,8 @@ def struck(receivers: Receivers, phase: str, victim: int, pid: int, transport: s
         method = method.replace("from_distributed", "from_tensor")
     first, second = receivers.targets
     inner = Threaded(Striking(receivers.engines[victim], method, number, pid))
-    replaced = EngineTarget(victim, inner, "", receivers.targets[victim].bundles)
+    target = receivers.targets[victim]
+    replaced = EngineTarget(victim, inner, "", target.bundles, target.num_restarts)
     return [replaced, second] if victim == 0 else [first, replaced]
 
 
@@ -176,6 +177,8 @@ def test_an_engine_that_dies_in_any_phase_ends_the_push_and_not_the_next_one(tra
                 continue
             with Receivers([1, 1], hashes=True) as receivers:
                 dying = receivers.processes[0][0].process
+                # Both are other processes than those of the phase before.
+                receivers.targets = [replace(target, num_restarts=version) for target in receivers.targets]
                 targets = struck(receivers, phase, 0, receivers.processes[0][0].pid, transport)
                 start = time.monotonic()
                 with pytest.raises(RuntimeError, match="engine 0") as raised:
