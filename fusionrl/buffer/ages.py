@@ -8,12 +8,8 @@ import numpy as np
 
 from fusionrl.config.hooks import HookError
 from fusionrl.control.knobs import Knobs
+from fusionrl.data.blank import prompt_of
 from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
-
-_OF_PROMPT = (
-    *("group_index", "index", "prompt", "label", "metadata", "generate_function_path", "custom_rm_path"),
-    *("prompt_tokens", "messages", "session_id"),
-)
 
 
 def oldest_version(samples: Sequence[Sample], fetches_per_push: int) -> int | None:
@@ -34,7 +30,9 @@ def without_answer(sample: Sample) -> Sample:
     """Return the sample as its prompt came, where it has an answer: one that another run left, of older weights."""
     if not sample.response_length:
         return sample
-    return Sample(**{name: getattr(sample, name) for name in _OF_PROMPT})
+    blank = prompt_of(sample)
+    blank.index, blank.session_id = sample.index, sample.session_id
+    return blank
 
 
 def check_not_older(samples: Sequence[Sample], born: int) -> None:

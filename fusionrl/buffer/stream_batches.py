@@ -186,6 +186,8 @@ class BatchStream(Stream):
         given = [self._give(ordinal, self._live[ordinal]) for ordinal in pending]
         for place, group in enumerate(self._drawn(num_new)):
             given.append(self._give(self.state.next_ordinal, Held(group), is_spare=place >= num_sound))
+        if given:
+            self._waits_since = 0.0
         self._wake.set()
         return given
 
@@ -253,7 +255,8 @@ class BatchStream(Stream):
             self._drawn_groups.forget(out)
             if out.ordinal in self.state.groups:
                 self._drop(events.Drop(out.ordinal, "filtered"))
-                self._dropped["filtered"] -= is_told
+                if is_told:
+                    self._dropped["filtered"] -= 1
         self._give_up_lost()
         if self._drawn_groups and self.knobs.in_flight == "drain" and self.knobs.max_staleness:
             logger.warning("the rollout function keeps groups under way between its calls: pushes do not wait for them")

@@ -41,9 +41,8 @@ def _(event: events.Admitted, state: State, knobs: Knobs) -> None:
 
 @_apply.register
 def _(event: events.SampleDone, state: State, knobs: Knobs) -> None:
-    group = state.groups.get(event.ordinal)
+    group = _living(state, event.ordinal)
     if group is None:
-        assert event.ordinal in state.ended, event
         return
     assert group.phase == "running" and group.num_running > 0, (event, group)
     left = group.num_running - 1
@@ -52,9 +51,8 @@ def _(event: events.SampleDone, state: State, knobs: Knobs) -> None:
 
 @_apply.register
 def _(event: events.GroupReady, state: State, knobs: Knobs) -> None:
-    group = state.groups.get(event.ordinal)
+    group = _living(state, event.ordinal)
     if group is None:
-        assert event.ordinal in state.ended, event
         return
     assert group.phase == "scoring", (event, group)
     born = group.born if event.oldest is None else min(group.born, event.oldest)
@@ -64,9 +62,8 @@ def _(event: events.GroupReady, state: State, knobs: Knobs) -> None:
 
 @_apply.register
 def _(event: events.GroupFailed, state: State, knobs: Knobs) -> None:
-    group = state.groups.get(event.ordinal)
+    group = _living(state, event.ordinal)
     if group is None:
-        assert event.ordinal in state.ended, event
         return
     assert group.phase in ("running", "scoring"), (event, group)
     if group.num_tries < knobs.max_tries:
@@ -88,9 +85,8 @@ def _(event: events.GroupFailed, state: State, knobs: Knobs) -> None:
 
 @_apply.register
 def _(event: events.Parked, state: State, knobs: Knobs) -> None:
-    group = state.groups.get(event.ordinal)
+    group = _living(state, event.ordinal)
     if group is None:
-        assert event.ordinal in state.ended, event
         return
     assert group.phase in ("running", "scoring"), (event, group)
     # Without tokens it is sampled anew, so its age begins anew as well.
@@ -181,6 +177,12 @@ def _(event: events.StreamEnd, state: State, knobs: Knobs) -> None:
 @_apply.register
 def _(event: events.Failed, state: State, knobs: Knobs) -> None:
     state.failure = event.reason
+
+
+def _living(state: State, ordinal: int) -> Group | None:
+    """Return the group; None where it has ended, and what is told of it comes late."""
+    assert ordinal in state.groups or ordinal in state.ended, ordinal
+    return state.groups.get(ordinal)
 
 
 def _end(state: State, ordinal: int, *, dropped: bool) -> None:

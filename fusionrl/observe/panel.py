@@ -310,7 +310,7 @@ def _speed(state: State) -> list[Piece]:
 
 
 def _ages(state: State) -> list[Piece]:
-    """How old the tokens are; nothing where one rollout comes after the other."""
+    """Show how old the tokens are; nothing where one rollout comes after the other."""
     values = state.values
     if "in_flight" not in values or "staleness" not in values:
         return []
@@ -319,7 +319,7 @@ def _ages(state: State) -> list[Piece]:
 
 
 def _ahead(state: State) -> list[Piece]:
-    """What runs ahead of training, and who has nothing to do."""
+    """Show what runs ahead of training, and who has nothing to do."""
     values = state.values
     if "in_flight" not in values:
         return []

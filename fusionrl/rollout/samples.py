@@ -14,6 +14,7 @@ import numpy as np
 
 from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
+from fusionrl.data.blank import prompt_of
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import LengthPenalties, length_reward
@@ -224,17 +225,9 @@ def _set_baseline(samples: list[Sample], baseline: float | None, comes_again: bo
 
 async def _greedy_reward(context: GroupContext, sample: Sample, params: SamplingParams) -> float | None:
     """The reward of the greedy answer to a sample's prompt, shaped as others are; None where it has none."""
-    blank = Sample(
-        group_index=sample.group_index,
-        prompt=copy.deepcopy(sample.prompt),
-        label=copy.deepcopy(sample.label),
-        metadata=copy.deepcopy(sample.metadata),
-        generate_function_path=sample.generate_function_path,
-        custom_rm_path=sample.custom_rm_path,
-        prompt_tokens=sample.prompt_tokens,
-        messages=copy.deepcopy(sample.messages),
+    made = await generate_and_score(
+        context.samples, prompt_of(sample), dict(params, temperature=0.0, top_p=1.0, top_k=-1)
     )
-    made = await generate_and_score(context.samples, blank, dict(params, temperature=0.0, top_p=1.0, top_k=-1))
     answer = as_list(made)[0]
     rewards = context.samples.rewards
     if answer.reward is None and not lacks_reward(answer):

@@ -30,6 +30,7 @@ async def within(
             return task.result()
     except asyncio.CancelledError:
         task.cancel()
+        await asyncio.wait({task}, timeout=_GRACE_S)  # it still uses the client, which is closed after this
         raise
     task.cancel()
     done, _ = await asyncio.wait({task}, timeout=_GRACE_S)

@@ -1,8 +1,8 @@
 """Rollouts of this checkout against another one, by turns: wall and CPU seconds.
 
-    git worktree add /tmp/before COMMIT
-    python tools/bench/turns.py --against /tmp/before [--rounds 5] [--samples 2048] [--tokens 4096]
-    python tools/bench/turns.py --against /tmp/before --samples 512 --tokens 4       # of the quickstart's size
+    git worktree add ../before COMMIT
+    python tools/bench/turns.py --against ../before [--rounds 5] [--samples 2048] [--tokens 4096]
+    python tools/bench/turns.py --against ../before --samples 512 --tokens 4       # of the quickstart's size
 
 Each round runs `tools/bench/buffer.py` of each checkout once, with the code of that checkout; the order changes from
 round to round. Printed are the medians of each, and the median over the rounds of the ratio, this checkout to the
