@@ -8,6 +8,8 @@ ENV DEBIAN_FRONTEND=noninteractive \
     PIP_NO_CACHE_DIR=1 \
     CUDA_HOME=/usr/local/cuda \
     FUSIONRL_ENV=gpu
+# Ubuntu removes a version from its mirrors when it has a newer one: a pinned one would break the build.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         build-essential ca-certificates cmake git libibverbs1 libnuma1 ninja-build \

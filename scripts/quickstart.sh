@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup-env.sh
-export PATH="$PWD/.venv/bin:$PATH"
+PATH="$(cd "${FUSIONRL_VENV:-.venv}/bin" && pwd):$PATH"
+export PATH
 seed=${1:-1}
 out=${2:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}
 

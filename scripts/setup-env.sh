@@ -98,7 +98,28 @@ echo "$kind" >"$venv/.kind"
 log=$venv/install.log
 : >"$log"
 
+# uv installs a set in seconds, pip in a minute; it has to be there, and to find each package where pip would.
+uv_places=() uv_variables=()
+find_uv() {
+  local line
+  [ "$kind" = cpu ] || return 0 # the GPU set is installed by pip, as it was tried
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r requirements/uv.txt >>"$log" 2>&1 || return 0
+  uv_places=(--python "$venv/bin/python" --index-strategy unsafe-best-match --no-progress)
+  while IFS= read -r line; do
+    case $line in
+      '') ;;
+      SSL_CERT_FILE=*) uv_variables+=("$line") ;;
+      *) uv_places+=("$line") ;;
+    esac
+  done < <("$venv/bin/python" scripts/uv_arguments.py)
+}
+
 pip_install() {
+  if [ ${#uv_places[@]} -gt 0 ]; then
+    echo "+ uv pip install $*" >>"$log"
+    if env ${uv_variables[@]+"${uv_variables[@]}"} "$venv/bin/uv" pip install "${uv_places[@]}" "$@" >>"$log" 2>&1; then return; fi
+    say "uv failed ($log); pip tries it"
+  fi
   echo "+ pip install $*" >>"$log"
   if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@" >>"$log" 2>&1; then
     tail -n 25 "$log" >&2
@@ -110,6 +131,7 @@ index=()
 [ -z "${FUSIONRL_TORCH_INDEX:-}" ] || index=(--extra-index-url "$FUSIONRL_TORCH_INDEX")
 
 start=$SECONDS
+find_uv
 if ! is_done base "${base[@]}"; then
   rm -f "$venv/.stamp-base"
   say "installing the $kind packages (log: $log)"
@@ -118,7 +140,12 @@ if ! is_done base "${base[@]}"; then
     pip_install --no-deps -r requirements/cpu-nodeps.txt
   else
     pip_install ${index[@]+"${index[@]}"} -r requirements/gpu.txt -r requirements/dev.txt
-    say "compiling Transformer Engine's torch extension"
+    say "compiling Transformer Engine's torch extension (33 files: minutes, on few cores many; MAX_JOBS limits how many at once)"
+    # A CUDA toolkit need not bring cuDNN, NCCL and cuBLAS; the wheels that the extension is linked to do.
+    nvidia=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    for folder in "$nvidia"/*/include; do CPATH=${CPATH:+$CPATH:}$folder; done
+    for folder in "$nvidia"/*/lib; do LIBRARY_PATH=${LIBRARY_PATH:+$LIBRARY_PATH:}$folder; done
+    export CPATH LIBRARY_PATH NVTE_FRAMEWORK=pytorch
     pip_install --no-build-isolation --no-deps -r requirements/gpu-build.txt
   fi
   pip_install --no-build-isolation --no-deps --editable .
@@ -130,7 +157,9 @@ for name in ${sets[@]+"${sets[@]}"}; do
   pip_install --no-build-isolation --no-deps -r "requirements/$name.txt"
   fingerprint "requirements/$name.txt" >"$venv/.stamp-$name"
 done
-# pip would compile one file after the other: a minute of a core. Some are templates, which do not compile.
+# pip would compile one file after the other: a minute of a core. Some are templates, which do not compile; what few runs
+# import is left to them.
+left_out='/site-packages/((transformers/models/(?!auto/)[^/]+|sglang/multimodal_gen|torch/_inductor|ray/(data|rllib|serve|train|tune)|anthropic|agents|fontTools|mypy|pandas|pip|pygments)|(.*/)?(tests?|testing))/'
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$venv/bin/python" -m compileall -qq -j 0 "$packages" >>"$log" 2>&1 || true
+"$venv/bin/python" -m compileall -qq -j 0 -x "$left_out" "$packages" >>"$log" 2>&1 || true
 say "$venv is ready ($kind, $((SECONDS - start)) s); for the command fusionrl in your shell: source $venv/bin/activate"

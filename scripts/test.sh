@@ -2,13 +2,24 @@
 # Bring the environment up to date, then lint, check types and run the tests.
 #
 #   scripts/test.sh [unit] [pytest arguments...]
+#   scripts/test.sh --set gpu [arguments of tools/gpu_set.py...]
 #
-#   unit   the quick tests only: no engine is started and no pipeline runs
+#   unit        the quick tests only: no engine is started and no pipeline runs
+#   --set gpu   instead: install the GPU requirement set into .venv-gpu (Python 3.12, 11 GB; it compiles Transformer
+#               Engine's extension) and run on it what a machine without a GPU can (docs/gpu-results.md)
 #
 # Tests marked gpu run only where a CUDA device is; elsewhere they are skipped and say so.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ "${1:-}" = --set ]; then
+  [ "${2:-}" = gpu ] || { echo "test.sh: error: --set ${2:-}: the only other set is gpu" >&2; exit 2; }
+  shift 2
+  # The programs below set up the environment, too; so they must mean the same one.
+  export FUSIONRL_ENV=gpu FUSIONRL_VENV=${FUSIONRL_VENV:-.venv-gpu}
+  scripts/setup-env.sh examples
+  exec "$FUSIONRL_VENV/bin/python" tools/gpu_set.py "$@"
+fi
 scripts/setup-env.sh examples
 # Some environments set this; the hundreds of processes of a run would each compile our sources anew.
 unset PYTHONDONTWRITEBYTECODE
@@ -55,7 +66,7 @@ run_tests -m timed $(grep -rlw --include='test_*.py' timed tests)
 # Types are checked beside the first whole runs, which wait for processes some of the time.
 { check_types || { say_failed; exit 1; }; } &
 types=$!
-# Two at a time, a whole run or a file each, in the order of tests/conftest.py.
-run_tests -m "not timed" -n 2 --dist loadgroup --no-loadscope-reorder
+# A whole run or a file each, in the order of tests/conftest.py.
+run_tests -m "not timed" -n 3 --dist loadgroup --no-loadscope-reorder
 wait "$types" || status=1
 exit "$status"

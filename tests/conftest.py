@@ -9,15 +9,21 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
+from fusionrl.base.environment import extended_environment
 from fusionrl.base.imports import without_collections
 from tests.tiny_model import make_tiny_qwen3
 
+if TYPE_CHECKING:
+    from tests.warm_nursery import EngineBranch, SharedNursery
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""Of whole runs (`tests/e2e/launch.py`), before a test has changed it: what a nursery imports depends on it."""
 # How long an example takes is a matter of what else runs; what has a limit in seconds is marked `timed`.
 hypothesis.settings.register_profile("fusionrl", deadline=None)
 hypothesis.settings.load_profile("fusionrl")
@@ -25,16 +31,13 @@ hypothesis.settings.load_profile("fusionrl")
 
 # Files that take longest, the longest first: a worker that begins with one last keeps all others waiting.
 _LONG = (
-    "sandbox/test_sandbox.py",
     "engines/test_engine.py",
     "sync/test_push_matrix.py",
     "sandbox/test_escapes.py",
     "sync/test_push_engine.py",
     "rewards/test_code_cheats.py",
-    "cluster/test_supervisor.py",
     "trainer/test_checkpoint.py",
     "tools/test_memory_check.py",
-    "cluster/test_recovery.py",
     "trainer/test_parity.py",
     "sync/test_push_processes.py",
     "tools/test_make_quickstart.py",
@@ -53,6 +56,18 @@ _LONG = (
     "control/test_properties.py",
     "test_cli.py",
 )
+# Files whose tests wait most of their time, the longest last: the third worker begins with these.
+_WAITING = (
+    "tools/test_chaos.py",
+    "rollout/test_time_limit.py",
+    "cluster/test_watchdog.py",
+    "cluster/test_guard.py",
+    "cluster/test_supervisor.py",
+    "sandbox/test_sandbox.py",
+    "buffer/test_stream.py",
+    "buffer/test_stream_batches.py",
+)
+_NUM_RUNNERS = 2  # workers that begin with the whole runs
 
 
 @pytest.hookimpl(wrapper=True)
@@ -65,21 +80,27 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with whole runs, those that wait for each other first, then with the longest files.
 
-    Within a file, and among the others, the order stays: the short ones at the end keep two workers busy to the end.
+    The end are files that wait. Within a file, and among the others, the order stays: the short ones in between keep
+    all workers busy to the end.
     """
     here = Path(__file__).parent
     ranks = {here / name: rank for rank, name in enumerate(_LONG)}
+    ranks |= {here / name: len(_LONG) + 1 + rank for rank, name in enumerate(_WAITING)}
 
     def place(item: pytest.Item) -> tuple[bool, bool, int]:
         is_grouped = item.get_closest_marker("xdist_group") is not None
-        return item.get_closest_marker("e2e") is None, not is_grouped, ranks.get(item.path, len(ranks))
+        return item.get_closest_marker("e2e") is None, not is_grouped, ranks.get(item.path, len(_LONG))
 
     items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadgroup, a worker gets a file at a time, as its tests share engines and ranks, and a whole run."""
+    """With --dist loadgroup, a worker gets a file at a time, as its tests share engines and ranks, and a whole run.
+
+    Two cores are busy with two whole runs at a time. What such runs leave of them is for a third worker: it begins at
+    the other end, with files that wait.
+    """
     if config.getvalue("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadGroupScheduling
@@ -88,6 +109,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             scope = super()._split_scope(nodeid)  # its group, or the test alone
             return scope if scope != nodeid or nodeid.startswith("tests/e2e/") else nodeid.split("::")[0]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if self.nodes.index(node) >= _NUM_RUNNERS:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
 
     return RunsAndFiles(config, log)
 
@@ -106,6 +132,57 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Qwen3 with tokenizer and chat template; read-only."""
     return make_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "model", seed=0)
+
+
+@pytest.fixture(scope="session")
+def warm_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedNursery]:
+    """Of whole runs' processes: their imports are made once a session."""
+    from tests.warm_nursery import SharedNursery
+
+    base = tmp_path_factory.getbasetemp()
+    nursery = SharedNursery(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base, _ENVIRONMENT)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def warm(warm_nursery: SharedNursery) -> Iterator[None]:
+    """Runs that a test starts begin with forks of that nursery.
+
+    They have the environment that this process began with: libraries that it has imported have added to its own.
+    """
+    variables = warm_nursery.variables()
+    names = [name for name in os.environ if name not in _ENVIRONMENT and not name.startswith("PYTEST_")]
+    added = {name: os.environ.pop(name) for name in names}
+    with extended_environment(variables):
+        yield
+    os.environ.update(added)
+
+
+@pytest.fixture(scope="session")
+def engine_branch(warm_nursery: SharedNursery) -> Iterator[EngineBranch]:
+    """Of SGLang servers, which are forks then, as in a run."""
+    from tests.warm_nursery import EngineBranch
+
+    branch = EngineBranch(warm_nursery)
+    yield branch
+    branch.close()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(engine_branch: EngineBranch) -> Iterator[None]:
+    """Within a file that uses it, servers are started as forks."""
+    with extended_environment(engine_branch.variables):
+        yield
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> None:
+    """The process that ranks are forks of, with all that any test's ranks import, whichever file comes first."""
+    from multiprocessing import forkserver as server
+
+    server.set_forkserver_preload(["fusionrl.trainer.rank_imports", "tools.bench.push_processes"])
+    server.ensure_running()
 
 
 @pytest.fixture(scope="session")

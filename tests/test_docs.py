@@ -64,3 +64,26 @@ def test_every_estimator_and_policy_loss_is_described() -> None:
     named = [*ESTIMATORS, *(name for name, loss in LOSSES.items() if loss.is_flag)]
     missing = [name for name in named if not re.search(rf"\b{name}\b", page)]
     assert not missing, f"describe {missing} in docs/algorithms.md"
+
+
+def test_each_defect_of_the_gpu_paths_has_a_test() -> None:
+    """docs/without-a-gpu.md lists what reading found: each of the twelve names tests that exist, and its stage."""
+    from tools.proof.stages import STAGES
+
+    page = (REPO / "docs" / "without-a-gpu.md").read_text(encoding="utf-8")
+    section = page[page.index("## Twelve defects") :].split("\n## ", 2)[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 13)]
+    stages, missing = {stage.name for stage in STAGES}, []
+    for number, _, tests, shown in rows:
+        file, count = "", 0
+        for name in re.findall(r"`([\w./]+)`", tests):
+            if name.endswith(".py"):
+                file = name
+            elif name.startswith("test_"):
+                count += 1
+                if not re.search(rf"^def {name}\(", (REPO / file).read_text(encoding="utf-8"), re.MULTILINE):
+                    missing.append(f"{number}: {file}::{name}")
+        missing += [f"{number}: no test"] if not count else []
+        missing += [f"{number}: stage {name}" for name in re.findall(r"`([\w.-]+)`", shown) if name not in stages]
+    assert not missing, missing

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
 from fusionrl.cli.ending import ending
+from fusionrl.cli.train import debug, explain
 from fusionrl.cluster.checkpoints import Checkpoints
 from fusionrl.config.config import Config
 from fusionrl.observe.metrics import MetricsSink
@@ -61,3 +63,36 @@ def test_a_damaged_folder_hides_no_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_000002" / "manifest.json").write_text("?")
     assert "nothing is trained yet" in ending(Config(), tmp_path, 1)
+
+
+def test_pdb_opens_where_the_first_error_was_raised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where it was wrapped: the user's own line."""
+
+    def of_the_user(level: int) -> float:
+        return 1 / level
+
+    try:
+        try:
+            of_the_user(0)
+        except ZeroDivisionError as cause:
+            raise RuntimeError("--custom-rm-path mine.py:reward failed") from cause
+    except RuntimeError as error:
+        monkeypatch.setattr("sys.stdin", io.StringIO("p 'level is', level\nq\n"))
+        debug(error)
+    told = capsys.readouterr()
+    assert "('level is', 0)" in told.out and "of_the_user" in told.out
+    assert told.err == "--pdb: ZeroDivisionError: division by zero\n"
+
+
+def test_a_full_disk_is_told_with_its_cure(tmp_path: Path) -> None:
+    """The kernel's own full disk: whatever is written to /dev/full fails as on one."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught, MetricsSink(tmp_path, 1) as sink:
+        sink.log(1, {"train/loss": 0.5})
+    code, text = explain(caught.value)
+    assert code == 1 and "failed: OSError" in text and "a disk is full" in text and "--resume goes on" in text
+    wrapped = RuntimeError("trainer rank 0 could not write step_000002 ([Errno 28] No space left on device)")
+    assert "--keep-checkpoints" in explain(wrapped)[1]
+    assert "disk" not in explain(RuntimeError("something else"))[1]

@@ -102,7 +102,7 @@ def test_what_keeps_it_from_running_as_it_stands(script: Path, capsys: pytest.Ca
     script.write_text(SCRIPT.replace("--optimizer adam", f"--optimizer adam {more}"))
     assert main(["from-slime", str(script)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# TO CHANGE")]
-    assert [line.split()[3] for line in lines] == ["--lr", "--rollout-num-gpus-per-engine", "--max-tokens-per-gpu"]
+    assert [line.split()[3] for line in lines] == ["--lr", "--max-tokens-per-gpu"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,11 @@ def test_a_small_command_has_nothing_of_the_cluster(script: Path, capsys: pytest
     )
     script.write_text(text)
     assert main(["from-slime", str(script), "--small"]) == 0
-    (command,) = [line for line in _joined(capsys.readouterr().out) if line.startswith("fusionrl train")]
+    printed = capsys.readouterr().out
+    assert "it is --resume" not in printed, "it has none"
+    told = " ".join(printed.replace("#", "").split())
+    assert "Give --hf-checkpoint, --prompt-data, --run-dir a small model of the same family" in told
+    (command,) = [line for line in _joined(printed) if line.startswith("fusionrl train")]
     words = shlex.split(command)
     gone = ("parallel-size", "moe", "offload", "precision", "eval", "cuda-graph", "--num-epoch", "--resume", "2 4")
     assert not [part for part in gone if part in command]

@@ -37,7 +37,7 @@ from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_by
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trainer_plan import trainer_plan
 from tools import published_peaks
-from tools.parity import COMMON, MODELS, ROWS, Row
+from tools.parity_rows import COMMON, MODELS, ROWS, Row
 
 BOUND, STEP_BOUND, PUBLISHED_BOUND = 0.02, 0.10, 0.05
 MARKERS = {

@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--generation", type=_choice(list(GENERATION)), default=["default", "agent", "batch"])
     parser.add_argument("--transport", type=_choice(["broadcast", "disk"]), default=["broadcast", "disk"])
     parser.add_argument("--steps", type=int, default=6, help="of each run; 9 see a second version under stream")
-    parser.add_argument("--response-len", type=int, default=160, help="tokens of an answer, at most")
+    parser.add_argument("--response-len", type=int, default=320, help="tokens of an answer, at most")
     parser.add_argument("--allow-refused", action="store_true", help="combinations that fusionrl refuses do not fail")
     parser.add_argument("--in-flight", choices=["retract", "in_place"], help="of async-partial, in place of its own")
     parser.add_argument("--pauses", type=int, default=0, metavar="TURNS", help="compare pauses only, by turns")

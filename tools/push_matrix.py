@@ -26,6 +26,8 @@ from typing import Any, get_args
 import numpy as np
 import ray
 
+from fusionrl.base.environment import extended_environment
+from fusionrl.cluster.ahead import Ahead
 from fusionrl.cluster.engine_worker import EngineWorker
 from fusionrl.cluster.ray_cluster import LOOPBACK, actor_on, start_ray
 from fusionrl.cluster.workers import PolicyWorker
@@ -77,6 +79,22 @@ LAYOUTS: dict[str, TrainerLayout] = {
 # Set → engines of it, as numbers into TP_SIZES.
 ENGINES: dict[str, tuple[int, ...]] = {"1 × TP 1": (0,), "2 × TP 1": (0, 1), "1 × TP 2": (2,)}
 TP_SIZES = (1, 1, 2)
+
+
+@contextmanager
+def cluster(architecture: str = "Qwen3ForCausalLM") -> Iterator[None]:
+    """Ray as a run on a CPU starts it: actors and servers of models of `architecture` are forks of a nursery."""
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder, Ahead() as ahead:
+        Path(folder, "config.json").write_text(json.dumps({"architectures": [architecture]}), encoding="utf-8")
+        ahead.begin(Config.from_flat({"mode": "rl", "hf_checkpoint": folder}), "cpu")
+        with extended_environment(env | ahead.environment()):
+            start_ray("cpu", 1, address=None, dashboard=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @dataclass(frozen=True)
@@ -167,17 +185,13 @@ class Bench:
         self.local_copy = str(folder / "local-copy")  # of the engines' host, by files
         self.layout: TrainerLayout | None = None
         self.holds = dict.fromkeys(engines, 0)  # engine → number of the weights that it has
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-        env["PYTHONPATH"] = os.pathsep.join(
-            [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-        )
         self.engines = {
-            index: actor_on(EngineWorker, None, None, env=env, max_concurrency=8).remote(
+            index: actor_on(EngineWorker, None, None, env=None, max_concurrency=8).remote(
                 self._spec(index, server_args), str(folder / f"engine-actor-{index}.log")
             )
             for index in engines
         }
-        self.ranks = [actor_on(Rank, None, None, env=env).remote() for _ in range(2)]
+        self.ranks = [actor_on(Rank, None, None, env=None).remote() for _ in range(2)]
         started = ray.get([engine.start.remote() for engine in self.engines.values()])
         self.urls = dict(zip(self.engines, started, strict=True))
 
@@ -418,13 +432,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--only {options.only}: no row has that text")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    start_ray("cpu", 1, address=None, dashboard=False)
     start = time.perf_counter()
     print(HEAD)
-    try:
+    with cluster():
         results = run(chosen, lambda entry: print(line(entry), flush=True))
-    finally:
-        ray.shutdown()
     print(f"\n{summary(results)} {time.perf_counter() - start:.0f} s")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

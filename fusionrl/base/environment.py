@@ -27,6 +27,8 @@ _PATHS = ("RAY_TLS_SERVER_KEY",)  # it names a file, which Ray's processes read
 
 ROUTER_KEY = "FUSIONRL_ROUTER_KEY"
 """The key of the engines, for functions of the user that ask them (`plugin_api.post`)."""
+ENGINE_KEY = "FUSIONRL_ENGINE_KEY"
+"""The key of engines that others start, which the run's own then have, too."""
 HOOK_NAMES = "FUSIONRL_HOOK_ENV"
 """The names that --hook-env gives, for the processes that run the user's functions."""
 
@@ -46,6 +48,8 @@ NEEDS: dict[str, frozenset[str]] = {
     "checkpoint-writer": frozenset(),
     "answer-parser": frozenset(),
     "guard": frozenset(),
+    "doctor": frozenset(),  # what `fusionrl doctor` imports, to see that it can
+    "nursery": frozenset({RAY}),  # by standard input; its forks have the environment of whoever asked for them
     "sandbox": frozenset(),  # starts with an empty environment
 }
 """Kind of process → secrets that it needs. ray: RAY_AUTH_TOKEN. hooks: what --hook-env names. engines: the run's key.
@@ -86,6 +90,21 @@ def without_secrets(kind: str) -> Iterator[None]:
             os.environ.setdefault(name, value)
 
 
+@contextmanager
+def extended_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within it, this process's environment has these variables too, or instead."""
+    usual = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in usual.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def hook_secrets(names: Sequence[str], source: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that --hook-env names, for `take_secrets`.
 
@@ -122,7 +141,7 @@ def secrets_of_hooks(environ: Mapping[str, str] | None = None) -> dict[str, str]
 def not_passed_on(names: Sequence[str], source: Mapping[str, str] | None = None) -> list[str]:
     """Secrets of the environment that no process of the run gets, as --hook-env does not name them."""
     source = os.environ if source is None else source
-    ours = {*names, ROUTER_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    ours = {*names, ROUTER_KEY, ENGINE_KEY, "FUSIONRL_WARM_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
     return sorted(name for name, value in source.items() if name not in ours and is_secret(name, value))
 
 

@@ -40,42 +40,47 @@ class FileStore(dist.FileStore):
     port: int
 
 
-def create_group_store(host: str, timeout_s: float) -> FileStore | dist.TCPStore:
+def create_group_store(host: str, timeout_s: float, guests: Sequence[str] = ()) -> FileStore | dist.TCPStore:
     """A new store, which others join by `host` and its attribute `port`; it lives as long as this process.
 
-    `host` is this node's address.
+    `host` is this node's address; `guests` are addresses of processes outside of the run that join as well: they do not
+    see the folder of the run's stores.
 
     Raises:
         OSError: the folder of stores is gone, or the address cannot be bound.
     """
     timeout = timedelta(seconds=timeout_s)
-    if (folder := os.environ.get(FOLDER_VARIABLE)) is not None:
+    if (folder := os.environ.get(FOLDER_VARIABLE)) is not None and not guests:
         number = _new_number(Path(folder))
         store = FileStore(str(Path(folder, str(number))), -1)
         store.port = number
         store.set_timeout(timeout)
         return store
-    with _bound_socket(host) as listener:
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),  # torch's own socket would listen on every address
-        )
+    return _listening_store(host, 0, timeout, guests)
 
 
 def join_group_store(host: str, port: int, timeout_s: float) -> dist.Store:
     """The store that `create_group_store` made, in this process or another."""
     timeout = timedelta(seconds=timeout_s)
-    if (folder := os.environ.get(FOLDER_VARIABLE)) is not None:
+    if (folder := os.environ.get(FOLDER_VARIABLE)) is not None and Path(folder, str(port)).exists():
         store = dist.FileStore(str(Path(folder, str(port))), -1)
         store.set_timeout(timeout)
         return store
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def engine_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> dist.TCPStore:
+    """The store at `host:port` in which the ranks of an engine over several nodes meet; the master makes it.
+
+    The port is one that a server of the engine has reserved (`fusionrl.engines.process`).
+
+    Raises:
+        OSError: the master cannot bind the address.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if not is_master:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return _listening_store(host, port, timeout)
 
 
 def _new_number(folder: Path) -> int:
@@ -88,13 +93,29 @@ def _new_number(folder: Path) -> int:
             continue
 
 
-def _bound_socket(host: str) -> socket.socket:
-    """A socket on a free port of `host` that takes connections from this node and `PEERS_VARIABLE`'s alone."""
+def _listening_store(host: str, port: int, timeout: timedelta, guests: Sequence[str] = ()) -> dist.TCPStore:
+    with _bound_socket(host, port, guests) as listener:
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),  # torch's own socket would listen on every address
+        )
+
+
+def _bound_socket(host: str, port: int = 0, guests: Sequence[str] = ()) -> socket.socket:
+    """A socket on a free port of `host`, or on a reserved one, that takes connections from this node,
+    `PEERS_VARIABLE`'s and guests alone."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        if port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if listener.family == socket.AF_INET:
-            refuse_others(listener, [host, *filter(None, os.environ.get(PEERS_VARIABLE, "").split(","))])
-        listener.bind((host, 0))
+            refuse_others(listener, [host, *guests, *filter(None, os.environ.get(PEERS_VARIABLE, "").split(","))])
+        listener.bind((host, port))
     except BaseException:
         listener.close()
         raise

@@ -30,6 +30,7 @@ from fusionrl.buffer.trained import TrainedColumns
 from fusionrl.config.config import Config
 from fusionrl.data.tokenizer import import_tokenizers
 from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.rewards.registry import runs_programs
 from fusionrl.rollout.versions import take_warnings
@@ -69,7 +70,7 @@ class BufferActor(StreamMessages):
         """Import what reading the data takes: seconds, in which the engines start and have no addresses yet."""
         async with self._importing:  # two threads that import transformers at once can break its lazy modules
             if self.config.run.load_debug_rollout_data is None:
-                await asyncio.to_thread(import_tokenizers)
+                await asyncio.to_thread(_import_libraries)
 
     async def setup(self, endpoints: EngineEndpoints) -> dict[str, int]:
         """Load the hooks and read the prompt data. Returns the number of prompts, and of those left out as too long."""
@@ -98,9 +99,10 @@ class BufferActor(StreamMessages):
         if self.plan.sandbox is not None or any(isinstance(one, str) and runs_programs(one) for one in types):
             logger.info("sandbox: %s", await asyncio.to_thread(sandbox.probe))
 
-    async def set_engines(self, engine_urls: Sequence[str]) -> None:
-        """Take over where the engines are, from the next rollout on."""
-        self.endpoints = replace(self.endpoints, engine_urls=tuple(engine_urls))
+    async def set_engines(self, engine_urls: Sequence[str], eval_urls: Sequence[str] | None = None) -> None:
+        """Take over where the engines are, from the next rollout on; `eval_urls`: of those that only evaluate."""
+        eval_urls = self.endpoints.eval_urls if eval_urls is None else eval_urls
+        self.endpoints = replace(self.endpoints, engine_urls=tuple(engine_urls), eval_urls=tuple(eval_urls))
         self.endpoints.export()
         self._border.set_endpoints(self.endpoints)
         if self._stream is not None:
@@ -156,7 +158,11 @@ class BufferActor(StreamMessages):
         self._abort.clear()
         self.source.take_back()
         start = time.perf_counter()
-        with self._phase_of(f"rollout of step {rollout_id + 1}", rollout_id, "failed"):
+        step = rollout_id + 1
+        with (
+            phase("rollout", lane="rollouts", step=step),
+            self._phase_of(f"rollout of step {step}", rollout_id, "failed"),
+        ):
             rollout = await asyncio.to_thread(self._stages.make, rollout_id, pushed_version, self._phase_since)
         self.source.keep(rollout_id)
         rollout.warnings += take_warnings()
@@ -180,10 +186,10 @@ class BufferActor(StreamMessages):
         """
         start, kind = time.perf_counter(), "eval-failed"
         if self.endpoints.eval_urls:  # beside what the Buffer does else, which `status` tells of
-            phase: AbstractContextManager[None] = writing_blamed(self._writer, rollout_id, self.attempt, kind)
+            telling: AbstractContextManager[None] = writing_blamed(self._writer, rollout_id, self.attempt, kind)
         else:
-            phase = self._phase_of(f"evaluation after step {rollout_id}", rollout_id, kind)
-        with phase:
+            telling = self._phase_of(f"evaluation after step {rollout_id}", rollout_id, kind)
+        with phase("evaluation", lane="evaluations", step=rollout_id), telling:
             metrics = await asyncio.to_thread(self._evaluation.run, rollout_id, pushed_version)
         return metrics | {"perf/time_eval_s": time.perf_counter() - start}
 
@@ -203,6 +209,11 @@ class BufferActor(StreamMessages):
                 yield
         finally:
             self._phase, self._phase_since = "idle", time.monotonic()
+
+
+def _import_libraries() -> None:
+    import_tokenizers()
+    import numpy.ma  # noqa: F401  # the first rollout would, by `np.unique`
 
 
 def _ray_put(value: object) -> object:

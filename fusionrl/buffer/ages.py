@@ -9,7 +9,8 @@ import numpy as np
 from fusionrl.config.hooks import HookError
 from fusionrl.control.knobs import Knobs
 from fusionrl.data.blank import prompt_of
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
+from fusionrl.data.sample import Sample, response_mask
+from fusionrl.data.token_versions import UNKNOWN_VERSION
 
 
 def oldest_version(samples: Sequence[Sample], fetches_per_push: int) -> int | None:

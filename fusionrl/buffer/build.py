@@ -17,8 +17,9 @@ import numpy as np
 
 from fusionrl.buffer.choose import TrainingSamples
 from fusionrl.buffer.steps_since import StepsSince
-from fusionrl.buffer.tokens import is_current
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, Status, response_mask
+from fusionrl.buffer.tokens import is_all_current, is_current
+from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
+from fusionrl.data.token_versions import UNKNOWN_VERSION
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
 from fusionrl.plan.batch import BatchPlan
@@ -128,10 +129,9 @@ def take_shards(
     present = _present(samples, sizes)
     per_rank, steps = _plan_steps(sizes, [s.index for s in samples], plan, balance, by_groups)
     given: dict[str, Sequence[Any]] = {"rewards": rewards, "raw_rewards": raw_rewards}
-    if weight_version is not None:
-        current = [is_current(sample, weight_version) for sample in samples]
-        if not all(tokens.all() for tokens in current):  # else the field says nothing, and is left out
-            given["current"], present["current"] = current, ()
+    # Where all tokens are current the field says nothing, and is left out.
+    if weight_version is not None and not all(is_all_current(sample, weight_version) for sample in samples):
+        given["current"], present["current"] = [is_current(sample, weight_version) for sample in samples], ()
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
         yield _take_shard(samples, members, given, present, steps=own_steps, **named)
@@ -160,7 +160,7 @@ class _Sizes:
         return cls(
             np.array([sample.num_tokens for sample in samples], np.int64),
             np.array([sample.response_length for sample in samples], np.int64),
-            np.array([response_mask(sample).sum() for sample in samples], np.float64),
+            np.array([trained_amount(sample) for sample in samples], np.float64),
             np.cumsum(first) - 1,
         )
 
@@ -274,7 +274,7 @@ def _take_shard(
         for name, trailing in present.items()
     }
     ends = dict.fromkeys(present, 0)
-    metadata = []
+    metadata, blank = [], Sample()
     for first in range(0, len(members), PACKED_AT_ONCE):
         packed = members[first : first + PACKED_AT_ONCE]
         chosen = [samples[i] for i in packed]
@@ -285,7 +285,7 @@ def _take_shard(
             ends[name] += len(part)
         metadata += [s.train_metadata if s.train_metadata is not None else s.metadata for s in chosen]
         for i in packed:
-            samples[i] = Sample()
+            samples[i] = blank
         del chosen, values
         if freed is not None:
             freed()

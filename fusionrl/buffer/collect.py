@@ -67,9 +67,14 @@ class Collector:
             output.metrics[name] = output.metrics.get(name, 0.0) + count
         return groups, output.metrics
 
-    def finish(self, groups: list[list[Sample]]) -> list[Sample]:
-        """Return the samples of groups that were generated, scored and filtered: chosen and checked."""
-        return self._choose(groups)
+    def finish(self, groups: list[list[Sample]], refused: list[list[Sample]]) -> list[Sample]:
+        """Return the samples of groups of a stream, which were generated, scored and filtered: chosen and checked.
+
+        refused  groups that only the hook sees that sees all
+        """
+        if show_all := self._border.hook("rollout_all_samples_process_path"):
+            show_all(self._border.args(), [*groups, *refused], _no_prompts)
+        return self._cut(groups)
 
     def _enough_groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
         """Call the rollout function until there are enough groups; score and filter what it left undone."""
@@ -121,18 +126,29 @@ class Collector:
         return kept
 
     def _choose(self, groups: list[list[Sample]]) -> list[Sample]:
-        """Cut the groups to the batch, between the hooks that see all and that filter; number and check them."""
+        """Cut the groups to the batch, after the hook that sees all."""
+        if show_all := self._border.hook("rollout_all_samples_process_path"):
+            show_all(self._border.args(), groups, self._source.hooked.get_samples)
+        return self._cut(groups)
+
+    def _cut(self, groups: list[list[Sample]]) -> list[Sample]:
+        """Cut the groups to the batch, before the hook that filters; number and check them."""
         assert self._plan.batch is not None
-        border, path, args = self._border, self._config.rollout.rollout_function_path, self._border.args()
-        if show_all := border.hook("rollout_all_samples_process_path"):
-            show_all(args, groups, self._source.hooked.get_samples)
+        path = self._config.rollout.rollout_function_path
         groups = groups[: self._plan.batch.num_prompts]
-        if mark_removed := border.hook("rollout_sample_filter_path"):
-            mark_removed(args, groups)
+        if mark_removed := self._border.hook("rollout_sample_filter_path"):
+            mark_removed(self._border.args(), groups)
         for position, group in enumerate(groups):
             _number_group(group, position)
             check_samples("rollout_function_path", path, group, limits_of(self._plan))
         return flatten(groups)
+
+
+def _no_prompts(num_samples: int) -> list[list[Sample]]:
+    raise RuntimeError(
+        f"get_samples({num_samples}): under a pipeline that runs ahead the stream alone draws prompts, or some would"
+        " never be trained; take --pipeline on-policy"
+    )
 
 
 def limits_of(plan: Plan) -> Limits:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, split_versions
+from fusionrl.data.sample import Sample
+from fusionrl.data.token_versions import UNKNOWN_VERSION, as_version, split_versions
 from fusionrl.rollout.types import EvalResult
 
 

@@ -15,6 +15,7 @@ from fusionrl.buffer.rollout_facts import rollout_facts
 from fusionrl.buffer.scores import Scored
 from fusionrl.buffer.tokens import token_numbers
 from fusionrl.config.config import Config
+from fusionrl.data.counts import SpecInfo
 from fusionrl.data.sample import Sample, Status, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.rewards.code_run import REASONS
@@ -87,6 +88,7 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
         **_code_failures(samples),
         **_timed_out(samples),
         **_rewritten(samples),
+        **_drafts(samples),
         "rollout/raw_reward": float(rewards.mean()),
         "rollout/raw_reward_std": float(rewards.std()),
         "rollout/accuracy": float((rewards >= ACCURATE).mean()),
@@ -121,6 +123,21 @@ def _rewritten(samples: Sequence[Sample]) -> dict[str, float]:
     told = [(sample.metadata or {}).get(SESSION) for sample in samples]  # a user's data may have a column of that name
     numbers = [one["segment"] for one in told if isinstance(one, dict) and isinstance(one.get("segment"), int)]
     return {"rollout/session_rewrites": float(sum(number > 0 for number in numbers))} if numbers else {}
+
+
+def _drafts(samples: Sequence[Sample]) -> dict[str, float]:
+    """How many drafted tokens the model took, and how many tokens it made at a time; empty where no engine drafts."""
+    total = SpecInfo()
+    for counts in (vars(sample).get("spec_info") for sample in samples):  # kept where there are some
+        if counts is not None:
+            for name in total.to_dict():
+                setattr(total, name, getattr(total, name) + getattr(counts, name))
+    if not total.spec_verify_ct:
+        return {}
+    return {
+        "rollout/spec_accept_rate": total.spec_accept_rate,
+        "rollout/spec_accept_length": total.spec_accept_length,
+    }
 
 
 def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:

@@ -26,6 +26,8 @@ from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.observe.spans import phase, span
+from fusionrl.plan.flops import Work
 from fusionrl.plan.plan import Plan
 
 
@@ -41,6 +43,7 @@ class Rollout:
     warnings: list[str] = field(default_factory=list, kw_only=True)  # for the console
     facts: RolloutFacts | None = field(default=None, kw_only=True)  # for warnings; not in --mode sft
     glimpses: list[Glimpse] = field(default_factory=list, kw_only=True)  # --log-samples of its samples
+    work: Work = field(default_factory=Work, kw_only=True)  # of the samples that are trained on
 
 
 class RolloutStages:
@@ -77,7 +80,7 @@ class RolloutStages:
         Raises:
             HookError, ValueError: with the flag concerned.
         """
-        collected = Collected(self._collector.finish(batch.groups), batch.metrics)
+        collected = Collected(self._collector.finish(batch.groups, batch.refused), batch.metrics)
         warn_without_log_probs(collected.samples, self._config)
         run = self._config.run
         if run.save_debug_rollout_data:
@@ -90,7 +93,8 @@ class RolloutStages:
         if run.load_debug_rollout_data:
             collected = Collected(load_samples(run.load_debug_rollout_data, rollout_id, self._plan))
         else:
-            collected = self._collector.collect(rollout_id)
+            with phase("collect", lane="stages", step=rollout_id + 1):
+                collected = self._collector.collect(rollout_id)
         if run.save_debug_rollout_data:
             save_samples(run.save_debug_rollout_data, rollout_id, collected.samples)
         return collected
@@ -110,11 +114,13 @@ class RolloutStages:
         """
         config, border, mode = self._config, self._border, self._config.run.mode
         samples = collected.samples
-        counts, made, path = dict[str, int](), CutShards[Any](), None
-        scored = score(samples, config, border)
-        told = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
+        counts, made, path, work = dict[str, int](), CutShards[Any](), None, Work()
+        with span("score and report", lane="stages"):
+            scored = score(samples, config, border)
+            told = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
         if mode != "sft":
-            path = self._writer.write(rollout_id, self._attempt, (s.to_row() for s in samples), kind="train")
+            with span("write", lane="stages"):
+                path = self._writer.write(rollout_id, self._attempt, (s.to_row() for s in samples), kind="train")
         if mode == "reject-sampling":
             counts = self._accepted.add(rollout_id, samples, scored.raw)
             told.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
@@ -122,14 +128,23 @@ class RolloutStages:
             chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
             if path is not None:
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
+            work = Work.of(sample.num_tokens for sample in chosen.samples)
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
             version = told.version if trains is None else trains
             # Without a push the versions are those of another run, whose steps nobody knows.
             newest = pushed_version if trains is None else trains
             ages = None if newest is None else StepsSince.of(newest, config)
-            made = cut(chosen, self._plan, rollout_id, version, self._put, ages)
+            with phase("cut", lane="stages", step=rollout_id + 1):
+                made = cut(chosen, self._plan, rollout_id, version, self._put, ages)
             told.metrics |= {} if ages is None else ages.metrics()
         accepted, shown = counts.get("accepted", 0), told.glimpses
         return Rollout(
-            rollout_id, made.shards, told.metrics, accepted, made.auxiliary, facts=told.facts, glimpses=shown
+            rollout_id,
+            made.shards,
+            told.metrics,
+            accepted,
+            made.auxiliary,
+            facts=told.facts,
+            glimpses=shown,
+            work=work,
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from fusionrl.config.config import Config
 from fusionrl.config.parts import estimator_of
-from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward
+from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, trained_amount
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.text import ending, shorten
 from fusionrl.rollout.types import NO_ROOM_AFTER
@@ -32,12 +32,13 @@ def rollout_facts(
     for i, sample in enumerate(samples):
         groups.setdefault(sample.group_index, []).append(i)
     scored = {name: [raw[i] for i in members if not lacks_reward(samples[i])] for name, members in groups.items()}
-    equal = [groups[name] for name, values in scored.items() if not values or np.ptp(values) < _EQUAL]
+    equal = [groups[name] for name, values in scored.items() if not values or max(values) - min(values) < _EQUAL]
     judged = [value for values in scored.values() for value in values]
     longest, most = config.rollout.rollout_max_response_len, config.rollout.rollout_max_context_len
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
     example = _example(samples, equal)
-    trained = np.array([_has_trained_token(sample) for sample in samples], bool)
+    lost = [_lost_by(sample) for sample in samples]
+    trained = np.array([trained_amount(sample) > 0 for sample in samples], bool)
     facts = RolloutFacts(
         num_samples=len(samples),
         num_groups=len(groups),
@@ -53,8 +54,8 @@ def rollout_facts(
         teaches_nothing=teaches_nothing(config, samples, rewards, trained),
         lowest=float(min(judged, default=0.0)),
         highest=float(max(judged, default=0.0)),
-        num_timeouts=sum(_lost_by(s) == "timeout" for s in samples),
-        num_crashes=sum(_lost_by(s) == "crash" for s in samples),
+        num_timeouts=lost.count("timeout"),
+        num_crashes=lost.count("crash"),
     )
     places = [*spread(len(samples), config.run.log_samples), *([] if example is None else [example])]
     shown = [glimpse(samples[i], raw[i]) for i in places]
@@ -105,13 +106,6 @@ def _has_pair(samples: Sequence[Sample], rewards: Sequence[float]) -> bool:
         if is_trained_on(sample):
             groups.setdefault(sample.group_index, set()).add(reward)
     return any(len(values) > 1 for values in groups.values())
-
-
-def _has_trained_token(sample: Sample) -> bool:
-    mask = sample.array("loss_mask")
-    if mask is None:
-        return is_trained_on(sample) and sample.response_length > 0
-    return is_trained_on(sample) and bool(np.any(mask))
 
 
 def _has_own_advantages(config: Config) -> bool:

@@ -13,7 +13,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.parts import estimator_of
 from fusionrl.data.convert import check_rewards
-from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, response_mask, reward_value
+from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount
 from fusionrl.rewards.length import LengthPenalties, length_reward
 
 
@@ -87,7 +87,7 @@ def group_advantages(samples: Sequence[Sample], rewards: list[float], config: Co
     batch = SampleBatch(
         np.asarray(rewards, np.float64),
         np.array(groups),
-        lengths=np.array([response_mask(sample).sum() for sample in samples]),
+        lengths=np.array([trained_amount(sample) for sample in samples]),
         baselines=_baselines(samples, algorithm.advantage_estimator) if estimator.needs_greedy_answer else None,
         k=algorithm.pass_k,
         scored=np.array([not lacks_reward(sample) for sample in samples], bool),

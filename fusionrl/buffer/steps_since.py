@@ -12,7 +12,7 @@ import numpy as np
 
 from fusionrl.config.config import Config
 from fusionrl.config.parts import estimator_of
-from fusionrl.data.sample import UNKNOWN_VERSION
+from fusionrl.data.token_versions import UNKNOWN_VERSION
 from fusionrl.data.train_batch import TrainShard
 
 

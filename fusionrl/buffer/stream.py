@@ -22,7 +22,9 @@ from fusionrl.buffer.filter import Filter
 from fusionrl.buffer.numbers import state_numbers
 from fusionrl.buffer.stream_saved import Held, SavedStream, fresh_state, packed, unpacked
 from fusionrl.buffer.stream_thread import LoopThread
+from fusionrl.buffer.stream_waits import told
 from fusionrl.buffer.tally import Tally
+from fusionrl.config.engine_groups import has_pairs
 from fusionrl.control import events
 from fusionrl.control.apply import apply
 from fusionrl.control.decide import decide, engine_actions
@@ -57,11 +59,13 @@ class Batch:
     """What one fetch takes out of the stream.
 
     version  of the weights that train it, as engines and samples call it
+    refused  groups that the filter refused since the batch before, where a hook wants to see them
     """
 
     groups: Groups
     version: int
     metrics: dict[str, float] = field(default_factory=dict)
+    refused: Groups = field(default_factory=list)
 
 
 class Stream(LoopThread):
@@ -90,6 +94,7 @@ class Stream(LoopThread):
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._dropped: Counter[str] = Counter()  # since the last batch
         self._filter = Filter(knobs.groups_per_fetch)
+        self._refused: Groups | None = [] if border.hook("rollout_all_samples_process_path") else None
         self._retries: dict[str, float] = {}  # until the last batch
         self._wanted: tuple[type, ...] = ()
         self._answer: Future[events.Action] | None = None
@@ -112,7 +117,13 @@ class Stream(LoopThread):
 
     def trained(self) -> bool:
         """Note that the last batch is trained. Returns whether weights are to be pushed now; after it call `pushed`."""
-        self._call(self._note_trained)
+
+        def note() -> None:
+            for ordinal in self.state.lease:
+                del self._live[ordinal]
+            self._happen(events.TrainDone())
+
+        self._call(note)
         if self.state.num_trained % self.knobs.fetches_per_push:
             return False
         if isinstance(self._ask(events.Push, events.Stop), events.Stop):
@@ -128,13 +139,18 @@ class Stream(LoopThread):
 
         self._call(note)
 
+    def waits_for(self) -> str:
+        """Return whom the trainers wait for and why, "" where they wait for nobody."""
+        return self._call(lambda: told(decide(self.state, self.knobs), self._live))
+
     def set_engines(self, urls: Sequence[str]) -> None:
         """Send requests to these engines from now on: one that died is back at another address."""
 
         def change() -> None:
             self._args.engine_urls = list(urls)
             self._context = GroupContext.of_args(self._args)
-            self._client.set_engines(urls)
+            if not has_pairs(getattr(self._args, "engine_group", ())):  # none of which answers without the router
+                self._client.set_engines(urls)
 
         self._call(change)
 
@@ -279,6 +295,8 @@ class Stream(LoopThread):
         if failure:
             self._fail(ordinal, failure)
         elif refused:
+            if self._refused is not None:
+                self._refused.append(made)
             self._drop(events.Drop(ordinal, "filtered"), refused)
         else:
             self._live[ordinal].made = made
@@ -306,11 +324,6 @@ class Stream(LoopThread):
         apply(self.state, self.knobs, event)
         self._wake.set()
 
-    def _note_trained(self) -> None:
-        for ordinal in self.state.lease:
-            del self._live[ordinal]
-        self._happen(events.TrainDone())
-
     def _taken(self, fetch: events.Fetch) -> Batch:
         groups = []
         for ordinal in fetch.ordinals:
@@ -321,9 +334,10 @@ class Stream(LoopThread):
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
         tokens = self._tally.take(dict(zip(fetch.ordinals, groups, strict=True)), self.knobs.in_flight != "in_place")
-        told = state_numbers(self.state, self.knobs) | tokens | self._clock.take(time.monotonic())
+        state = state_numbers(self.state, self.knobs) | tokens | self._clock.take(time.monotonic())
         self._args.rollout_id = fetch.fetch + 1  # hooks read it
-        return Batch(groups, self._label, self._new_metrics() | counts | told)
+        refused, self._refused = self._refused, None if self._refused is None else []
+        return Batch(groups, self._label, self._new_metrics() | counts | state, refused or [])
 
     def _new_metrics(self) -> dict[str, float]:
         """Return what was counted beside the groups since the last call."""

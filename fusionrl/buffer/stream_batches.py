@@ -32,7 +32,9 @@ from fusionrl.data.sample import Sample
 logger = logging.getLogger(__name__)
 
 DROPPED = "rollout/dropped_"
-_PATIENCE_S = 0.5  # with a call that waits for prompts while others wait for it
+# With a call that waits for prompts while others wait for it. Then it gets some beyond the bound, and the oldest may be
+# dropped for them; a busy machine needs a second or two to answer.
+_PATIENCE_S = 3.0
 MOST_CALLS = 10  # that return without a group that the trainers wait for, before it is given up
 Call = Callable[[int, PermitSource], tuple[Groups, dict[str, float]]]
 """Calls the function for a rollout; returns its groups, scored and filtered, and its metrics."""
@@ -89,9 +91,11 @@ class BatchStream(Stream):
         super().stop()
         if self._caller.is_alive():
             self._caller.join(5.0)
+        gc.unfreeze()
 
     def _call_on(self) -> None:
         """Call the function whenever it may be."""
+        gc.freeze()  # a collection after each call looks at what calls have made, not at all that is imported
         self._permits.begin_call()
         try:
             while True:

@@ -14,7 +14,9 @@ from fusionrl.buffer.rollout import Rollout, RolloutStages
 from fusionrl.buffer.source import PromptSource
 from fusionrl.buffer.stream import Stream
 from fusionrl.buffer.stream_batches import BatchStream
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
+from fusionrl.rollout.under_way import under_way
 from fusionrl.rollout.versions import take_warnings
 
 
@@ -73,7 +75,11 @@ class StreamMessages:
             HookError, ValueError, RuntimeError: with the flag concerned, or what ended the stream.
         """
         start = time.perf_counter()
-        with self._phase_of(f"rollout of step {rollout_id + 1}", rollout_id, "failed"):
+        step = rollout_id + 1
+        with (
+            phase("rollout", lane="rollouts", step=step),
+            self._phase_of(f"rollout of step {step}", rollout_id, "failed"),
+        ):
             batch = await asyncio.to_thread(self._running.next_batch)
             rollout = await asyncio.to_thread(self._stages.make_of, rollout_id, batch, self._phase_since)
         waited = time.perf_counter() - start
@@ -87,6 +93,14 @@ class StreamMessages:
         if self._stream is not None and rollout_id is not None and not self.source.keeps(rollout_id):
             state, stream = await asyncio.to_thread(self._stream.snapshot, rollout_id)
             self.source.keep_with(rollout_id, state, stream)
+
+    async def waits_for(self) -> str:
+        """Whom the trainers wait for and why; "" where they wait for nobody, or nobody keeps an account."""
+        return "" if self._stream is None else await asyncio.to_thread(self._stream.waits_for)
+
+    async def progress(self) -> str:
+        """Return in words what is under way: samples, and what holds them up; "" where it is nothing."""
+        return "; ".join(text for text in (under_way().told(), await self.waits_for()) if text)
 
     async def rollout_trained(self) -> bool:
         """Note that the last rollout is trained. Return whether a push is due; if so, wait until it may begin."""

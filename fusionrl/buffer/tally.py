@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, Status, response_mask
+from fusionrl.data.sample import Sample, Status, response_mask
+from fusionrl.data.token_versions import UNKNOWN_VERSION
 
 _FAILED = (Status.FAILED, Status.ABORTED)
 

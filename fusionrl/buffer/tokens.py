@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
+from fusionrl.data.sample import Sample, is_trained_on, response_mask
+from fusionrl.data.short import are_equal, extremes, num_positive
+from fusionrl.data.token_versions import UNKNOWN_VERSION
 
 LAST_BIN = 8  # of the histogram: it also counts what is older
 
@@ -23,7 +25,7 @@ def training_version(samples: Sequence[Sample], pushed: int | None = None) -> in
             newest version that sampled any of their tokens, and None if no token has a version.
     """
     versions = [sample.array("weight_versions") for sample in samples]
-    known = [int(np.max(one)) for one in versions if one is not None and len(one)]
+    known = [int(extremes(one)[1]) for one in versions if one is not None and len(one)]
     newest = max(known, default=UNKNOWN_VERSION)
     newest = max(newest, UNKNOWN_VERSION if pushed is None else pushed)
     return None if newest == UNKNOWN_VERSION else newest
@@ -38,6 +40,14 @@ def is_current(sample: Sample, version: int) -> np.ndarray:
     if versions is None:
         return np.ones(sample.response_length, bool)
     return (versions >= version) | (versions == UNKNOWN_VERSION)
+
+
+def is_all_current(sample: Sample, version: int) -> bool:
+    """Return whether `is_current` is True for all tokens; most often one look at the oldest one shows it."""
+    versions = sample.array("weight_versions")
+    if versions is None or not len(versions) or extremes(versions)[0] >= version:
+        return True
+    return bool(is_current(sample, version).all())
 
 
 @dataclass(frozen=True)
@@ -61,32 +71,40 @@ def token_numbers(samples: Sequence[Sample], pushed_version: int | None = None) 
     gaps: list[np.ndarray] = []
     num_unknown = 0
     for sample in samples:
-        trained = response_mask(sample) > 0
         log_probs = sample.array("rollout_log_probs")
         if sample.teacher_log_probs is not None and log_probs is not None:
             teacher = np.asarray(sample.teacher_log_probs, np.float64)
-            gaps.append((np.asarray(log_probs, np.float64) - teacher)[trained])
+            gaps.append((np.asarray(log_probs, np.float64) - teacher)[response_mask(sample) > 0])
         versions = sample.array("weight_versions")
         if versions is None:
-            num_unknown += int(trained.sum())
+            num_unknown += _num_trained(sample)
         elif version is not None:
-            counts = _counted(versions, trained)
+            counts = _counted(sample, versions)
             num_unknown += counts.pop(UNKNOWN_VERSION, 0)
-            own: Counter[int] = Counter()
+            own: dict[int, int] = {}
             for sampled_by, count in counts.items():
-                own[max(version - sampled_by, 0)] += count
+                age = max(version - sampled_by, 0)
+                own[age] = own.get(age, 0) + count
             ages.append(own)
     return TokenNumbers(version, _staleness_metrics(ages, num_unknown), _distance_metrics(gaps))
 
 
-def _counted(versions: np.ndarray, trained: np.ndarray) -> dict[int, int]:
+def _num_trained(sample: Sample) -> int:
+    """Return the number of tokens with a mask above 0."""
+    mask = sample.array("loss_mask")
+    if mask is None or not is_trained_on(sample):
+        return sample.response_length if is_trained_on(sample) else 0
+    return num_positive(mask)
+
+
+def _counted(sample: Sample, versions: np.ndarray) -> dict[int, int]:
     """Return version -> number of trained tokens, of one sample. Most have one version, which costs little to see."""
-    num_trained = int(np.count_nonzero(trained))
+    num_trained = _num_trained(sample)
     if not num_trained:
         return {}
-    if (versions == versions[0]).all():
+    if are_equal(versions):
         return {int(versions[0]): num_trained}
-    found, counts = np.unique(versions[trained], return_counts=True)
+    found, counts = np.unique(versions[response_mask(sample) > 0], return_counts=True)
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
@@ -105,7 +123,8 @@ def _staleness_metrics(ages: Sequence[Mapping[int, int]], num_unknown: int) -> d
         return {}
     tokens: Counter[int] = Counter()
     for own in ages:
-        tokens.update(own)
+        for age, count in own.items():  # of one sample it is mostly one, for which `update` costs ten times as much
+            tokens[age] += count
     samples = Counter(max(own) for own in ages)
     metrics = {
         "rollout/staleness/token_mean": _mean(tokens),

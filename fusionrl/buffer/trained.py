@@ -42,8 +42,9 @@ class TrainedSamples:
         written  the samples of its lines
         """
         by_identity = {id(sample): line for line, sample in enumerate(written)}
-        counts = Counter(sample.index for sample in written)
-        by_index = {s.index: line for line, s in enumerate(written) if counts[s.index] == 1} if has_indices else {}
+        is_other = has_indices and any(id(sample) not in by_identity for sample in samples)
+        counts = Counter(sample.index for sample in written if is_other)
+        by_index = {s.index: line for line, s in enumerate(written) if counts[s.index] == 1}
         lines = []
         for sample in samples:
             line = by_identity.get(id(sample))

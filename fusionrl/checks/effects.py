@@ -179,6 +179,7 @@ WARM_UP = _beside(
 EPOCHS = _beside(lambda c: c.run.num_rollout is None, "with --num-rollout")
 COLOCATED = _beside(lambda c: c.cluster.colocate, "without --colocate")
 OFFLOADS = _beside(lambda c: c.cluster.offload_train != "never", "with --offload-train never")
+PROCESSES = _beside(lambda c: not c.run.in_process, "with --in-process")
 LOCAL_RAY = _beside(lambda c: c.cluster.ray_address is None, "with --ray-address")
 OTHER_RAY = _beside(lambda c: c.cluster.ray_address is not None, "without --ray-address")
 FAULT_TOLERANCE = _beside(lambda c: c.rollout.use_fault_tolerance, "without --use-fault-tolerance")
@@ -188,6 +189,7 @@ FILTERS = _beside(
 )
 REWARD_MODEL = _beside(lambda c: c.reward.rm_model is not None, "without --rm-model")
 OVERLONG = _beside(lambda c: c.reward.overlong_buffer_len is not None, "without --overlong-buffer-len")
+PROFILED = _beside(lambda c: bool(c.run.profile_steps), "without --profile-steps")
 ON_GPUS = _beside(lambda c: c.cluster.device != "cpu", "with --device cpu")
 ON_A_CPU = _beside(lambda c: c.cluster.device != "cuda", "with --device cuda")
 PRICE = _beside(lambda c: c.algorithm.kl_coef > 0, "without --kl-coef")
@@ -212,6 +214,8 @@ EVERYWHERE: tuple[str, ...] = (
         "resume",
         "use_tensorboard",
         "dry_run",
+        "in_process",
+        "pdb",
         "log_level",
         "custom_config_path",
     ),
@@ -226,6 +230,8 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((TRAINERS,), ("seed",)),
     ((STEPS,), ("num_rollout", "save_debug_rollout_data", "rollout_batch_size")),
     ((STEPS, EPOCHS), ("num_epoch",)),
+    ((STEPS,), ("profile_steps",)),
+    ((STEPS, PROFILED), ("profile_ranks", "profile_tool", "profile_continuous")),
     ((LOCAL_RAY,), ("dashboard",)),
     ((OTHER_RAY,), ("allow_open_ray",)),
     # ---- cluster and model
@@ -235,6 +241,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
             *("actor_num_nodes", "actor_num_gpus_per_node", "offload_train", "distributed_timeout_minutes"),
             *(
                 "train_num_threads",
+                "peak_tflops",
                 "debug_random_weights",
                 "megatron_checkpoint",
                 "custom_model_provider_path",
@@ -244,12 +251,15 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
             *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
             *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
             *("micro_batch_size", "max_tokens_per_gpu", "custom_megatron_init_path", "log_probs_chunk_size"),
+            "share_prompts",
             "save_hf",
         ),
     ),
     ((TRAINERS, OFFLOADS, ON_A_CPU), ("offload_folder",)),
     ((RL, STREAMED), tuple(name for name in PipelineGroup.model_fields if name != "sample_timeout")),
     ((ENGINES,), ("sample_timeout",)),
+    ((PROCESSES,), ("stall_warn_s", "stall_timeout_s")),
+    ((PROCESSES, ON_GPUS), ("numa_affinity",)),
     ((PUSHES,), ("colocate",)),
     ((PUSHES, COLOCATED, ON_GPUS), ("offload_rollout",)),
     ((POLICY, REFERENCE), ("ref_load",)),
@@ -262,14 +272,14 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     (
         (ENGINES,),
         (
-            *("rollout_max_prompt_len", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
+            *("rollout_max_prompt_len", "rollout_num_gpus", "rollout_num_gpus_per_engine", "engine_group"),
             *("rollout_dtype", "custom_generate_function_path", "rollout_sample_hook_path", "rollout_top_p"),
             *("rollout_top_k", "rollout_min_response_len", "rollout_max_context_len", "rollout_stop"),
             *("rollout_stop_token_ids", "rollout_ignore_eos", "rollout_skip_special_tokens"),
             *("sglang_server_concurrency", "router_api_key", "stream_responses", "engine_start_timeout_s"),
             *("use_fault_tolerance", "rm_type", "rm_format_regex", "rm_url", "rm_model", "custom_rm_path", "group_rm"),
             *("reward_timeout_s", "reward_failure_value", "reward_num_processes", "pause_generation_mode"),
-            "allow_weak_sandbox",
+            *("allow_weak_sandbox", "rollout_external_engine_addrs"),
         ),
     ),
     ((ENGINES, ON_A_CPU), ("engine_num_threads",)),
@@ -285,6 +295,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ((GENERATES, FILTERS), ("accuracy_lower_bound", "accuracy_upper_bound")),
     ((GENERATES, PARTIAL), ("mask_offpolicy_in_partial_rollout",)),
     ((SCORES,), ("log_samples",)),
+    ((TRAINS, RL), ("save_token_values",)),
     ((SCORES,), ("n_samples_per_prompt", "custom_rollout_log_function_path", "custom_reward_post_process_path")),
     ((RL,), ("overlong_buffer_len", "length_penalty_coef")),
     ((RL, OVERLONG), ("overlong_penalty_factor",)),

@@ -8,15 +8,21 @@ flags may say is checked by the plan, and `tests/checks/test_megatron.py` holds 
 
 from __future__ import annotations
 
+import importlib.util
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.models.shape import ModelShape
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.upstream import cpu_megatron
+
+# Flags that mean something beside --use-precision-aware-optimizer alone.
+_PRECISION_AWARE = frozenset(
+    ("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+)
 
 
 def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> list[str]:
@@ -47,7 +53,9 @@ def megatron_errors(config: Config, shape: ModelShape, plan: TrainerPlan) -> lis
         passed = getattr(config.passthrough, kind)
         blamed = [name for name in passed if _refusal(build, _without(config, kind, name)) is None]
         flags = ", ".join(_flag(name, passed[name]) for name in blamed or passed)
-        if reason.startswith("--"):  # fusionrl's own, which names the flag
+        if passed.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine") is None:
+            errors.append(_without_transformer_engine(passed))
+        elif reason.startswith("--"):  # fusionrl's own, which names the flag
             errors.append(reason)
         else:
             errors.append(f"{flags or 'the flags'}: Megatron-core refuses it: {reason}")
@@ -67,6 +75,15 @@ def _refusal(build: Callable[[Config], object], config: Config) -> str | None:
             text = frame.line or type(error).__name__
         return text[:400]
     return None
+
+
+def _without_transformer_engine(passed: Mapping[str, object]) -> str:
+    """Return the error of an optimizer whose states are to be of lower precision, on a machine that has none such."""
+    flags = [_flag(name, value) for name, value in passed.items() if name in _PRECISION_AWARE]
+    return (
+        f"{', '.join(flags)}: the optimizer of lower precision is Transformer Engine's, a package for GPUs that is not"
+        f" installed here; leave {'it' if len(flags) == 1 else 'them'} out (the states stay in fp32)"
+    )
 
 
 def _without(config: Config, kind: str, name: str) -> Config:

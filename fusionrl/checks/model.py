@@ -6,9 +6,11 @@ from pathlib import Path
 
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
+from fusionrl.config.engine_groups import FLAG, engine_groups
 from fusionrl.models.quantization import BlockFp8, read_quantization
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
+from fusionrl.plan.places import check_engine_size
 
 
 def checked_shape(config: Config) -> ModelShape:
@@ -67,13 +69,26 @@ def checked_quantization(config: Config) -> BlockFp8 | None:
 
 def engine_size_errors(config: Config, shape: ModelShape | None) -> list[str]:
     """List what is wrong with the number of devices of an engine."""
+    try:
+        groups = engine_groups(config)
+    except ValueError:  # the parser, or the plan, says what is wrong with one
+        return []
+    named = [(f"{FLAG} {group.name}: per_engine", group.per_engine) for group in groups]
+    if any(group.role != "eval" for group in groups):
+        return [error for flag, size in named for error in _size_errors(config, shape, flag, size)]
+    named.append(("--rollout-num-gpus-per-engine", config.cluster.rollout_num_gpus_per_engine))
+    return [error for flag, size in named for error in _size_errors(config, shape, flag, size)]
+
+
+def _size_errors(config: Config, shape: ModelShape | None, flag: str, size: int) -> list[str]:
     errors: list[str] = []
-    size = config.cluster.rollout_num_gpus_per_engine
     if shape and shape.num_attention_heads % size:
         errors.append(
-            f"--rollout-num-gpus-per-engine {size} does not divide the model's"
+            f"{flag} {size} does not divide the model's"
             f" {shape.num_attention_heads} attention heads; {dividing(shape.num_attention_heads, size)}"
         )
-    if size > config.cluster.num_gpus_per_node:
-        errors.append(f"--rollout-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
+    try:
+        check_engine_size(flag, size, config.cluster.num_gpus_per_node)
+    except ValueError as error:
+        errors.append(str(error))
     return errors

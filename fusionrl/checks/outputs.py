@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusionrl.base.nearest import existing_parent, names_in, nearest
 from fusionrl.config.config import Config
-from fusionrl.observe.run_dir import RunDir, last_config_file, own_config_file
+from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file
 
 NO_FOLDER = "--resume: name the run's folder with --run-dir"
 
@@ -87,5 +87,5 @@ def _nearest(path: Path) -> str:
         return f"the nearest one is {found}"
     parent, _ = existing_parent(path)
     shown = parent if path.is_absolute() else Path(os.path.relpath(parent))
-    runs = [name for name in names_in(parent, Path.is_dir) if last_config_file(parent / name)][:8]
+    runs = names_in(parent, holds_run)[:8]
     return f"{shown} has " + (f"the runs {', '.join(runs)}" if runs else "no run")

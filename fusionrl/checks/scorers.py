@@ -12,6 +12,7 @@ from fusionrl.config.parts import estimator_of
 from fusionrl.models.scorers import REWARD_MODELS, ScorerModel, has_chat_template, read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
+from fusionrl.plan.places import check_engine_size
 from fusionrl.upstream import flags as upstream
 
 _RM_FLAGS = ("rm_input", "rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args")
@@ -177,8 +178,10 @@ def _engine_errors(
             f"{prefix}-num-gpus-per-engine {size} does not divide the model's {heads} attention heads;"
             f" {dividing(heads, size)}"
         )
-    if size > config.cluster.num_gpus_per_node:
-        errors.append(f"{prefix}-num-gpus-per-engine {size}: an engine over several nodes is not available yet")
+    try:
+        check_engine_size(f"{prefix}-num-gpus-per-engine", size, config.cluster.num_gpus_per_node)
+    except ValueError as error:
+        errors.append(str(error))
     for name, value in server_args.items():
         option = "--" + name.replace("_", "-")
         values = (

@@ -12,6 +12,8 @@ from fusionrl.checks.collect import attempt
 from fusionrl.checks.data import check_prompts
 from fusionrl.checks.disk_push import disk_push_errors
 from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors
+from fusionrl.checks.guests import guest_errors
+from fusionrl.checks.in_process import in_process_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
 from fusionrl.checks.model import checked_quantization, checked_shape, engine_size_errors
 from fusionrl.checks.modes import missing_flags, mode_errors
@@ -52,8 +54,10 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
     shape = attempt(errors, lambda: checked_shape(config))
     quantization = attempt(errors, lambda: checked_quantization(config)) if shape else None
     errors += weight_shape_errors(config) + _claim_errors(config, shape)
-    errors += missing_flags(config) + mode_errors(config) + engine_size_errors(config, shape)
-    errors += rollout_errors(config) + reward_errors(config)
+    errors += (
+        missing_flags(config) + mode_errors(config) + in_process_errors(config) + engine_size_errors(config, shape)
+    )
+    errors += rollout_errors(config) + guest_errors(config) + reward_errors(config)
     sandbox = attempt(errors, lambda: sandbox_of_run(config))
     errors += scorer_errors(config, shape) + _hook_errors(config)
     warnings: list[str] = []

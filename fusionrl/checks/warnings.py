@@ -10,7 +10,14 @@ from fusionrl.config.hooks import flag_of
 from fusionrl.config.off_policy import needs_correction
 from fusionrl.config.parts import has_policy_loss
 from fusionrl.config.slime.translate import accepted_notes
+from fusionrl.plan.open_files import open_file_warnings
 from fusionrl.plan.pipeline import is_streamed, knobs_of
+from fusionrl.plan.plan import Plan
+
+
+def run_warnings(config: Config, plan: Plan) -> list[str]:
+    """Return those of the flags, and those of a run on this machine."""
+    return [*flag_warnings(config), *open_file_warnings(config, plan)]
 
 
 def flag_warnings(config: Config) -> list[str]:

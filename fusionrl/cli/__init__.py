@@ -14,7 +14,12 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl train --mode rl|sft|reject-sampling|eval …   run
   fusionrl plan  …                                      check the same flags, print the plan, start nothing
   fusionrl plan --cluster 8x8xh200 …                    the same for GPUs elsewhere, from a config.json
+  fusionrl doctor [flags]                               examine machine, model, data, reward; cures
   fusionrl show [RUN] [--step N] [--worst] …            samples of a run, with rewards and advantages
+  fusionrl view [RUN …] [--html FILE] …                 a run as one HTML file; one sample with coloured tokens
+  fusionrl timeline [RUN] [--out FILE] …                what each process did, and when, for Perfetto; where time went
+  fusionrl track [RUN] --to wandb …                     metrics of a run in a tracker, also while it goes on
+  fusionrl engines add|remove|list --run-dir RUN …      engines of others join a run and leave it
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
   fusionrl flags --template                             a commented file of all flags, for --config
@@ -28,7 +33,12 @@ USAGE = """usage: fusionrl COMMAND [flags]
 COMMANDS: dict[str, str] = {
     "train": "fusionrl.cli.train",
     "plan": "fusionrl.cli.plan",
+    "doctor": "fusionrl.cli.doctor",
     "show": "fusionrl.cli.show",
+    "view": "fusionrl.cli.view",
+    "timeline": "fusionrl.cli.timeline",
+    "track": "fusionrl.cli.track",
+    "engines": "fusionrl.cli.engines",
     "data": "fusionrl.cli.data",
     "flags": "fusionrl.cli.flags",
     "from-slime": "fusionrl.cli.from_slime",

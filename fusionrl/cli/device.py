@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from fusionrl.base.quiet import quiet
+from fusionrl.plan.visible import VARIABLE, visible_names
 
 
 def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
     """`cpu` or `cuda`; auto asks NVML, which costs milliseconds where torch costs seconds.
 
+    GPUs that CUDA_VISIBLE_DEVICES hides do not count: NVML shows them, too.
+
     Raises:
-        ValueError: --device cuda on a machine without a GPU.
+        ValueError: --device cuda on a machine without a GPU, or with all of them hidden.
     """
     if wanted == "cpu":
         return "cpu"
@@ -30,6 +33,11 @@ def detect_device(wanted: str) -> Literal["cpu", "cuda"]:
         count = len(listed.stdout.splitlines()) if listed is not None and listed.returncode == 0 else 0
     except pynvml.NVMLError:
         count = 0
+    hidden = os.environ.get(VARIABLE)
+    if count and visible_names(hidden) == ():
+        count = 0
+        if wanted == "cuda":
+            raise ValueError(f"--device cuda: {VARIABLE}={hidden} hides every GPU; unset it, or use --device cpu")
     if wanted == "cuda" and not count:
         raise ValueError("--device cuda: this machine has no NVIDIA GPU; use --device cpu or auto")
     return "cuda" if count else "cpu"

@@ -45,6 +45,8 @@ if __name__ == "__main__":
     raise SystemExit(run_launch(sys.argv[1:], "{name}"))
 '''
 _WIDTH = 116
+_TO_REPLACE = ("--hf-checkpoint", "--ref-load", "--opd-teacher-load", "--critic-load", "--prompt-data", "--run-dir")
+_NOT_SMALL = ("--save ", "--load ")  # notes on checkpoints, which a small command has none of
 _HOOK_FLAGS = [[flag_of(field)] for field in SIGNATURES]
 
 
@@ -154,7 +156,12 @@ def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
             lines += _comment(f"{word} is beside the script: it is named by its file")
     if is_small:
         translated.argv[:] = smaller(translated.argv)
-        lines += _comment("small: flags that need a GPU, evaluation and --resume are left out; two steps of 4 samples")
+        translated.notes[:] = [note for note in translated.notes if not note.startswith(_NOT_SMALL)]
+        lines += _comment(
+            "small: flags that need a GPU, evaluation, checkpoints and --resume are left out; two steps of 4 samples."
+            f" Give {', '.join(flag for flag in _TO_REPLACE if flag in translated.argv)} a small model of the same"
+            " family (tools/make_small_model.py), a few rows of the data, and a new folder"
+        )
     ahead: list[str] = []
     if _is_ahead(launch.program, translated.argv):
         ahead, reasons = _one_ahead(translated.argv)

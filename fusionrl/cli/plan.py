@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusionrl.checks.warnings import flag_warnings
+from fusionrl.checks.warnings import run_warnings
 from fusionrl.cli.exits import refuse
 from fusionrl.cli.resolve import resolve, resume_lines
 from fusionrl.config.config import Config
@@ -39,6 +39,6 @@ def run(argv: Sequence[str]) -> int:
 
 def print_plan(config: Config, plan: Plan) -> None:
     """Print the plan, and with --resume the flags that differ from the run's."""
-    print(render_plan(plan, config, flag_warnings(config)), end="")
+    print(render_plan(plan, config, run_warnings(config, plan)), end="")
     for text in resume_lines(config, plan):
         print(f"resume     {text}")

@@ -12,6 +12,7 @@ from fusionrl.base.quiet import quiet
 from fusionrl.checks.collect import attempt
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.outputs import first_start_warning, resume_folder_errors
+from fusionrl.checks.profile import profile_errors, profile_plan_errors
 from fusionrl.checks.validate import validate
 from fusionrl.cli.device import detect_device
 from fusionrl.config.config import Config
@@ -52,8 +53,9 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
     config, unavailable = resolve_names(config)
     errors += unavailable
     checked, found = validate(config)
-    found += plan_errors(config, checked.num_prompts, checked.shape)
     device = attempt(found, lambda: detect_device(config.cluster.device)) or "cpu"
+    found += profile_errors(config, device)
+    found += plan_errors(config, checked.num_prompts, checked.shape, device)
     imbalance = attempt(found, lambda: imbalance_of(plan_flags or {})) or 1.0
     errors += not_named_yet(found, errors)
     for text in (*checked.data_warnings, *filter(None, [first_start_warning(config)])):
@@ -74,6 +76,8 @@ def resolve(argv: Sequence[str], plan_flags: dict[str, str] | None = None) -> tu
         )
     except ValueError as error:
         raise CommandLineError([str(error)]) from error
+    if errors := profile_plan_errors(config, plan):
+        raise CommandLineError(errors)
     if plan.layout is not None and (errors := trainer_errors(config, plan)):
         raise CommandLineError(errors)
     if config.run.resume:

@@ -2,50 +2,86 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fusionrl.checks.warnings import flag_warnings
-from fusionrl.cli.ending import ending
 from fusionrl.cli.exits import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, refuse
-from fusionrl.cli.plan import print_plan
-from fusionrl.cli.resolve import resolve, resume_lines
-from fusionrl.config.config import Config
-from fusionrl.config.parser import CommandLineError, build_parser
-from fusionrl.config.plan_flags import take_plan_flags
-from fusionrl.plan.plan import Plan
-from fusionrl.plan.render import memory_warnings, render_plan
+from fusionrl.cluster.ahead import Ahead
+
+if TYPE_CHECKING:
+    from fusionrl.config.config import Config
+    from fusionrl.plan.plan import Plan
 
 
 def run(argv: Sequence[str]) -> int:
     """Run what the flags describe, or with --dry-run print its plan; returns the exit code."""
-    if {"-h", "--help"} & set(argv):
-        build_parser().print_help()
-        return 0
-    of_plan, argv, _ = take_plan_flags(argv)
-    if of_plan:
-        return refuse(f"{flag}: it belongs to `fusionrl plan`, which starts nothing; leave it out" for flag in of_plan)
-    try:
-        config, plan = resolve(argv)
-    except CommandLineError as error:
-        return refuse(error.errors)
-    if config.run.dry_run:
-        print_plan(config, plan)
-        return 0
-    return run_command(config, plan)
+    with Ahead() as ahead:
+        with suppress(OSError):  # the launcher begins again and tells it
+            ahead.prepare(argv)
+        # Only now: what reads and checks a command line takes a second to import.
+        from fusionrl.config.parser import CommandLineError, build_parser
+        from fusionrl.config.plan_flags import take_plan_flags
+
+        if {"-h", "--help"} & set(argv):
+            build_parser().print_help()
+            return 0
+        of_plan, argv, _ = take_plan_flags(argv)
+        if of_plan:
+            cure = "it belongs to `fusionrl plan`, which starts nothing; leave it out"
+            return refuse(f"{flag}: {cure}" for flag in of_plan)
+        _begin(ahead, argv)
+        from fusionrl.cli.plan import print_plan
+        from fusionrl.cli.resolve import resolve
+
+        try:
+            config, plan = resolve(argv)
+        except CommandLineError as error:
+            return refuse(error.errors)
+        if config.run.dry_run:
+            print_plan(config, plan)
+            return 0
+        code = run_command(config, plan, ahead)
+    if config.run.in_process and code == EXIT_INTERRUPTED:
+        # A thread that stands at a debugger's prompt would hold up the end of this process; children have ended.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
-def run_command(config: Config, plan: Plan) -> int:
-    """Run a resolved configuration in its folder; whatever goes wrong is said last, in one message."""
+def _begin(ahead: Ahead, argv: Sequence[str]) -> None:
+    """Begin what the mode needs, if the flags can be read; whatever is wrong is said by the checks or the launcher."""
+    from fusionrl.cli.device import detect_device
+    from fusionrl.config.parser import CommandLineError, read_args
+
+    # A file that cannot be read, a device that is not there, a full disk: the launcher begins again and tells it.
+    with suppress(CommandLineError, ValueError, OSError):
+        config, errors = read_args(argv)
+        if not errors and not config.run.dry_run:
+            ahead.begin(config, detect_device(config.cluster.device))
+
+
+def run_command(config: Config, plan: Plan, ahead: Ahead) -> int:
+    """Run a resolved configuration in its folder; whatever goes wrong is said last, in one message.
+
+    `ahead` has begun already.
+    """
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
+    from fusionrl.checks.warnings import run_warnings
+    from fusionrl.cli.ending import ending
+    from fusionrl.cli.resolve import resume_lines
     from fusionrl.observe.log import quiet_libraries, setup_logging
     from fusionrl.observe.progress import Progress
     from fusionrl.observe.run_dir import RunDir, umask_of
+    from fusionrl.observe.spans import phase, record_to, stop_recording
+    from fusionrl.plan.render import memory_warnings, render_plan
 
     path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -58,34 +94,50 @@ def run_command(config: Config, plan: Plan) -> int:
     with run_dir:
         changes = resume_lines(config, plan)  # against the configuration before this one
         run_dir.write_config(config.to_file())
-        warnings = flag_warnings(config)
+        warnings = run_warnings(config, plan)
         run_dir.write_plan(render_plan(plan, config, warnings))
         log_file = run_dir.logs / "driver.log"
-        with Progress(max(1, plan.num_rollout), config.run.mode) as progress:
+        with Progress(max(1, plan.num_rollout), config.run.mode, is_live=not config.run.in_process) as progress:
             setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
+            record_to(run_dir.path, "driver", run_dir.attempt)
             progress.print(f"run folder {path}")
             for text in changes:
                 progress.print(f"--resume: {text}")
             for text in [*memory_warnings(plan), *warnings]:
                 logging.getLogger("fusionrl").warning("%s", text)
             try:
-                from fusionrl.driver.run import run_training
+                with phase("import"):
+                    from fusionrl.driver.run import run_training
 
-                quiet_libraries()
-                run_training(config, plan, path, run_dir.attempt, progress)
+                    quiet_libraries()
+                run_training(config, plan, path, run_dir.attempt, progress, ahead)
             except BaseException as raised:  # the last stop of every error: it becomes the exit code and message
                 failure = raised
                 logging.getLogger("fusionrl").debug("the run failed", exc_info=True)
                 with log_file.open("a", encoding="utf-8") as log:
                     log.write("".join(traceback.format_exception(raised)))
+            finally:
+                stop_recording()
     if failure is not None:
         code, message = explain(failure)
         if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
             message += ending(config, path, run_dir.attempt)
         print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
+        if config.run.pdb and code in (EXIT_FAILURE, EXIT_USER):
+            debug(failure)
     else:
         print(f"done: {path}")
     return code
+
+
+def debug(error: BaseException) -> None:
+    """Open the debugger at the line that raised the first of the errors behind `error` (--pdb)."""
+    import pdb
+
+    while (cause := error.__cause__ or error.__context__) is not None and cause.__traceback__ is not None:
+        error = cause
+    print(f"--pdb: {type(error).__name__}: {error}", file=sys.stderr)
+    pdb.post_mortem(error.__traceback__)
 
 
 def explain(error: BaseException) -> tuple[int, str]:
@@ -100,4 +152,16 @@ def explain(error: BaseException) -> tuple[int, str]:
     cause = root_cause(error)
     if isinstance(cause, ValueError):
         return EXIT_USER, f"error: {cause}"
-    return EXIT_FAILURE, f"failed: {type(cause).__name__}: {cause}"
+    return EXIT_FAILURE, f"failed: {type(cause).__name__}: {cause}{_cure(cause)}"
+
+
+def _cure(cause: BaseException) -> str:
+    """Return the cure of an error of the system's that says none; "" for others."""
+    is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = is_full or os.strerror(errno.ENOSPC) in str(cause)  # of an error that a library or a rank wrapped
+    if not is_full:
+        return ""
+    return (
+        "\na disk is full: look at `df -h` of the run's folder, --save-hf and TMPDIR; free some, or keep fewer"
+        " checkpoints (--keep-checkpoints 2); --resume goes on from the last one"
+    )

@@ -14,15 +14,17 @@ from fusionrl.cluster.engine_specs import expert_parts
 from fusionrl.cluster.eval_engines import EvalEngines
 from fusionrl.cluster.launcher import Launcher
 from fusionrl.cluster.ray_cluster import gather
-from fusionrl.cluster.recovery import Recovery
+from fusionrl.cluster.recovery import Recovery, recovery_of
 from fusionrl.cluster.refusals import RefusalWatch
 from fusionrl.config.config import Config
 from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
-from fusionrl.plan.push import EngineTarget
+from fusionrl.plan.push import EngineTarget, join_nodes
+from fusionrl.sync.local import get, wait
 
 logger = logging.getLogger(__name__)
 
+CACHES = ["kv_cache", "cuda_graph"]  # SGLang's names of what an engine has beside its weights
 _STOP_TIMEOUT_S = 20.0
 
 
@@ -37,21 +39,24 @@ class EnginePool:
         *,
         say: Callable[[str], None] = lambda text: None,
         check_stop: Callable[[], None] = lambda: None,
-        on_addresses: Callable[[Sequence[str]], None] = lambda urls: None,
+        on_addresses: Callable[[Sequence[str], Sequence[str]], None] = lambda urls, eval_urls: None,
     ) -> None:
         """`say` is told what is going on; `check_stop` is called while waiting, and may raise to end the wait;
-        `on_addresses` is told the engines' addresses when they change."""
+        `on_addresses` is told the addresses of the engines, and of those that only evaluate, when they change."""
         self._config, self._plan, self._launcher = config, plan, launcher
         self._say, self._check_stop, self._on_addresses = say, check_stop, on_addresses
         self.engines: list[ActorHandle] = []
         self.urls: list[str] = []
+        self.router_url = ""
         self.evaluation = EvalEngines(plan, launcher)
         self._scorers: dict[str, list[ActorHandle]] = {}  # role → engines that only read, and get no weights
         self._starts: list[ray.ObjectRef] = []  # of the addresses of all engines
-        self._router: Router | None = None
+        self.router: Router | None = None
+        """From `finish_start` to `shutdown`."""
         self._recovery: Recovery | None = None  # --use-fault-tolerance
         self.refusals: RefusalWatch | None = None
-        self._is_memory_away = False
+        self.is_memory_away = False
+        """The engines gave their memory back."""
 
     # ------------------------------------------------------------------------------------ start and end
     def start(self) -> None:
@@ -63,23 +68,26 @@ class EnginePool:
             indices = range(len(scorer.bundles))
             self._scorers[scorer.role] = [self._launcher.make_engine(scorer.role, index) for index in indices]
         self.evaluation.make()
-        self._starts = [engine.start.remote() for engine in self._all()]
+        self._starts = [engine.start.remote() for engine in self.everyone]
 
     def finish_start(self) -> EngineEndpoints:
         """Start the router, and wait until it has every engine of the policy. Returns all addresses."""
         if not self._starts:
             return EngineEndpoints()
-        self._router = self._launcher.make_router()
-        router_url, eval_router_url = self._router.start(), self.evaluation.start_router()
-        self.refusals = RefusalWatch(self._router)
+        self.router = self._launcher.make_router()
+        router_url, eval_router_url = self.router.start(), self.evaluation.start_router()
+        self.router_url = router_url
+        self.refusals = RefusalWatch(self.router)
         urls = iter(gather(self._starts, self._check_stop))
         self.urls = [next(urls) for _ in self.engines]
         scorer_urls = {role: tuple(next(urls) for _ in engines) for role, engines in self._scorers.items()}
         self.evaluation.join(list(urls))
         for url in self.urls:
-            self._router.add_worker(url, self._launcher.api_key)
+            self.router.add_worker(url, self._launcher.api_key)
         if self._config.rollout.use_fault_tolerance:
-            self._recovery = self._make_recovery(self._router)
+            make_recovery = partial(recovery_of, self._config.rollout, self._launcher, self._say)
+            self._recovery = make_recovery(self.router, self.engines, self.urls)
+            self.evaluation.replace_dead(make_recovery)
         return EngineEndpoints(
             router_url,
             tuple(self.urls),
@@ -90,85 +98,84 @@ class EnginePool:
             eval_urls=tuple(self.evaluation.urls),
         )
 
-    def _make_recovery(self, router: Router) -> Recovery:
-        rollout = self._config.rollout
-        return Recovery(
-            self.engines,
-            self.urls,
-            router,
-            partial(self._launcher.make_engine, "engine"),
-            api_key=self._launcher.api_key,
-            interval_s=rollout.rollout_health_check_interval,
-            timeout_s=rollout.rollout_health_check_timeout,
-            first_wait_s=rollout.rollout_health_check_first_wait,
-            say=self._say,
-        )
+    def _recoveries(self, with_evaluation: bool = True) -> list[Recovery]:
+        return [one for one in (self._recovery, self.evaluation.recovery if with_evaluation else None) if one]
 
-    def _all(self) -> list[ActorHandle]:
-        return self.engines + self._others()
+    @property
+    def everyone(self) -> list[ActorHandle]:
+        """All engines, in the order in which they were made."""
+        scorers = [engine for engines in self._scorers.values() for engine in engines]
+        return self.engines + scorers + self.evaluation.engines
 
-    def _others(self) -> list[ActorHandle]:
-        """The engines that are never replaced, in the order in which they were made."""
-        return [engine for engines in self._scorers.values() for engine in engines] + self.evaluation.engines
+    def _lasting(self) -> list[ActorHandle]:
+        """The engines that are not replaced when they die."""
+        if self._recovery is None:
+            return self.everyone
+        return [engine for engines in self._scorers.values() for engine in engines]
 
     def shutdown(self) -> None:
         """End every server, and the router; gives up after some seconds. The actors go on. Idempotent."""
-        stops = [engine.shutdown.remote() for engine in self._all()]
-        if self._router is not None:
-            self._router.shutdown()
+        stops = [engine.shutdown.remote() for engine in self.everyone]
+        if self.router is not None:
+            self.router.shutdown()
         self.evaluation.end_router()
         if stops:
-            ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
-        self._router = self._recovery = self.refusals = None
+            wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+        self.router = self._recovery = self.refusals = None
 
     # ------------------------------------------------------------------------------------ supervision
     def begin_round(self) -> None:
         """From now on the engines generate: health checks begin."""
-        if self._recovery is not None:
-            self._recovery.begin_round()
+        for recovery in self._recoveries():
+            recovery.begin_round()
 
     def check(self, is_generating: bool) -> None:
         """Raise with the end of its log when a server or the router is dead; with --use-fault-tolerance replace it.
 
         Colocated on GPUs a new engine has no room while the trainers work: there a death ends the run even so.
         """
-        if self._router is not None:
-            self._router.check_alive()
+        if self.router is not None:
+            self.router.check_alive()
         self.evaluation.check_router()
-        if self._recovery is None or self._is_memory_away:
-            ray.get([engine.check_alive.remote() for engine in self._all()])
+        if self._recovery is None or self.is_memory_away:
+            get([engine.check_alive.remote() for engine in self.everyone])
             return
-        self._recovery.check(is_generating)
-        ray.get([engine.check_alive.remote() for engine in self._others()])
+        for recovery in self._recoveries():
+            recovery.check(is_generating)
+        get([engine.check_alive.remote() for engine in self._lasting()])
 
     def find_dead(self) -> RuntimeError | None:
         """After a failure: the error of a server or the router that is dead. Replaces none."""
         if not self.urls:  # the failure is one of the start
             return None
-        engines = self._all() if self._recovery is None else self._others()
         try:
-            if self._router is not None:
-                self._router.check_alive()
+            if self.router is not None:
+                self.router.check_alive()
             self.evaluation.check_router()
-            checks = [engine.check_alive.remote() for engine in engines]
-            ray.get(ray.wait(checks, num_returns=len(checks), timeout=_STOP_TIMEOUT_S)[0] if checks else [])
+            checks = [engine.check_alive.remote() for engine in self._lasting()]
+            get(wait(checks, num_returns=len(checks), timeout=_STOP_TIMEOUT_S)[0] if checks else [])
         except RuntimeError as error:
             return error
         except ray.exceptions.RayError as error:  # an actor that is dead, or cannot be asked: the roster knows
             logger.debug("the engines cannot be asked: %s", error)
         return None
 
-    def find_hung(self) -> int:
+    def check_answers(self, with_evaluation: bool = False) -> None:
+        """With --use-fault-tolerance, before a push: replace the engines that are dead or do not answer."""
+        for recovery in self._recoveries(with_evaluation):
+            recovery.check_answers()
+
+    def find_hung(self, with_evaluation: bool = False) -> int:
         """After a push that failed: take out the engines that make no token. Returns their number."""
-        return self._recovery.find_hung() if self._recovery is not None else 0
+        return sum(recovery.find_hung() for recovery in self._recoveries(with_evaluation))
 
     def count_faults(self) -> dict[str, float]:
         """With --use-fault-tolerance: what has gone wrong so far, as the driver and the router count it."""
-        if self._recovery is None or self._router is None:
+        if self._recovery is None or self.router is None:
             return {}
         counts = {"engines_died": float(self._recovery.num_died)}
         try:
-            counts["requests_retried"] = float(self._router.num_retries())
+            counts["requests_retried"] = float(self.router.num_retries())
         except RuntimeError as error:  # a number alone: a busy machine may hold its answer up
             logger.warning("the router does not say how many requests it sent again: %s", error)
         return counts
@@ -181,55 +188,60 @@ class EnginePool:
 
     @property
     def num_out(self) -> int:
-        """Engines that died and do not serve yet."""
+        """Engines of the policy that died and do not serve yet."""
         return self._recovery.num_out if self._recovery is not None else 0
 
-    def finish_starts(self) -> bool:
+    def finish_starts(self, with_evaluation: bool = False) -> bool:
         """Wait for the engines that start in the place of dead ones. Returns whether there were any."""
-        if self._recovery is None or not self._recovery.num_out:
-            return False
-        self._say("waiting for engines that start again")
-        started = self._recovery.finish_starts(self._check_stop)
-        if self._is_memory_away:
-            ray.get([self.engines[index].release_memory.remote(None) for index in started])
-        return True
+        out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
+        if out:
+            self._say("waiting for engines that start again")
+        for recovery in out:
+            started = recovery.finish_starts(self._check_stop)
+            if self.is_memory_away and recovery is self._recovery:
+                get([self.engines[index].release_memory.remote(None) for index in started])
+        return bool(out)
 
-    def join(self) -> None:
-        """Let engines that are started and have the current weights get requests."""
-        if self._recovery is not None and self._recovery.num_out:
-            self._recovery.join()
-            self._on_addresses(self.urls)
+    def join(self, with_evaluation: bool = False) -> int:
+        """Let engines that are started and have the current weights get requests. Returns their number."""
+        out = [recovery for recovery in self._recoveries(with_evaluation) if recovery.num_out]
+        num_back = sum(recovery.num_out for recovery in out)
+        for recovery in out:
+            recovery.join()
+        if out:
+            self._on_addresses(self.urls, self.evaluation.urls)
+        return num_back
 
     def targets(self) -> list[EngineTarget]:
         """The policy's engines as a weight push addresses them, and after these the ones that only evaluate."""
-        restarts, bundles = self._recovery.num_restarts if self._recovery else {}, self._plan.all_engine_bundles
-        nodes = [self._launcher.bundles[places[0]].node_id for places in bundles]
-        parts = expert_parts(self._config)
+        bundles, restarts = self._plan.all_engine_bundles, dict[int, int]()
+        for recovery, first in ((self._recovery, 0), (self.evaluation.recovery, self._plan.num_engines)):
+            restarts |= {first + index: count for index, count in recovery.num_restarts.items()} if recovery else {}
+        places_of = self._launcher.bundles
+        nodes = [join_nodes(places_of[place].node_id for place in places) for places in bundles]
         return [
-            EngineTarget(index, engine, node, places, restarts.get(index, 0), parts)
+            EngineTarget(
+                index, engine, node, places, restarts.get(index, 0), expert_parts(self._config, self._plan, index)
+            )
             for index, (engine, node, places) in enumerate(
                 zip(self.engines + self.evaluation.engines, nodes, bundles, strict=True)
             )
         ]
 
     # ------------------------------------------------------------------------------------ memory
-    @property
-    def is_memory_away(self) -> bool:
-        """Return whether the engines gave their memory back."""
-        return self._is_memory_away
-
-    def release_memory(self) -> None:
-        """Give the engines' memory back before the trainers work, where the two take turns. Idempotent."""
-        if not self._plan.engines_give_memory or self._is_memory_away:
+    def release_memory(self, tags: list[str] | None = None) -> None:
+        """Give the engines' memory, or the part that `tags` name, back before the trainers work, where the two take
+        turns. The engines are idle. Idempotent."""
+        if not self._plan.engines_give_memory or self.is_memory_away:
             return
         if self._recovery is not None:
             self._recovery.check(is_generating=False)
         self.finish_starts()  # a new engine loads where the trainers do not need the memory yet
-        ray.get([engine.flush_cache.remote() for engine in self.engines])
-        ray.get([engine.release_memory.remote(None) for engine in self.engines])
-        self._is_memory_away = True
+        get([engine.flush_cache.remote() for engine in self.engines])
+        get([engine.release_memory.remote(tags) for engine in self.engines])
+        self.is_memory_away = True
 
     def resume_memory(self, tags: list[str], *, is_last: bool) -> None:
         """Take back a part of the memory; `is_last`: now all of it is here."""
-        ray.get([engine.resume_memory.remote(tags) for engine in self.engines])
-        self._is_memory_away = not is_last
+        get([engine.resume_memory.remote(tags) for engine in self.engines])
+        self.is_memory_away = not is_last

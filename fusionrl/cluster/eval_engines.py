@@ -2,15 +2,19 @@
 
 They are numbered after the policy's engines. A weight push reaches them where an evaluation follows it, and at the
 start; between two such pushes they keep their version, whatever the others get.
+
+With --use-fault-tolerance one that dies is replaced. The new one gets the weights of the next evaluation, so nothing
+answers a part of this one with other weights: what no other engine takes over fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ray.actor import ActorHandle
 
 from fusionrl.cluster.launcher import Launcher
+from fusionrl.cluster.recovery import Recovery
 from fusionrl.cluster.refusals import RefusalWatch
 from fusionrl.engines.router import Router
 from fusionrl.plan.plan import Plan
@@ -25,6 +29,7 @@ class EvalEngines:
         self.urls: list[str] = []
         self._router: Router | None = None
         self.refusals: RefusalWatch | None = None
+        self.recovery: Recovery | None = None  # --use-fault-tolerance
 
     def make(self) -> list[ActorHandle]:
         """Make the actors, whose servers are not started yet."""
@@ -48,6 +53,16 @@ class EvalEngines:
             assert self._router is not None
             self._router.add_worker(url, self._launcher.api_key)
 
+    def replace_dead(self, make_recovery: Callable[..., Recovery]) -> None:
+        """From now on, replace engines that die; the run goes on also where all do."""
+        if self._router is not None:
+            first = self._plan.num_engines
+            self.recovery = make_recovery(self._router, self.engines, self.urls, first=first, may_lose_all=True)
+
+    def count_faults(self) -> dict[str, float]:
+        """With --use-fault-tolerance: the deaths so far."""
+        return {} if self.recovery is None else {"engines_died": float(self.recovery.num_died)}
+
     def check_router(self) -> None:
         """Raise with the end of its log when the router is dead."""
         if self._router is not None:
@@ -57,4 +72,4 @@ class EvalEngines:
         """End the router. Idempotent."""
         if self._router is not None:
             self._router.shutdown()
-        self._router = self.refusals = None
+        self._router = self.refusals = self.recovery = None

@@ -67,20 +67,26 @@ def _carries(pid: int, token: str) -> bool:
         return False
 
 
-def _start_time(pid: int) -> str | None:
-    """Return the start of the process in ticks; None if it has ended. With its number it names one process for ever."""
+def _stat(pid: int) -> list[str] | None:
+    """The system's facts about a process, from its state on; None if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return None
-    return None if fields[0] == "Z" else fields[19]
+    return None if fields[0] == "Z" else fields
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start of the process in ticks; None if it has ended. With its number it names one process for ever."""
+    fields = _stat(pid)
+    return None if fields is None else fields[19]
 
 
 class Watch:
     """The processes of a run, as they are found while it lives.
 
     A look at the end is not enough: a process that gives itself a title (Ray's do) writes it over its environment,
-    token and all.
+    token and all. A fork of the run's nursery does so at once; it is known by its parent.
     """
 
     def __init__(self, token: str) -> None:
@@ -93,14 +99,17 @@ class Watch:
         pids = _pids()
         for pid in pids:
             looks = self._looks.get(pid, 0)
-            if looks < _LOOKS and pid not in self._found and _carries(pid, self.token):
-                start = _start_time(pid)
-                if start is not None:
-                    self._found[pid] = start
+            if looks < _LOOKS and pid not in self._found:
+                facts = _stat(pid)
+                if facts is not None and (_carries(pid, self.token) or self._is_found(int(facts[1]))):
+                    self._found[pid] = facts[19]
             self._looks[pid] = looks + 1
         for gone in set(self._looks) - set(pids):
             self._looks.pop(gone)
             self._found.pop(gone, None)
+
+    def _is_found(self, pid: int) -> bool:
+        return pid in self._found and _start_time(pid) == self._found[pid]
 
     def living(self) -> list[int]:
         """Processes that were found and live."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import socket
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -27,16 +26,20 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fusionrl.base.waits import waiting
+from fusionrl.cluster.ahead import CLUSTER_TOKEN, LOOPBACK
 from fusionrl.cluster.ray_processes import in_own_groups, only_what_is_used
+from fusionrl.plan.visible import VARIABLE, Gpu, countable, locate
 from fusionrl.sync.calls import Reference
+from fusionrl.sync.local import get, wait
 
 T = TypeVar("T")
 
 # A CPU has no device that Ray counts: nodes carry this logical one instead, so that placement is the same code.
 CPU_DEVICE_RESOURCE = "fusionrl_device"
-LOOPBACK = "127.0.0.1"
+LEAVE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""Environment of every actor: devices are chosen by the plan."""
 _FIRST_WITH_TOKENS = (2, 52)  # the first version of Ray that can ask for a token
-_TOKEN = secrets.token_hex(32)  # of local clusters that this process starts: Ray reads it once
 _OPEN, _CLOSED = "this cluster is open", "this cluster asks for a token"
 # Whether Ray answers somebody without a token; a process of its own, as Ray reads its mode once.
 _PROBE = f"""
@@ -60,7 +63,7 @@ class Bundle:
     group_index: int  # index inside the placement group
     node_id: str
     node_address: str
-    device_id: int  # GPU id on its node; a running number on a CPU
+    gpu: Gpu  # a running number on a CPU
 
 
 def start_ray(
@@ -104,8 +107,12 @@ def start_ray(
     ray_constants.ENABLE_RAY_CLUSTER = False
     # It would also start a worker a core that nobody uses: actors have environments, and so processes, of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    resources: dict[str, object] = {"resources": {CPU_DEVICE_RESOURCE: num_devices}} if device == "cpu" else {}
-    with in_own_groups(), only_what_is_used(dashboard):
+    resources: dict[str, object] = {}
+    if device == "cpu":
+        resources["resources"] = {CPU_DEVICE_RESOURCE: num_devices}
+    elif (count := countable(os.environ.get(VARIABLE))) is not None:
+        resources["num_gpus"] = count  # Ray itself counts whole GPUs, of which there are fewer than MIG slices
+    with in_own_groups(dashboard), only_what_is_used(dashboard):
         ray.init(
             address="local",  # without it Ray joins whatever cluster this machine happens to run
             include_dashboard=dashboard,
@@ -135,7 +142,7 @@ def _ask_for_token() -> None:
     from ray import _raylet
 
     raylet: types.ModuleType = _raylet  # compiled, without annotations
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": CLUSTER_TOKEN}
     raylet.Config.initialize("")  # it was read from the environment when ray was imported
     raylet.AuthenticationTokenLoader.instance().reset_cache()
     assert raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN, "Ray does not ask for a token"
@@ -228,31 +235,44 @@ def place_devices(device: str, num_devices: int, timeout_s: float) -> tuple[Plac
         )
     nodes = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    ids = _probe_gpus(group, num_devices) if device == "cuda" else list(range(num_devices))
-    order = sorted(range(num_devices), key=lambda i: (addresses[nodes[i]], nodes[i], ids[i]))
-    return group, [Bundle(position, i, nodes[i], addresses[nodes[i]], ids[i]) for position, i in enumerate(order)]
+    gpus = _probe_gpus(group, num_devices) if device == "cuda" else [Gpu(i, i) for i in range(num_devices)]
+    order = sorted(range(num_devices), key=lambda i: (addresses[nodes[i]], nodes[i], gpus[i].position))
+    return group, [Bundle(position, i, nodes[i], addresses[nodes[i]], gpus[i]) for position, i in enumerate(order)]
 
 
-def _probe_gpus(group: PlacementGroup, num_devices: int) -> list[int]:
-    @ray.remote(num_cpus=0, num_gpus=1)
-    def gpu_id() -> int:
-        return int(ray.get_gpu_ids()[0])
+def _probe_gpus(group: PlacementGroup, num_devices: int) -> list[Gpu]:
+    """Ask on each bundle's node for the GPU that Ray has given to it, and for the list that it is named by."""
+
+    @ray.remote(num_cpus=0, num_gpus=1, runtime_env={"env_vars": LEAVE_DEVICES})
+    def facts() -> tuple[str | None, str]:
+        return os.environ.get(VARIABLE), str(ray.get_gpu_ids()[0])
 
     strategies = [PlacementGroupSchedulingStrategy(group, i) for i in range(num_devices)]
-    return ray.get([gpu_id.options(scheduling_strategy=strategy).remote() for strategy in strategies])
+    answers = ray.get([facts.options(scheduling_strategy=strategy).remote() for strategy in strategies])
+    return [locate(value, name) for value, name in answers]
 
 
 def actor_on(
-    cls: type, bundle: Bundle | None, group: PlacementGroup | None, *, env: dict[str, str], **options: object
+    cls: type,
+    bundle: Bundle | None,
+    group: PlacementGroup | None,
+    *,
+    env: dict[str, str] | None,
+    nsys: Mapping[str, str] | None = None,
+    **options: object,
 ) -> ActorClass:
     """A Ray actor class that runs on `bundle` (or on this node). It asks for no CPUs and no GPUs of its own.
 
-    Devices are chosen by the plan, so Ray is told to leave CUDA_VISIBLE_DEVICES alone.
+    Devices are chosen by the plan, so Ray is told to leave CUDA_VISIBLE_DEVICES alone: it is the node's own list, or a
+    MIG slice (`plan/visible.py`). With `env` None, on a CPU, the process has the environment in which Ray was started;
+    one of its own starts Ray's agent first, and the process twice. `nsys`: options of the profiler that it runs under.
     """
-    env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **env}
+    if env is not None:
+        variables = {**LEAVE_DEVICES, **env, **(bundle.gpu.environment if bundle is not None else {})}
+        options["runtime_env"] = {"env_vars": variables} | ({} if nsys is None else {"nsight": dict(nsys)})
     if bundle is not None and group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle.group_index)
-    return ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=0, runtime_env={"env_vars": env}, **options)
+    return ray.remote(cls).options(num_cpus=0, num_gpus=0, max_restarts=0, **options)
 
 
 FAILURES = (RuntimeError, OSError, ray.exceptions.RayError)
@@ -278,8 +298,9 @@ def gather(refs: Sequence[Reference[T]], check: Callable[[], None] = lambda: Non
     `check` is called about once a second, and may raise to end the wait.
     """
     pending = list(refs)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
-        ray.get(done)
-        check()
-    return ray.get(list(refs))
+    with waiting(lambda: pending):
+        while pending:
+            done, pending = wait(pending, num_returns=1, timeout=1.0)
+            get(done)
+            check()
+    return get(list(refs))

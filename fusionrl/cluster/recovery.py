@@ -15,13 +15,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import ray
 from ray.actor import ActorHandle
 
+from fusionrl.base.waits import waiting
+from fusionrl.cluster.launcher import Launcher
 from fusionrl.cluster.ray_cluster import root_cause
+from fusionrl.config.groups.rollout import RolloutGroup
 from fusionrl.engines.router import Router
+from fusionrl.sync.local import get, wait
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +49,17 @@ class Recovery:
         timeout_s: float,
         first_wait_s: float,
         say: Callable[[str], None],
+        first: int = 0,
+        may_lose_all: bool = False,
     ) -> None:
-        """`make(index)` makes the actor of an engine, not yet started. The seconds are those of the flags."""
+        """`make(index)` makes the actor of an engine, not yet started. The seconds are those of the flags.
+
+        first         number of the engine at index 0, as messages call it
+        may_lose_all  the run goes on without any of these engines until new ones have started
+        """
         self._engines, self._urls, self._router, self._make = engines, urls, router, make
         self._api_key, self._say = api_key, say
+        self._first, self._may_lose_all = first, may_lose_all
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
         self._starting: dict[int, ray.ObjectRef] = {}  # engine that is out -> reference of its new address
         self._started: list[int] = []  # engines that are out, and have started again
@@ -76,12 +87,37 @@ class Recovery:
         Raises:
             RuntimeError: no engine is left that serves; with what the last one died of.
         """
-        # One that has started and waits for its weights is watched as well: it may die in the push that brings it back.
-        serving = [i for i in range(len(self._engines)) if i not in self._starting]
+        serving = self._serving()
         dead = self._without_process(serving)
         if is_generating:
-            dead = self._without_answer(serving) | dead
-        if len(dead) == len(serving):  # also from a rollout's error, where the last ones died at the same time
+            dead = self._without_token(serving) | dead
+        return self._take_all_out(dead, serving)
+
+    def check_answers(self) -> int:
+        """Take out every engine that does not answer within the time limit; before a push. Returns their number.
+
+        It may have hung since its last token, and a push would wait for it.
+
+        Raises:
+            RuntimeError: as `check`.
+        """
+        serving = self._serving()
+        refs = {self._engines[i].fault.remote(self._timeout_s, makes_tokens=False): i for i in serving}
+        done = _done(refs, self._timeout_s + _ANSWER_TIMEOUT_S)
+        dead = {refs[ref]: error for ref in done if (error := _error_of(ref)) is not None}
+        dead |= {refs[ref]: self._actor_is_silent(refs[ref]) for ref in refs.keys() - set(done)}
+        return self._take_all_out(dead, serving)
+
+    def _serving(self) -> list[int]:
+        """Return the engines that are not out; one that waits for its weights may die in the push that brings them."""
+        return [index for index in range(len(self._engines)) if index not in self._starting]
+
+    def _take_all_out(self, dead: dict[int, Exception], serving: list[int]) -> int:
+        if not serving:  # of those that may all be lost
+            return 0
+        if (
+            len(dead) == len(serving) and not self._may_lose_all
+        ):  # also from a rollout's error, where the last ones died at the same time
             raise next(iter(dead.values()))
         for index, error in dead.items():
             self._take_out(index, error)
@@ -115,9 +151,10 @@ class Recovery:
                     count = self._failed_starts[index]
                     if count >= MAX_STARTS:
                         raise RuntimeError(
-                            f"engine {index} died, and could not be started again ({count} tries): {root_cause(error)}"
+                            f"{self._name(index)} died, and could not be started again ({count} tries):"
+                            f" {root_cause(error)}"
                         ) from error
-                    logger.warning("engine %d: start %d failed: %s", index, count, root_cause(error))
+                    logger.warning("%s: start %d failed: %s", self._name(index), count, root_cause(error))
                     self._replace(index)
             del self._failed_starts[index]
         new = list(self._starting)
@@ -129,16 +166,19 @@ class Recovery:
         """Put the engines that `finish_starts` waited for into the router: they have the current weights."""
         for index in self._started:
             self._router.add_worker(self._urls[index], self._api_key)
-            self._say(f"engine {index} is back")
+            self._say(f"{self._name(index)} is back")
         self._started.clear()
+
+    def _name(self, index: int) -> str:
+        return f"engine {self._first + index}"
 
     # ------------------------------------------------------------------------------------ who is dead
     def _without_process(self, serving: list[int]) -> dict[int, Exception]:
         refs = {self._engines[index].fault.remote(): index for index in serving}
-        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ANSWER_TIMEOUT_S)
+        done = _done(refs, _ANSWER_TIMEOUT_S)
         return {refs[ref]: error for ref in done if (error := _error_of(ref)) is not None}
 
-    def _without_answer(self, serving: list[int]) -> dict[int, Exception]:
+    def _without_token(self, serving: list[int]) -> dict[int, Exception]:
         now = time.monotonic()
         if now >= self._next_probe:
             self._next_probe = now + self._interval_s
@@ -147,21 +187,25 @@ class Recovery:
                     self._probes[index] = (self._engines[index].fault.remote(self._timeout_s), now)
         failed: dict[int, Exception] = {}
         for index, (ref, since) in list(self._probes.items()):
-            if ray.wait([ref], timeout=0)[0]:
+            if wait([ref], timeout=0)[0]:
                 del self._probes[index]
                 if (error := _error_of(ref)) is not None:
                     failed[index] = error
             elif now - since > self._timeout_s + _ANSWER_TIMEOUT_S:
-                failed[index] = RuntimeError(f"engine {index}: its actor does not answer")
+                failed[index] = self._actor_is_silent(index)
         return failed
+
+    def _actor_is_silent(self, index: int) -> RuntimeError:
+        return RuntimeError(f"{self._name(index)}: its actor does not answer")
 
     # ------------------------------------------------------------------------------------ out and in again
     def _take_out(self, index: int, error: Exception) -> None:
         """Out of the router first, so that nothing that is tried again comes back to it; then end its process, which
         breaks the connections of all that still waits for it."""
         self.num_died += 1
-        self._say(f"engine {index} is dead; its requests go to the others, and a new one starts")
-        logger.warning("engine %d is taken out: %s", index, error)
+        others = ", if there are any" if self._may_lose_all else ""
+        self._say(f"{self._name(index)} is dead; its requests go to the others{others}, and a new one starts")
+        logger.warning("%s is taken out: %s", self._name(index), error)
         self._router.remove_worker(self._urls[index])
         self._probes.pop(index, None)
         if index in self._started:
@@ -171,22 +215,55 @@ class Recovery:
 
     def _replace(self, index: int) -> None:
         old = self._engines[index]
-        ray.wait([old.shutdown.remote(0.0)], timeout=_END_TIMEOUT_S)
+        wait([old.shutdown.remote(0.0)], timeout=_END_TIMEOUT_S)
         ray.kill(old)
         self._engines[index] = self._make(index)
         self._starting[index] = self._engines[index].start.remote()
 
 
+def recovery_of(
+    rollout: RolloutGroup,
+    launcher: Launcher,
+    say: Callable[[str], None],
+    router: Router,
+    engines: list[ActorHandle],
+    urls: list[str],
+    *,
+    first: int = 0,
+    may_lose_all: bool = False,
+) -> Recovery:
+    """Return the recovery of engines behind one router, as the flags say."""
+    return Recovery(
+        engines,
+        urls,
+        router,
+        lambda index: launcher.make_engine("engine", first + index),
+        api_key=launcher.api_key,
+        interval_s=rollout.rollout_health_check_interval,
+        timeout_s=rollout.rollout_health_check_timeout,
+        first_wait_s=rollout.rollout_health_check_first_wait,
+        say=say,
+        first=first,
+        may_lose_all=may_lose_all,
+    )
+
+
+def _done(refs: Collection[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
+    """Return those that have ended, after at most `timeout_s` seconds."""
+    return wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0] if refs else []
+
+
 def _error_of(ref: ray.ObjectRef) -> Exception | None:
     """The fault that a finished call of `EngineActor.fault` found; an actor that is dead is a dead engine."""
     try:
-        fault = ray.get(ref)
+        fault = get(ref)
     except ray.exceptions.RayError as error:
         return error
     return None if fault is None else RuntimeError(fault)
 
 
 def _wait(ref: ray.ObjectRef, check_stop: Callable[[], None]) -> str:
-    while not ray.wait([ref], timeout=1.0)[0]:
-        check_stop()
-    return ray.get(ref)
+    with waiting(lambda: [ref]):
+        while not wait([ref], timeout=1.0)[0]:
+            check_stop()
+    return get(ref)

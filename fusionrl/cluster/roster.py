@@ -16,6 +16,7 @@ from ray._private import state as ray_state
 from ray.actor import ActorHandle
 
 from fusionrl.base.environment import hide_passwords
+from fusionrl.base.memory_groups import MemoryKills
 
 _NUM_LINES = 10
 _MAX_TAIL_BYTES = 65536
@@ -47,6 +48,7 @@ class Roster:
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._secrets: set[str] = set()
+        self._memory_kills = MemoryKills()  # of the driver's machine
 
     def add(self, name: str, handle: ActorHandle, log: Path) -> None:
         """Note an actor that was made."""
@@ -57,7 +59,7 @@ class Roster:
         self._secrets |= {secret for secret in secrets if secret}
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(self._members.values())
+        return iter(list(self._members.values()))  # the watchdog's thread asks, too, while the run adds to it
 
     def clear(self) -> None:
         """Forget all: they are ended on purpose."""
@@ -75,6 +77,9 @@ class Roster:
         if not dead:
             return None
         member, reason = dead[0]
+        kills = self._memory_kills.sentence()
+        if kills:
+            reason += f". {kills}"
         return ActorDied(f"{member.name} died: {reason}. {self._end_of_log(member.log)}")
 
     def _dead(self, error: BaseException) -> list[tuple[Member, str]]:

@@ -8,7 +8,9 @@ from typing import Protocol, TypeVar
 
 import ray
 
+from fusionrl.base.waits import waiting
 from fusionrl.sync.calls import Reference
+from fusionrl.sync.local import get, wait
 
 T = TypeVar("T")
 
@@ -31,12 +33,16 @@ class Supervisor:
         self._check_engines, self._stop, self._interval_s = check_engines, stop, interval_s
         self._next_look = 0.0
 
-    def wait(self, ref: Reference[T]) -> T:
-        """Wait for the Buffer's answer while the engines generate. A stop request ends the wait."""
+    def wait(self, ref: Reference[T], look_too: Callable[[], None] = lambda: None) -> T:
+        """Wait for the Buffer's answer while the engines generate. A stop request ends the wait.
+
+        look_too  called about once a second
+        """
 
         def look() -> None:
             self._stop.check()
             self._check_engines(True)
+            look_too()
 
         return self._gather([ref], look, is_generating=True)[0]
 
@@ -46,24 +52,26 @@ class Supervisor:
         A stop request is heard and does not end the wait: a checkpoint holds whole rollouts. From then on the engines
         may die, as no push comes.
         """
+        return self._gather(refs, self._hear, is_generating=False)
 
-        def look() -> None:
-            if not self._stop.hear():
-                self._check_engines(False)
-
-        return self._gather(refs, look, is_generating=False)
+    def _hear(self) -> None:
+        """Hear a stop request, which ends no wait here. With it, the engines may have got the signal as well."""
+        if not self._stop.hear():
+            self._check_engines(False)
 
     def _gather(self, refs: Sequence[Reference[T]], look: Callable[[], None], *, is_generating: bool) -> list[T]:
         pending = list(refs)
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=self._interval_s)
-            try:
-                ray.get(done)
-            except ray.exceptions.RayTaskError:
-                # Raises, with the engine's log, if a dead engine is the cause. A stop request does not hide the error.
-                self._check_engines(is_generating)
-                raise
-            if pending and time.monotonic() >= self._next_look:
-                look()
-                self._next_look = time.monotonic() + self._interval_s
-        return ray.get(list(refs))
+        with waiting(lambda: pending):
+            while pending:
+                done, pending = wait(pending, num_returns=1, timeout=self._interval_s)
+                try:
+                    get(done)
+                except ray.exceptions.RayTaskError:
+                    # Raises, with the engine's log, if a dead engine is the cause; a stop request does not hide it.
+                    self._check_engines(is_generating)
+                    raise
+                if time.monotonic() >= self._next_look:
+                    # All waits may be shorter than the interval. What is done outlives a stop request.
+                    (look if pending else self._hear)()
+                    self._next_look = time.monotonic() + self._interval_s
+        return get(list(refs))

@@ -14,6 +14,7 @@ from fusionrl.config.config import Config
 from fusionrl.plan.layout import RankCoordinates, TrainerLayout
 from fusionrl.plan.plan import Plan
 from fusionrl.sync.calls import Reference
+from fusionrl.sync.local import get
 
 T = TypeVar("T")
 Refs = Sequence[ray.ObjectRef]
@@ -66,11 +67,11 @@ class TrainerGroups:
         self, rollout_id: int, own: Sequence[Refs], theirs: Sequence[Refs], layout: TrainerLayout
     ) -> dict[str, float]:
         """The process reward model learns the outcomes first, and rewards the same rollout then."""
-        self._make_room(self.actors)
+        self.make_room(self.actors)
         calls = [prm.process_rewards.options(num_returns=2) for prm in self.auxiliaries]
         pairs = [call.remote(rollout_id, s) for call, s in zip(calls, theirs, strict=True)]
         rewards = self._of_replicas(pairs, layout, self._score_ahead(rollout_id, own))
-        self._make_room(self.auxiliaries)
+        self.make_room(self.auxiliaries)
         refs = [t.train.remote(rollout_id, s, rewards) for t, s in zip(self.actors, own, strict=True)]
         found: list[dict[str, float]] = self._gather([pairs[0][0], *refs])
         return found[0] | found[1]
@@ -80,10 +81,10 @@ class TrainerGroups:
     ) -> dict[str, float]:
         """The critic's values give the advantages and its targets; both learn then."""
         assert self.plan.layout is not None
-        self._make_room(self.actors)
+        self.make_room(self.actors)
         pairs = [c.values.options(num_returns=2).remote(s) for c, s in zip(self.auxiliaries, theirs, strict=True)]
         values = self._of_replicas(pairs, critic, self._score_ahead(rollout_id, own))
-        self._make_room(self.auxiliaries)
+        self.make_room(self.auxiliaries)
         prepare = [trainer.prepare.options(num_returns=2) for trainer in self.actors]
         pairs = [call.remote(rollout_id, s, values) for call, s in zip(prepare, own, strict=True)]
         targets = self._of_replicas(pairs, self.plan.layout)
@@ -92,10 +93,10 @@ class TrainerGroups:
             refs = [t.train.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
             if self.plan.shares_with_auxiliary:
                 self._gather(refs)
-        self._make_room(self.actors)
+        self.make_room(self.actors)
         critics = [c.train.remote(rollout_id, s, targets) for c, s in zip(self.auxiliaries, theirs, strict=True)]
         found: list[dict[str, float]] = self._gather([*refs, *critics])
-        self._make_room(self.auxiliaries)
+        self.make_room(self.auxiliaries)
         return (found[0] if refs else {}) | found[len(refs)]
 
     def _score_ahead(self, rollout_id: int, own: Sequence[Refs]) -> Refs:
@@ -104,11 +105,11 @@ class TrainerGroups:
             return []
         return [t.score_ahead.remote(rollout_id, s) for t, s in zip(self.actors, own, strict=True)]
 
-    def _make_room(self, group: list[ActorHandle]) -> None:
+    def make_room(self, group: list[ActorHandle]) -> None:
         """On GPUs that the actor shares with critic or prm, one gives its memory away before the other works."""
         is_shared = self.plan.device == "cuda" and self.plan.shares_with_auxiliary
         if is_shared and self.config.cluster.offload_train != "never":
-            ray.get([trainer.offload.remote(False) for trainer in group])
+            get([trainer.offload.remote(False) for trainer in group])
 
     def validation_losses(self, sets: dict[str, list[ray.ObjectRef]]) -> dict[str, float]:
         """--mode sft: eval/<set>/loss, the mean of -log p over the trained-on tokens, and eval/<set>/num_tokens.
@@ -130,8 +131,8 @@ class TrainerGroups:
     def offload(self, keep_weights: bool = False) -> None:
         """Let the trainers give their memory away, as --offload-train says; they take it back by themselves."""
         if self.plan.trainers_give_memory:
-            ray.get([trainer.offload.remote(keep_weights) for trainer in self.actors])
-            ray.get([trainer.offload.remote(False) for trainer in self.auxiliaries])
+            get([trainer.offload.remote(keep_weights) for trainer in self.actors])
+            get([trainer.offload.remote(False) for trainer in self.auxiliaries])
 
     def begin_save(self, path: Path, rollout_id: int) -> list[ray.ObjectRef]:
         """References of what begins a checkpoint in the folder `path`; complete after `finish_save`."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import ray
 
-from fusionrl.cluster.engine_pool import EnginePool
+from fusionrl.cluster.engine_pool import CACHES, EnginePool
+from fusionrl.cluster.guests import Guests
 from fusionrl.cluster.ray_cluster import root_cause
 from fusionrl.cluster.trainers import TrainerGroups
 from fusionrl.config.config import Config
@@ -17,7 +18,7 @@ from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed, plan_feeds
 from fusionrl.sync.disk_push import drop_files, push_by_disk
 from fusionrl.sync.push import push_weights
-from fusionrl.sync.verify import WeightMismatch, verify_push
+from fusionrl.sync.verify import Verification, WeightMismatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,18 @@ class WeightSync:
     """Brings the trainers' weights to the engines."""
 
     def __init__(
-        self, config: Config, plan: Plan, run_dir: Path, trainers: TrainerGroups, engines: EnginePool, api_key: str
+        self,
+        config: Config,
+        plan: Plan,
+        run_dir: Path,
+        trainers: TrainerGroups,
+        engines: EnginePool,
+        api_key: str,
+        guests: Guests | None = None,
     ) -> None:
+        """`guests` are engines of others, which get every push."""
         self._config, self._plan, self._api_key = config, plan, api_key
-        self._trainers, self._engines = trainers, engines
+        self._trainers, self._engines, self._guests = trainers, engines, guests
         self.version = 0
         """Of the last push."""
         self._num_pushes = 0
@@ -48,27 +57,45 @@ class WeightSync:
         Engines that only evaluate get the first push, and then those `to_evaluation`; they must be idle.
 
         With --use-fault-tolerance engines that died are back after it; one that dies meanwhile is replaced, and all
-        get the weights again.
+        get the weights again. The same holds of engines of others, which are then lost; but not where memory is shared.
         """
+        while True:
+            try:
+                metrics = self._push_recovering(version, to_evaluation)
+                break
+            except (ray.exceptions.RayError, RuntimeError) as error:
+                # Where memory is shared, nobody knows who has given back what in the middle of a push.
+                if self._guests is None or self._plan.engines_give_memory:
+                    raise
+                if not self._guests.drop_culprits(root_cause(error)):
+                    raise
+                logger.warning("the push of version %d is made again: %s", version, root_cause(error))
+        if self._guests is not None:
+            self._guests.admit()
+        return metrics
+
+    def _push_recovering(self, version: int, to_evaluation: bool) -> dict[str, float]:
+        reaches_all = to_evaluation or self._num_pushes == 0
         if not self._engines.is_recovering:
-            return self._push_once(version, to_evaluation)
+            return self._push_once(version, reaches_all)
         if not self._plan.engines_give_memory:
             self._engines.check(is_generating=False)
+            self._engines.check_answers(reaches_all)
         for attempt in range(_MAX_PUSHES):
-            self._finish_starts()
+            if self._engines.finish_starts(reaches_all):
+                self._plan_push()
             try:
-                metrics = self._push_once(version, to_evaluation)
+                metrics = self._push_once(version, reaches_all)
                 break
             except WeightMismatch:
                 raise
             except (ray.exceptions.RayError, RuntimeError) as error:
                 # Where memory is shared, nobody knows who has given back what in the middle of a push.
                 is_last = self._plan.engines_give_memory or attempt + 1 == _MAX_PUSHES
-                if is_last or not self._engines.find_hung():
+                if is_last or not self._engines.find_hung(reaches_all):
                     raise
                 logger.warning("the push of version %d is made again: %s", version, root_cause(error))
-        metrics["sync/engines_restarted"] = float(self._engines.num_out)
-        self._engines.join()
+        metrics["sync/engines_restarted"] = float(self._engines.join(reaches_all))
         return metrics
 
     def restore_engines(self) -> None:
@@ -82,35 +109,48 @@ class WeightSync:
             self._engines.finish_starts()
             self._engines.join()
 
-    def _finish_starts(self) -> None:
-        if self._engines.finish_starts():
-            self._plan_push()
-
     def _plan_push(self) -> None:
         self._targets = self._engines.targets()
         if self._plan.transport == "ipc" and self._plan.device == "cuda":
             self._feeds = plan_feeds(self._targets, self._plan.trainer_bundles)
 
-    def _push_once(self, version: int, to_evaluation: bool) -> dict[str, float]:
+    def _push_once(self, version: int, reaches_all: bool) -> dict[str, float]:
         if not self._targets:
             self._plan_push()
-        is_first = self._num_pushes == 0
-        targets = self._targets if to_evaluation or is_first else self._targets[: self._plan.num_engines]
-        shared = self._engines.is_memory_away
-        if shared:
-            # First room for the engines' weights, and after the push for their caches: never all of both sides at once.
+        is_first = self._num_pushes == 0 or (self._guests is not None and self._guests.has_new)
+        targets = self._targets if reaches_all else self._targets[: self._plan.num_engines]
+        num_own = len(targets)
+        if self._guests is not None:
+            targets = targets + self._guests.targets()
+        when = self._config.weights.verify_weights
+        verifies = when == "always" or (when == "first" and is_first)
+        check = self._verification(targets, num_own, version) if verifies else None
+        # On shared devices: first room for the engines' weights, then for their caches (`plan/turns.py`).
+        if self._plan.takes_turns:
             self._trainers.offload(keep_weights=True)
+        is_away = self._engines.is_memory_away
+        if is_away:
             self._engines.resume_memory(["weights"], is_last=False)
         metrics = self._transfer(version, targets)
-        if shared:
-            self._trainers.offload()
-            self._engines.resume_memory(["kv_cache", "cuda_graph"], is_last=True)
         self.version = version
-        when = self._config.weights.verify_weights
-        if when == "always" or (when == "first" and is_first):
-            metrics.update(self._verify(targets))
+        if check is not None:
+            check.compare_tensors()
+        self._give_to_engines(is_away)
+        if check is not None:
+            check.ask_probe()
+            if is_away:
+                self._engines.release_memory(CACHES)
+            metrics |= check.judge()
+            self._give_to_engines(is_away)
         self._num_pushes += 1
         return metrics
+
+    def _give_to_engines(self, is_away: bool) -> None:
+        """On shared devices: the trainers give their memory away, and engines whose caches are away get them back."""
+        if self._plan.takes_turns:
+            self._trainers.offload()
+        if is_away:
+            self._engines.resume_memory(CACHES, is_last=True)
 
     def _transfer(self, version: int, targets: list[EngineTarget]) -> dict[str, float]:
         weights, transport = self._config.weights, self._plan.transport
@@ -136,19 +176,28 @@ class WeightSync:
             timeout_s=timeout_s,
         )
 
-    def _verify(self, targets: list[EngineTarget]) -> dict[str, float]:
+    def _verification(self, targets: list[EngineTarget], num_own: int, version: int) -> Verification:
+        urls = self._probe_urls()[:num_own]
+        if self._guests is not None:
+            urls += self._guests.pushed_urls
         is_fp32 = self._plan.precision == self._plan.rollout_dtype == "fp32"
-        return verify_push(
+        return Verification(
             self._trainers.actors,
             targets,
-            [*self._engines.urls, *self._engines.evaluation.urls][: len(targets)],
+            urls,
             api_key=self._api_key,
             vocab_size=self._plan.shape.vocab_size,
-            version=self.version,
+            version=version,
             temperature=self._config.rollout.rollout_temperature,
             tolerance=self._config.weights.verify_tolerance or (1e-4 if is_fp32 else 0.1),
             is_exact=self._plan.device == "cpu",
         )
+
+    def _probe_urls(self) -> list[str]:
+        """Addresses at which each engine answers; of those that answer in pairs, which the router makes, the router."""
+        engines = self._engines
+        own = [engines.router_url] * len(engines.urls) if self._plan.has_pairs else engines.urls
+        return [*own, *engines.evaluation.urls]
 
     def drop_files(self) -> None:
         """At the end of a run: remove the files of a disk push, if there are any that are not to be kept."""

@@ -17,7 +17,6 @@ from fusionrl.upstream import flags as upstream
 # Flags of the field whose work is still to come here: refused by name, never ignored.
 COMING: dict[str, str] = {
     "multimodal_keys": "multimodal data",
-    "rollout_external_engine_addrs": "external engines",
 }
 
 

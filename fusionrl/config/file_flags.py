@@ -26,7 +26,7 @@ from fusionrl.config.slime.table import TABLE
 from fusionrl.upstream import flags as upstream
 
 _PRESET_READS = ("algorithm", "rollout_max_response_len", "use_kl_loss")
-_OF_ONE_START = ("resume", "dry_run")  # how a former run was started, not what it was
+_OF_ONE_START = ("resume", "dry_run", "in_process", "pdb")  # how a former run was started, not what it was
 _HIDDEN = ":***@"  # for the password of an address in a run's config.json
 
 

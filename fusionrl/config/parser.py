@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.engine_groups import devices_of_groups
 from fusionrl.config.extras import parse_extras
 from fusionrl.config.fields import FIELDS, describe_error, inner_type, own_name_error, switches
 from fusionrl.config.file_flags import FileFlags, read_config_file
@@ -29,6 +30,8 @@ CONFIG_FLAG_HELP = (
     "YAML, TOML or JSON file of flags, also the config.json of a former run. Flags on the command line go before it."
     " See docs/config.md."
 )
+
+_REPEATED = ("engine_group",)  # given twice, both count
 
 
 class CommandLineError(ValueError):
@@ -70,7 +73,8 @@ def build_parser(prog: str = "fusionrl train") -> argparse.ArgumentParser:
             if kind is bool:
                 group.add_argument(*switch_spellings(field), action=Switch, **common)
             elif typing.get_origin(kind) is list:
-                group.add_argument(flag_of(field), nargs="*", metavar="VALUE", **common)
+                action = "extend" if field in _REPEATED else "store"
+                group.add_argument(flag_of(field), nargs="*", metavar="VALUE", action=action, **common)
             else:
                 choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
                 metavar = "{" + ",".join(map(str, choices)) + "}" if choices else field.split("_")[-1].upper()
@@ -132,6 +136,10 @@ def read_args(argv: Sequence[str], prog: str = "fusionrl train") -> tuple[Config
     passthrough = PassThrough(**{**passed, "custom": dict(custom or {})})
     given = file.values.keys() | values.keys()
     values = with_preset(file.values | values)
+    try:
+        values |= devices_of_groups(values)
+    except ValueError as error:
+        errors.append(str(error))
     try:
         return Config.from_flat(values, passthrough, values.keys() - given), errors
     except ValidationError as error:

@@ -9,8 +9,8 @@ PLAN_FLAGS: dict[str, tuple[str, str, str]] = {
     "--cluster": (
         "NODESxGPUSxKIND",
         "",
-        "Plan for this cluster instead of this machine, e.g. 8x8xh200. --hf-checkpoint may be a config.json alone;"
-        " nothing else is read. docs/memory.md has the kinds.",
+        "Plan for this cluster instead of this machine, e.g. 8x8xh200. --hf-checkpoint may be a config.json alone,"
+        " and so may a teacher or a reward model; nothing else is read. docs/memory.md has the kinds.",
     ),
     "--router-imbalance": (
         "number",

@@ -21,6 +21,21 @@ _NOT_THE_USERS = tuple(
 # They may be installed from a checkout of their own, outside of site-packages.
 _PACKAGES = ("megatron", "sglang", "sglang_router", "torch", "ray", "transformers", "transformer_engine")
 
+# Faults of a function itself. Anything else may be the consequence of an engine that died.
+_OWN_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    SystemExit,
+    TypeError,
+    ValueError,
+)
+
 
 class SampleLike(Protocol):
     """A `Sample`, as far as this room knows it."""
@@ -39,11 +54,15 @@ class HookError(RuntimeError):
 
     samples    the `Sample`s that it was at, for the process that can write them to a file
     positions  in a trainer: positions in its shard of the samples that it was at; None where that is not known
+    is_own_fault  the function itself is wrong; False where it may have failed because an engine died
     """
 
-    def __init__(self, message: str, samples: Iterable[SampleLike] = ()) -> None:
+    is_own_fault = True  # of the class, for what Ray makes of it without calling __init__
+
+    def __init__(self, message: str, samples: Iterable[SampleLike] = (), is_own_fault: bool = True) -> None:
         super().__init__(message)
         self.samples = list(samples)
+        self.is_own_fault = is_own_fault
         self.positions: list[int] | None = None
 
     def add(self, line: str) -> None:
@@ -51,7 +70,8 @@ class HookError(RuntimeError):
         self.args = (f"{self}\n{line}",)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self.args  # the samples stay in the process that has them
+        # The samples stay in the process that has them.
+        return type(self), self.args, {"is_own_fault": self.is_own_fault}
 
 
 class user_code:
@@ -90,7 +110,15 @@ class user_code:
                 samples = blamed_samples(error, self.path) or samples_in(self.given)
                 at = f" at sample {samples[0].index}" if len(samples) == 1 else ""
                 message = f"{self.where}: {type(error).__name__}: {error}{at}"
-                raise HookError(with_frames(message, frames), samples) from error
+                raise HookError(with_frames(message, frames), samples, _is_own_fault(error)) from error
+
+
+def _is_own_fault(error: BaseException) -> bool:
+    if error.__cause__ is not None:
+        return _is_own_fault(error.__cause__)
+    if isinstance(error, BaseExceptionGroup):
+        return any(_is_own_fault(member) for member in error.exceptions)
+    return isinstance(error, _OWN_FAULTS)
 
 
 def with_frames(message: str, frames: str) -> str:
@@ -187,8 +215,13 @@ def _is_users(file: str, home: str | None) -> bool:
 @functools.cache
 def _folders_of_packages() -> tuple[str, ...]:
     """The folders of the packages that fusionrl runs on; found without importing them."""
-    # A stand-in for a package, as some CPU set-ups have it, is loaded without a spec; then there is nothing to find.
-    there = [name for name in _PACKAGES if name not in sys.modules or sys.modules[name].__spec__ is not None]
+    # A stand-in for a package, as some CPU set-ups have it, is loaded without a spec, and None says that a package is
+    # not to be found; then there is nothing to find.
+    there = [
+        name
+        for name in _PACKAGES
+        if name not in sys.modules or getattr(sys.modules[name], "__spec__", None) is not None
+    ]
     specs = [importlib.util.find_spec(name) for name in there]
     folders = [folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()]
     return tuple(os.path.realpath(folder) + os.sep for folder in folders)

@@ -94,11 +94,13 @@ class Knobs:
         return self.groups_per_fetch * self.fetches_per_push
 
 
-# Name → what the pipeline sets; what a user gives goes before it.
+# Name → what the pipeline sets; what a user gives goes before it. The leads of async and async-partial are chosen by
+# `python -m tools.bench.pipelines paced --virtual`: less leaves trainers waiting, more makes tokens older and no step
+# shorter. Where pushes drain, what is admitted beyond one batch only waits.
 PIPELINES: dict[str, dict[str, int | float | str]] = {
     "on-policy": {"max_staleness": 0, "lead": 0.0, "fetches_per_push": 1, "in_flight": "drain"},
     "stream": {"max_staleness": 0, "lead": 0.0, "fetches_per_push": 4, "in_flight": "drain"},
     "one-step-off": {"max_staleness": 1, "lead": 1.0, "fetches_per_push": 1, "in_flight": "drain"},
-    "async": {"max_staleness": 2, "lead": 0.5, "fetches_per_push": 1, "in_flight": "drain"},
-    "async-partial": {"max_staleness": 2, "lead": 0.5, "fetches_per_push": 1, "in_flight": "retract"},
+    "async": {"max_staleness": 2, "lead": 1.0, "fetches_per_push": 1, "in_flight": "drain"},
+    "async-partial": {"max_staleness": 2, "lead": 1.5, "fetches_per_push": 1, "in_flight": "retract"},
 }

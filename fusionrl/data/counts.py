@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+# Names in SGLang's answers: since 0.5.20, and before.
+_SPEC_NAMES = {
+    "spec_accept_token_num": ("spec_num_correct_drafts", "spec_accept_token_num"),
+    "spec_draft_token_num": ("spec_num_proposed_drafts", "spec_draft_token_num"),
+}
+
 
 @dataclass
 class _Counts:
@@ -42,8 +48,8 @@ class SpecInfo(_Counts):
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Add the counts of one answer."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        for own, names in _SPEC_NAMES.items():
+            setattr(self, own, getattr(self, own) + next((meta_info[name] for name in names if name in meta_info), 0))
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 

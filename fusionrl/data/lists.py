@@ -5,8 +5,9 @@ what is appended stays. The array of an engine's answer becomes a list at that m
 tokens no hook looks at is never unpacked. `Sample.pack` makes arrays again of lists that a hook left. fusionrl itself
 reads `sample.array(name)`, which unpacks nothing.
 
-`append_response_tokens` extends the list that a hook reads, as in slime. A list that a hook has set may
-stand in other samples, too: it is copied before it grows.
+`append_response_tokens` extends the list that a hook reads, as in slime, and one that a hook has set as a field of the
+response. A list of tokens that a hook has set may be the prompt's own, and any list may stand in another sample, too:
+such a list is copied before it grows.
 """
 
 from __future__ import annotations
@@ -46,10 +47,14 @@ def owner_of(value: list[Any], name: str) -> object | None:
 
 
 class ListField:
-    """A field that is kept as an array or a list, and read as a list."""
+    """A field that is kept as an array or a list, and read as a list.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    grows  a list that is written here grows in place, as in slime, whose functions read the growth in their own
+           variable; else a hook's list may be the prompt's own, and is copied before it grows
+    """
+
+    def __init__(self, name: str, grows: bool = True) -> None:
+        self.name, self.grows = name, grows
 
     def __get__(self, sample: object, owner: type | None = None) -> Any:
         """Return the field; an array becomes a list, which stays in the sample."""
@@ -64,8 +69,11 @@ class ListField:
         return value
 
     def __set__(self, sample: object, value: object) -> None:
-        if type(value) is list and owner_of(value, self.name) not in (None, sample):
-            value = list(value)  # another sample's, which grows with that one
+        if type(value) is list:
+            if owner_of(value, self.name) not in (None, sample):
+                value = list(value)  # another sample's, which grows with that one
+            if self.grows:
+                own(sample, value)
         sample.__dict__[self.name] = value
 
 

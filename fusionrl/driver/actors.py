@@ -7,17 +7,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from fusionrl.cluster.ahead import Ahead
 from fusionrl.cluster.buffer_handle import BufferHandle
+from fusionrl.cluster.clocks import Clocks
 from fusionrl.cluster.engine_pool import EnginePool
+from fusionrl.cluster.guest_worker import guests_of
+from fusionrl.cluster.hardware import Hardware
 from fusionrl.cluster.launcher import Launcher
-from fusionrl.cluster.ray_cluster import FAILURES, gather, is_running, root_cause
+from fusionrl.cluster.local_launcher import LocalLauncher
+from fusionrl.cluster.profiling import Profiling
+from fusionrl.cluster.ray_cluster import FAILURES, is_running, root_cause
 from fusionrl.cluster.supervisor import Supervisor
 from fusionrl.cluster.trainers import TrainerGroups
+from fusionrl.cluster.watchdog import Watchdog
 from fusionrl.cluster.weight_sync import WeightSync
+from fusionrl.cluster.witnesses import witnesses_of
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
-from fusionrl.driver.signals import StopSignal
+from fusionrl.config.profile import ProfileOrder
+from fusionrl.driver.signals import StopSignal, Terminated
+from fusionrl.driver.start import start_all
 from fusionrl.engines.process import ChildExited
+from fusionrl.observe.engine_list import engine_url
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -35,52 +47,90 @@ class Actors:
         *,
         say: Callable[[str], None] = lambda text: None,
         stop: StopSignal | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
-        """`say` is told what is going on; `stop` may end a wait."""
-        self._plan, self._say = plan, say
+        """`say` is told what is going on; `stop` may end a wait; `ahead` has begun already."""
+        self._plan, self._say, self._in_process = plan, say, config.run.in_process
         self._stop = stop or StopSignal()
         self._on_ray = stop.install if stop is not None else lambda: None
-        self._launcher = Launcher(config, plan, run_dir, attempt)
+        launcher = LocalLauncher if config.run.in_process else Launcher
+        self._launcher = launcher(config, plan, run_dir, attempt, ahead)
         self.engines = EnginePool(
             config,
             plan,
             self._launcher,
             say=say,
             check_stop=self._stop.check,
-            on_addresses=lambda urls: self.buffer.set_engines(urls),
+            on_addresses=lambda urls, eval_urls: self.buffer.set_engines([*urls, *self.guests.urls], eval_urls),
         )
-        supervisor = Supervisor(self.engines.check, self._stop)
+        self.guests = guests_of(config, plan, self._launcher, self.engines, say, self._tell_addresses)
+        self._guest_addresses = [engine_url(one) for one in config.cluster.rollout_external_engine_addrs]
+        self.clocks = Clocks()
+        supervisor = Supervisor(self._check_engines, self._stop)
         self.trainers = TrainerGroups(config, plan, supervisor.finish)
         self.buffer = BufferHandle(self.engines, supervisor)
         self.weights = WeightSync(
-            config, plan, self._launcher.run_dir, self.trainers, self.engines, self._launcher.api_key
+            config, plan, self._launcher.run_dir, self.trainers, self.engines, self._launcher.api_key, self.guests
+        )
+        self.hardware = Hardware(
+            plan,
+            self.trainers,
+            self.engines,
+            self.buffer,
+            self._launcher.run_dir / f"hardware.a{attempt}.json",
+            config.cluster.peak_tflops,
+            asks=not config.run.in_process,
+        )
+        self._watchdog = Watchdog(
+            self._launcher.run_dir / "logs",
+            attempt,
+            witnesses_of(self._launcher, self.engines, self.buffer),
+            floor_s=config.run.stall_warn_s,
+            timeout_s=config.run.stall_timeout_s,
+        )
+        self.profiling = Profiling(
+            ProfileOrder.of(config),
+            lambda: self.trainers.actors,
+            lambda: self.engines.engines,
+            run_dir,
+            attempt,
+            plan.num_rollout,
         )
 
     def __enter__(self) -> Self:
+        if not self._in_process:  # where a person may stand at a breakpoint for as long as they like
+            self._watchdog.__enter__()
         try:
-            self._start()
+            with phase("start"):
+                self._start()
         except BaseException as error:
             self._end(error)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        self._end(error)
+        with phase("end"):
+            self._end(error)
 
     def _start(self) -> None:
-        self._say("starting Ray")
+        self._say("starting in one process" if self._in_process else "starting Ray")
         self._launcher.start(self._on_ray)
         self._say("starting " + ", ".join(self._parts()))
-        self.engines.start()
-        self.trainers.actors, self.trainers.auxiliaries = self._launcher.make_trainers()
-        prepared = self.buffer.start(self._launcher.make_buffer())
-        ready = self._launcher.setup_trainers([self.trainers.actors, self.trainers.auxiliaries])
-        buffer_ready = self.buffer.setup(self.engines.finish_start())
-        if ready:
-            logger.info("trainers: %s", gather(ready, self._stop.check)[0])
-        _, facts = gather([prepared, buffer_ready], self._stop.check)
+        launcher, check_stop = self._launcher, self._stop.check
+        facts = start_all(self._plan, launcher, self.engines, self.trainers, self.buffer, check_stop)
+        if not self._in_process and not self._plan.has_pairs:
+            self.guests.start(self.engines.router, self._guest_addresses)
+        if not launcher.is_alone:
+            self.clocks.find(launcher.roster)
         if facts["num_too_long"]:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
+
+    def _check_engines(self, is_generating: bool) -> None:
+        self.engines.check(is_generating)
+        self.guests.look()
+
+    def _tell_addresses(self) -> None:
+        self.buffer.set_engines([*self.engines.urls, *self.guests.urls], self.engines.evaluation.urls)
 
     def _parts(self) -> list[str]:
         parts = []
@@ -97,10 +147,13 @@ class Actors:
         """End every process of the run.
 
         Raises:
-            RuntimeError: `error` is the consequence of a process that died: this one names it.
+            RuntimeError: `error` is the consequence of a process that died, or of a stall: this one names it.
         """
-        cause = None
+        cause: RuntimeError | None = self._watchdog.ended_by(error)
+        self._watchdog.__exit__()
         try:
+            if isinstance(error, None | Terminated):  # after anything else a process may be dead, or in a hurry to end
+                self.profiling.close()
             if isinstance(error, FAILURES):
                 cause = self._find_death(error)
                 self._launcher.keep_ray_logs()
@@ -122,8 +175,9 @@ class Actors:
     def close(self) -> None:
         """End every process of the run. Idempotent; never raises what would hide the error that led here."""
         try:
-            if is_running():
+            if self._launcher.is_running:
                 self.buffer.close()
+                self.guests.release()
                 self.engines.shutdown()
                 self.weights.drop_files()
         finally:

@@ -18,6 +18,7 @@ from fusionrl.driver.reporter import Reporter
 from fusionrl.driver.saver import Saver
 from fusionrl.driver.signals import StopSignal
 from fusionrl.driver.step import Step
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Run:
     beside: Beside = field(init=False)
 
     def __post_init__(self) -> None:
-        self.beside = Beside(self.actors.buffer, self.reporter)
+        self.beside = Beside(self.actors.buffer, self.reporter, self._push_for_evaluation)
 
     def steps(self, saves: bool = True) -> Iterator[Step]:
         """The steps of this run that are left. `saves`: checkpoints are written after them, as the flags say."""
@@ -56,6 +57,12 @@ class Run:
         self.actors.weights.restore_engines()
         self.actors.trainers.offload()
 
+    def make_room_for_trainers(self) -> None:
+        """Let the engines give their memory away, where the two take turns."""
+        if self.plan.engines_give_memory:
+            with phase("make room"):
+                self.actors.engines.release_memory()
+
     def begin_stream(self) -> None:
         """Begin to generate without pause; the engines have their weights."""
         self.make_room_for_engines()
@@ -69,18 +76,22 @@ class Run:
 
     def train(self, rollout: Rollout) -> dict[str, float]:
         """The optimizer steps of a rollout, as a whole. Meanwhile the engines are looked after, and a stop is heard."""
-        start = time.perf_counter()
-        values = self.actors.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
-        values["perf/time_train_s"] = time.perf_counter() - start
+        step = rollout.rollout_id + 1
+        with phase("train", step=step):
+            start = time.perf_counter()
+            values = self.actors.trainers.train(rollout.rollout_id, rollout.shards, rollout.auxiliary_shards)
+            values["perf/time_train_s"] = time.perf_counter() - start
         self.last_trained = rollout.rollout_id
         if self.config.run.mode == "rl":
-            columns = self.actors.trainers.sample_columns(rollout.rollout_id)
-            self.actors.buffer.add_trained(rollout.rollout_id, columns)
+            with phase("columns", step=step):  # on a slow disk it waits for the rows of the step before
+                columns = self.actors.trainers.sample_columns(rollout.rollout_id)
+                self.actors.buffer.add_trained(rollout.rollout_id, columns)
         return values
 
     def push(self, version: int) -> dict[str, float]:
         """Bring the trainers' weights to the engines; to those that only evaluate where an evaluation is due."""
-        return self.actors.weights.push(version, self.has_eval_engines and self.is_eval_due(version))
+        with phase("push", version=version):
+            return self.actors.weights.push(version, self.has_eval_engines and self.is_eval_due(version))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate, and say the result. Engines of its own only begin it; it is recorded when it has ended."""
@@ -88,10 +99,19 @@ class Run:
             self.beside.begin(step, self.actors.weights.version)
             return {}
         self.reporter.status("evaluating")
-        self.make_room_for_engines()
-        values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step, self.pushed_version))
+        with phase("evaluate", step=step):
+            self.make_room_for_engines()
+            values = self.actors.buffer.wait_evaluation(self.actors.buffer.start_evaluation(step, self.pushed_version))
         self.reporter.show_evaluation(step, values)
         return values
+
+    def _push_for_evaluation(self, step: int) -> int | None:
+        """Push the weights after `step` again, also to engines that evaluate; None where trainers have newer ones."""
+        weights = self.actors.weights
+        if self.last_trained + 1 != step or weights.version != step:
+            return None
+        weights.push(step, True)
+        return step
 
     @property
     def pushed_version(self) -> int | None:
@@ -101,7 +121,8 @@ class Run:
     def validate(self, step: int) -> dict[str, float]:
         """Validation losses of --mode sft, and say them."""
         self.reporter.status("validating")
-        values = self.actors.trainers.validation_losses(self.actors.buffer.validation_shards())
+        with phase("validate", step=step):
+            values = self.actors.trainers.validation_losses(self.actors.buffer.validation_shards())
         self.reporter.show_validation(step, values)
         return values
 
@@ -119,7 +140,8 @@ class Run:
         """Before the push after `step`: wait for an evaluation whose engines it needs for the next. Returns metrics."""
         if not (self.has_eval_engines and self.is_eval_due(step)):
             return {}
-        return {"perf/time_wait_eval_s": self.beside.finish()}
+        with phase("wait for evaluation"):
+            return {"perf/time_wait_eval_s": self.beside.finish()}
 
     def is_eval_owed(self) -> bool:
         """Return whether the run goes on from a step whose evaluation, beside training, has no result.

@@ -22,7 +22,7 @@ def on_policy(run: Run) -> None:
         with step:
             run.reporter.status("generating")
             rollout = step.generate()
-            run.actors.engines.release_memory()
+            run.make_room_for_trainers()
             run.reporter.status("training")
             step.train(rollout)
             run.reporter.status("pushing weights")
@@ -41,7 +41,7 @@ def streamed(run: Run) -> None:
         with step:
             run.reporter.status("generating")
             rollout = step.fetch()
-            run.actors.engines.release_memory()  # colocated: all groups of this version are ready
+            run.make_room_for_trainers()  # colocated: all groups of this version are ready
             run.reporter.status("training")
             step.train(rollout)
             run.reporter.status("pushing weights")

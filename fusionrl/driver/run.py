@@ -5,11 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from fusionrl.cluster.ahead import Ahead
 from fusionrl.cluster.checkpoints import Checkpoints
 from fusionrl.config.config import Config
 from fusionrl.driver.actors import Actors
 from fusionrl.driver.context import Run
 from fusionrl.driver.loops import choose_loop
+from fusionrl.driver.model_card import write_model_card
 from fusionrl.driver.reporter import Reporter
 from fusionrl.driver.resume import load_checkpoint
 from fusionrl.driver.resume_checks import find_checkpoint
@@ -18,11 +20,14 @@ from fusionrl.driver.signals import StopSignal, Terminated
 from fusionrl.observe.curves import draw_curves
 from fusionrl.observe.metrics import MetricsSink, read_metrics
 from fusionrl.observe.progress import Progress
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 
 
-def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress: Progress) -> None:
-    """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint.
+def run_training(
+    config: Config, plan: Plan, path: Path, attempt: int, progress: Progress, ahead: Ahead | None = None
+) -> None:
+    """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint. `ahead` has begun already.
 
     Raises:
         Terminated: after SIGTERM, when the checkpoint is written and every process has ended.
@@ -33,7 +38,7 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
     with (
         ThreadPoolExecutor(1) as beside,
         StopSignal() as stop,
-        Actors(config, plan, path, attempt, say=progress.status, stop=stop) as actors,
+        Actors(config, plan, path, attempt, say=progress.status, stop=stop, ahead=ahead) as actors,
         MetricsSink(path, attempt, config.run.use_tensorboard) as metrics,
     ):
         last = -1
@@ -42,7 +47,8 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
         if latest is not None:
             last = latest.rollout_id
             progress.print(f"going on from {latest.path}, after step {last + 1} of {max(1, plan.num_rollout)}")
-            load_checkpoint(config, actors, latest)
+            with phase("restore", step=last + 1):
+                load_checkpoint(config, actors, latest)
         reporter = Reporter(config, path, metrics, progress)
         saver = Saver(config, plan, actors, checkpoints, last, progress.status)
         run = Run(config, plan, path, actors, reporter, saver, stop, last + 1, last)
@@ -51,10 +57,15 @@ def run_training(config: Config, plan: Plan, path: Path, attempt: int, progress:
             saver.finish()
             if config.checkpoint.save_hf is not None and actors.trainers:
                 progress.status("saving the Hugging Face folder")
-                actors.trainers.save_hf(Path(config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)))
+                with phase("save hf"):
+                    actors.trainers.save_hf(Path(config.checkpoint.save_hf.format(rollout_id=plan.num_rollout - 1)))
         except Terminated:
             run.end_early()
             raise
+        has_exported = config.checkpoint.save_hf is not None and bool(actors.trainers)
         title = f"{config.run.name} ({config.run.mode})"
         drawing = beside.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
     drawing.result()
+    if has_exported:
+        exported = Path(str(config.checkpoint.save_hf).format(rollout_id=plan.num_rollout - 1))
+        write_model_card(exported, config, plan, read_metrics(path), path / "curves.png")

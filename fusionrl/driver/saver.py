@@ -12,6 +12,7 @@ from fusionrl.cluster.checkpoints import Checkpoints
 from fusionrl.cluster.ray_cluster import gather
 from fusionrl.config.config import Config
 from fusionrl.driver.actors import Actors
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 
 
@@ -67,13 +68,14 @@ class Saver:
         self.finish()
         self._say("saving a checkpoint")
         facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
-        if options.verify_checkpoints:
-            facts["hashes"] = state_hashes(self._actors, rollout_id)
-        start = time.perf_counter()
-        folder = self._checkpoints.begin(rollout_id)
-        with self._checkpoints.discarding(folder):
-            # When this returns, training may go on; the files are complete after `finish_save`.
-            gather([self._actors.buffer.save(folder, rollout_id), *trainers.begin_save(folder, rollout_id)])
+        with phase("save", step=rollout_id + 1):
+            if options.verify_checkpoints:
+                facts["hashes"] = state_hashes(self._actors, rollout_id)
+            start = time.perf_counter()
+            folder = self._checkpoints.begin(rollout_id)
+            with self._checkpoints.discarding(folder):
+                # When this returns, training may go on; the files are complete after `finish_save`.
+                gather([self._actors.buffer.save(folder, rollout_id), *trainers.begin_save(folder, rollout_id)])
         self._pending = _Pending(rollout_id, folder, facts | {"seconds_stopped": time.perf_counter() - start})
         self._last_saved = rollout_id
         if not options.async_save:
@@ -85,11 +87,12 @@ class Saver:
             return
         pending, options = self._pending, self._config.checkpoint
         self._pending = None
-        with self._checkpoints.discarding(pending.folder):
+        with phase("publish checkpoint", step=pending.rollout_id + 1), self._checkpoints.discarding(pending.folder):
             self._actors.trainers.finish_save()
             self._checkpoints.publish(pending.rollout_id, pending.folder, pending.facts)
         if options.keep_checkpoints is not None:
-            self._checkpoints.prune(options.keep_checkpoints, options.keep_best)
+            with phase("publish checkpoint", step=pending.rollout_id + 1):
+                self._checkpoints.prune(options.keep_checkpoints, options.keep_best)
 
 
 def state_hashes(actors: Actors, rollout_id: int | None = None) -> StateHashes:

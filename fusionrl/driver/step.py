@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from fusionrl.buffer.actor import Rollout
 from fusionrl.config.parts import uses_engines
 from fusionrl.driver.signals import Terminated
+from fusionrl.observe.spans import phase
+from fusionrl.plan.flops import Work
 
 if TYPE_CHECKING:
     from fusionrl.driver.context import Run
@@ -27,32 +30,43 @@ class Step:
         """Steps that are finished with this one; the version of the weights after it."""
         self.values: dict[str, float] = {}
         self._is_trained = False
+        self._work = Work()  # of what was trained
 
     def __enter__(self) -> Self:
         self._start = time.perf_counter()
+        self._spans = ExitStack()
+        self._spans.enter_context(phase("step", step=self.number))
+        self._run.actors.profiling.begin(self.number)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if error is not None and not (self._is_trained and isinstance(error, Terminated)):
-            return
-        reporter = self._run.reporter
-        reporter.record(self.number, self.values)
-        if self._saves:
-            self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
-        if error is None:
-            self._run.beside.collect()
-            self._run.stop.check()
+        with self._spans:
+            if error is not None and not (self._is_trained and isinstance(error, Terminated)):
+                return
+            self._run.actors.profiling.end(self.number)
+            reporter = self._run.reporter
+            with phase("record", step=self.number):
+                self._run.actors.clocks.measure()
+                self.values |= self._run.actors.hardware.measure(self.values, self._work)
+                reporter.record(self.number, self.values)
+            if self._saves:
+                self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
+            if error is None:
+                self._run.beside.collect()
+                self._run.stop.check()
 
     def generate(self) -> Rollout:
         """Start the rollout and wait for it."""
-        rollout = self._run.wait_rollout(self._run.start_rollout(self.rollout_id))
+        with phase("generate", step=self.number):
+            rollout = self._run.wait_rollout(self._run.start_rollout(self.rollout_id))
         self.values |= rollout.metrics
         return rollout
 
     def fetch(self) -> Rollout:
         """Wait for the next rollout of the stream."""
         run = self._run
-        rollout = run.wait_rollout(run.actors.buffer.stream.next_rollout(self.rollout_id))
+        with phase("fetch", step=self.number):
+            rollout = run.wait_rollout(run.actors.buffer.stream.next_rollout(self.rollout_id))
         self.values |= rollout.metrics
         return rollout
 
@@ -62,8 +76,11 @@ class Step:
         Raises:
             Terminated: SIGTERM came meanwhile.
         """
+        self._work = rollout.work
         self.values |= self._run.train(rollout)
         self._is_trained = True
+        with phase("measure", step=self.number):
+            self._run.actors.hardware.begin()
         self._run.stop.check()
 
     def push(self) -> None:
@@ -75,11 +92,14 @@ class Step:
         """Under a stream: tell it what is trained, and bring the new weights to the engines where they are due."""
         self.values |= self._run.free_eval_engines(self.number)  # meanwhile samples go on
         stream, start = self._run.actors.buffer.stream, time.perf_counter()
-        if stream.trained():
+        with phase("drain"):
+            is_due = stream.trained()
+        if is_due:
             self.values["perf/time_drain_s"] = time.perf_counter() - start
             self._push()
-            self._run.make_room_for_engines()
-            stream.pushed(self.number)
+            with phase("resume stream"):
+                self._run.make_room_for_engines()
+                stream.pushed(self.number)
         elif self.number == self._run.plan.num_rollout:
             self._push()  # nothing is in flight any more; an evaluation comes
 

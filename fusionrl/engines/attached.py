@@ -2,9 +2,50 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from fusionrl.engines.control import EngineControl
+from fusionrl.engines.http import EndpointError, as_list, as_object
+from fusionrl.models.shape import ModelShape, read_model_shape
+
+OLDEST = (0, 5, 17)
+"""Of SGLang's versions, whose weight updates are those that a push sends."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The engine that a run can use."""
+
+    model_path: str
+    architectures: tuple[str, ...]
+    shape: ModelShape
+    dtype: str
+    """ "float32" or "bfloat16"."""
+    flags: dict[str, object] = field(default_factory=dict)
+    """Fields of SGLang's ServerArgs that the run's own engines need."""
+    alike: dict[str, object] = field(default_factory=dict)
+    """Others that are the same for all engines, also where the run does not set them (None)."""
+    wait_s: float = 0.0
+    """Time in which a server that is still starting has to answer."""
+    by_ipc: bool = False
+    """Weights go by CUDA IPC, from the trainer on an engine's own GPU."""
+    only_here: bool = False
+    """Weights go by broadcast, in a run that listens on loopback alone."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Facts about an engine that fits."""
+
+    version: str
+    tp_size: int
+    ep_size: int
 
 
 class AttachedEngine(EngineControl):
@@ -13,7 +54,211 @@ class AttachedEngine(EngineControl):
     def __init__(self, index: int, url: str, tp_size: int, api_key: str | None = None) -> None:
         super().__init__(url, tp_size, api_key)
         self.index = index
+        self._groups: set[str] = set()
 
     def post(self, path: str, payload: Mapping[str, object] | None = None) -> object:
         """Any other request."""
         return self._post(path, payload)
+
+    # ---- joining and leaving
+
+    def join(self, expected: Expected, *own_weights: list[dict[str, str]] | None) -> Found:
+        """Ask the server what it is. `own_weights` are the checksums of the run's own engine, where no push comes.
+
+        Raises:
+            ValueError: it is of no use to the run; says why, and what to start it with.
+            RuntimeError: it does not answer in time.
+        """
+        if reason := _out_of_reach(self.url, expected):
+            raise ValueError(f"engine at {self.url}: {reason}")
+        deadline = time.monotonic() + expected.wait_s
+        while (fault := self.fault()) is not None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"engine at {self.url}: {fault}")
+            time.sleep(1.0)
+        try:
+            model = as_object(self._call("GET", "/model_info"), "/model_info")
+            args = as_object(self._call("GET", "/server_info"), "/server_info")
+        except EndpointError as error:
+            if error.status in (401, 403):
+                raise ValueError(
+                    f"engine at {self.url}: it asks for another key; start it with --api-key, and export the same as"
+                    " FUSIONRL_ENGINE_KEY where the run starts"
+                ) from error
+            raise
+        if errors := misfits(model, args, expected):
+            raise ValueError(f"engine at {self.url}: " + "; ".join(errors))
+        self._tp_size = _number(args, "tp_size")
+        for checksums in own_weights:
+            if reason := other_weights(self.weight_checksums(), checksums):
+                raise ValueError(f"engine at {self.url}: {reason}")
+        return Found(str(args.get("version")), self._tp_size, _number(args, "ep_size"))
+
+    def fault(self) -> str | None:
+        """Return why the server does not answer; None where it does. Ray logs what is raised and nobody waits for."""
+        try:
+            self._call("GET", "/health", timeout_s=20.0)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def num_running(self) -> int:
+        """Requests that the server works on, those that wait included."""
+        loads = as_list(as_object(self._call("GET", "/v1/loads"), "/v1/loads")["loads"], "loads of /v1/loads")
+        ranks = [as_object(one, "a load") for one in loads]
+        return sum(_number(one, "num_running_reqs", 0) + _number(one, "num_waiting_reqs", 0) for one in ranks)
+
+    def release(self) -> None:
+        """Leave the server as it can be used without the run: no group, no open update, not paused. Idempotent."""
+        for name in sorted(self._groups):
+            self._quietly("/destroy_weights_update_group", {"group_name": name})
+        self._groups.clear()
+        if self._has_update_sessions:
+            self._quietly("/end_weight_update")  # refused where none is open
+        self._quietly("/continue_generation")
+
+    def _quietly(self, path: str, payload: Mapping[str, object] | None = None) -> None:
+        try:
+            self._post(path, payload, timeout_s=10.0)
+        except RuntimeError:
+            pass  # the server is gone, or had nothing to end: either way there is nothing more to leave
+
+    # ---- weights
+
+    def init_weights_update_group(self, **settings: Any) -> None:
+        """Join the group, and remember it for `release`."""
+        super().init_weights_update_group(**settings)
+        self._groups.add(str(settings["group_name"]))
+
+    def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave the group."""
+        self._groups.discard(group_name)
+        super().destroy_weights_update_group(group_name)
+
+    def pull_weights(self, folder: str, local_folder: str | None) -> str | None:
+        """Return the folder of a full version, which the server reads itself; None for a delta: it needs a full one."""
+        from fusionrl.engines.local_copy import pull_version
+        from fusionrl.engines.manifest import Manifest
+
+        return None if Manifest.read(folder).base is not None else pull_version(folder, None)
+
+    def drop_local_copy(self, local_folder: str) -> None:
+        """Nothing: such an engine has no copy."""
+
+
+def misfits(model: Mapping[str, object], args: Mapping[str, object], expected: Expected) -> list[str]:
+    """List why an engine is of no use to a run.
+
+    Args:
+        model: the engine's answer to /model_info
+        args: the engine's answer to /server_info
+        expected: the run's own engines
+    """
+    errors = []
+    version = str(args.get("version", "0"))
+    if _version(version) < OLDEST:
+        errors.append(f"its SGLang is {version}; a push needs {'.'.join(map(str, OLDEST))} or later")
+    if not model.get("is_generation", True):
+        errors.append("it does not generate")
+    errors += _other_model(model, expected)
+    dtype = args.get("dtype")
+    if dtype == "auto":
+        dtype = _dtype_of(str(model.get("model_path"))) or "a precision that cannot be read here (--dtype auto)"
+    if dtype != expected.dtype:
+        errors.append(f"it computes in {dtype}; start it with --dtype {expected.dtype}")
+    for name in ("pp_size", "dp_size"):
+        if _number(args, name) > 1:
+            errors.append(f"it has --{name.replace('_', '-')} {args[name]}; a push reaches tensor-parallel ranks alone")
+    for name, value in expected.flags.items():
+        if args.get(name) != value:
+            flag = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+            errors.append(f"start it with {flag}, as this run's own engines are")
+    for name, value in expected.alike.items():
+        if (args.get(name) or None) != (value or None):
+            flag = "--" + name.replace("_", "-")
+            shown = f"with {flag}" + ("" if value is True else f" {value}") if value else f"without {flag}"
+            errors.append(f"its {flag} is {args.get(name)}; start it {shown}, as this run's own engines are")
+    return errors
+
+
+def _dtype_of(path: str) -> str | None:
+    """Return what SGLang makes of --dtype auto: the checkpoint's own, but never fp32; None where nobody can tell."""
+    try:
+        config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    named = config.get("dtype") or config.get("torch_dtype")
+    return {"float32": "float16", "float16": "float16", "bfloat16": "bfloat16"}.get(str(named))
+
+
+def other_weights(found: list[dict[str, str]] | None, own: list[dict[str, str]] | None) -> str | None:
+    """Return why an engine that gets no push is of no use; None where it holds what an engine of the run's own holds.
+
+    Args:
+        found: the engine's checksums by rank
+        own: those of the run's own engine
+    """
+    if own is None or found is None:
+        return (
+            "this run pushes no weights, and SGLang has no checksums here to compare them by; leave the engine out, or"
+            " raise --rollout-num-gpus"
+        )
+    if len(found) != len(own):
+        return f"this run pushes no weights, and compares them rank by rank: start it with --tp-size {len(own)}"
+    wrong = sorted(
+        {name for a, b in zip(found, own, strict=True) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+    )
+    if not wrong:
+        return None
+    return (
+        f"this run pushes no weights, and {len(wrong)} tensors of the engine differ from --hf-checkpoint"
+        f" ({', '.join(wrong[:3])}); start it with this checkpoint, as this run's own engines are"
+    )
+
+
+def _other_model(model: Mapping[str, object], expected: Expected) -> list[str]:
+    """The message where it serves another model: by the names of its classes, and by its config.json if it is here."""
+    path, classes = str(model.get("model_path")), model.get("architectures")
+    shown = f"it serves {path}, another model than --hf-checkpoint {expected.model_path}"
+    if isinstance(classes, list) and tuple(classes) != expected.architectures:
+        return [f"{shown} ({', '.join(map(str, classes))}, not {', '.join(expected.architectures)})"]
+    if not Path(path, "config.json").is_file():  # on another host, or a version of the weights that is gone
+        return []
+    try:
+        found = read_model_shape(path).model_dump()
+    except ValueError as error:
+        return [f"{shown}: {error}"]
+    other = [name for name, value in expected.shape.model_dump().items() if found[name] != value]
+    facts = ", ".join(f"{name} {found[name]}, not {getattr(expected.shape, name)}" for name in other[:3])
+    return [f"{shown} ({facts})"] if other else []
+
+
+def _out_of_reach(url: str, expected: Expected) -> str | None:
+    """Return why the weights of the run do not reach an engine; None where they do."""
+    if expected.by_ipc:
+        return "weights go by CUDA IPC in this run; use --update-weight-transport disk"
+    host = host_of(url)
+    if expected.only_here and host != "localhost" and not host.startswith("127.") and host != "::1":
+        return (
+            "it is on another machine, and this run listens on loopback alone; use --update-weight-transport disk, or"
+            " a Ray cluster (--ray-address)"
+        )
+    return None
+
+
+def host_of(url: str) -> str:
+    """Return the host of an engine's address."""
+    return urlsplit(url).hostname or ""
+
+
+def _number(values: Mapping[str, object], name: str, otherwise: int = 1) -> int:
+    value = values.get(name)
+    return value if isinstance(value, int) else otherwise
+
+
+def _version(text: str) -> tuple[int, ...]:
+    numbers = []
+    for part in text.split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        numbers.append(int(digits or 0))
+    return tuple(numbers)

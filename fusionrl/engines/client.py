@@ -114,8 +114,7 @@ class GenerateClient:
         if params.get("n", 1) != 1:
             raise ValueError("sampling_params.n must be 1: send one request a sample")
         self._check_tokens(payload)
-        is_continuable = all(name in _CONTINUABLE for name, value in params.items() if value)
-        if self._stream_responses and is_continuable and payload.get("input_ids") is not None:
+        if self._stream_responses and payload.get("input_ids") is not None and _is_continuable(params):
             return join([piece async for piece in self.stream(payload, routing_key)])
         if routing_key is None and payload.get("input_ids") is not None and _is_short(payload):
             return await self._siblings.generate({"return_logprob": True, **payload})
@@ -125,7 +124,8 @@ class GenerateClient:
         self, payload: Mapping[str, object], routing_key: str | None = None
     ) -> AsyncGenerator[Generation, None]:
         """Send one request with `input_ids`, and yield what is sampled as it comes. The last piece alone has a finish
-        reason. Leaving the loop ends the request; at once, where the generator is closed.
+        reason. Leaving the loop ends the request; at once, where the generator is closed. A piece has the version of
+        the moment at which the server sent it; `join` takes the exact ones of the last event.
 
         Where an engine dies, another one goes on after the tokens that have come: the pieces follow one another, and
         `part` counts the requests. Stop strings, grammars and penalties then see the tokens since alone; `generate`
@@ -315,6 +315,11 @@ class GenerateClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _is_continuable(params: Mapping[str, object]) -> bool:
+    """Return whether another engine can go on with an answer that was sampled so."""
+    return all(name in _CONTINUABLE for name, value in params.items() if value)
 
 
 def _is_short(payload: Mapping[str, object]) -> bool:

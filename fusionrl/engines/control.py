@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 
 from fusionrl.engines.http import EndpointError, as_list, as_object, call
+from fusionrl.observe.spans import phase
 
 _WEIGHTS_TIMEOUT_S = 1800.0
 _FLUSH_WAIT_S = 10
@@ -42,8 +43,21 @@ class EngineControl:
         """One request. `watch`: of a server that this process started, look whether it lives."""
         return call(method, self.url + path, payload, api_key=self._api_key, timeout_s=timeout_s)
 
+    # ---- profiles
+
+    def start_profile(self, tool: str, folder: str, name: str) -> None:
+        """Begin a profile of every rank, whose file in `folder` begins with `name`; `tool`: torch, memory or nsys."""
+        activities = {"torch": ["CPU", "GPU"], "memory": ["MEM"], "nsys": ["CUDA_PROFILER"]}[tool]
+        payload = {"output_dir": folder, "profile_id": name, "activities": activities, "with_stack": False}
+        self._post("/start_profile", payload)
+
+    def stop_profile(self) -> None:
+        """End it, and write what was recorded."""
+        self._post("/stop_profile")
+
     # ---- generation
 
+    @phase("pause")
     def pause(self, mode: str = "abort") -> None:
         """Stop generating. Running requests: "abort" answers them as they are, "retract" keeps them without
         their KV cache, "in_place" with it.
@@ -55,6 +69,7 @@ class EngineControl:
         self._post("/pause_generation", {"mode": mode})
         self._is_paused_in_place = mode == "in_place"
 
+    @phase("resume")
     def resume(self) -> None:
         """Go on after `pause`."""
         self._post("/continue_generation")
@@ -77,6 +92,7 @@ class EngineControl:
 
     # ---- weights
 
+    @phase("begin weights")
     def begin_weight_update(self) -> None:
         """Open the session that updates by tensor or broadcast have to lie in, where the server knows
         sessions."""
@@ -95,11 +111,13 @@ class EngineControl:
                 raise
             self._has_update_sessions = False
 
+    @phase("end weights")
     def end_weight_update(self) -> None:
         """Close the session that `begin_weight_update` has opened."""
         if self._has_update_sessions:
             self._post("/end_weight_update")
 
+    @phase("load weights")
     def update_weights_from_tensor(
         self, serialized: list[str], *, load_format: str | None, version: str | None, flush_cache: bool
     ) -> None:
@@ -117,6 +135,7 @@ class EngineControl:
         }
         self._post("/update_weights_from_tensor", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
+    @phase("join weight group")
     def init_weights_update_group(
         self,
         *,
@@ -141,6 +160,7 @@ class EngineControl:
         }
         self._post("/init_weights_update_group", payload, timeout_s=_WEIGHTS_TIMEOUT_S)
 
+    @phase("load weights")
     def update_weights_from_distributed(
         self,
         *,
@@ -172,6 +192,7 @@ class EngineControl:
         """Leave the group."""
         self._post("/destroy_weights_update_group", {"group_name": group_name})
 
+    @phase("load weights")
     def update_weights_from_disk(self, path: str, version: str | None) -> None:
         """Load the Hugging Face checkpoint in `path`. Needs no session."""
         flush = not self._is_paused_in_place
@@ -196,11 +217,13 @@ class EngineControl:
 
     # ---- memory
 
+    @phase("release memory")
     def release_memory(self, tags: list[str] | None) -> None:
         """Give device memory back ("kv_cache", "weights", None for all). Needs `enable_memory_saver` on a
         GPU and an engine without running requests; a CPU engine accepts it and keeps its memory."""
         self._post("/release_memory_occupation", {} if tags is None else {"tags": tags})
 
+    @phase("resume memory")
     def resume_memory(self, tags: list[str] | None) -> None:
         """Take back what `release_memory` gave; the contents of released weights are undefined until
         updated."""

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
+from fusionrl.engines.forked import fork_server
 from fusionrl.engines.http import EndpointError
 from fusionrl.engines.process import ChildExited, ChildProcess, base_url, shared_memory_of, start_on_free_ports
 from fusionrl.engines.spec import EngineSpec, server_command, server_environment
@@ -49,7 +50,9 @@ class EngineActor(EngineControl):
         if self._server is not None and self._server.alive():
             return self.url
         self._has_update_sessions, self._is_paused_in_place = None, False
-        self._server = start_on_free_ports(self.spec.host, 2, self._spawn, self._wait_ready)
+        self._server = start_on_free_ports(
+            self.spec.host, 3 if self.spec.meets_decoders else 2, self._spawn, self._wait_ready
+        )
         if self.spec.role == "reward-model":
             self._clear_head_bias()
         self._shared_memory |= {
@@ -58,7 +61,12 @@ class EngineActor(EngineControl):
         return self.url
 
     def _spawn(self, ports: list[int]) -> ChildProcess:
-        port, nccl_port = ports
+        port, nccl_port, *others = ports
+        return self._spawn_server(port, nccl_port, None, *others)
+
+    def _spawn_server(
+        self, port: int, nccl_port: int, meeting: str | None, bootstrap_port: int | None = None
+    ) -> ChildProcess:
         # SGLang leaves a handful of sockets in the temporary folder. A short path: a socket's has 107
         # characters.
         self._scratch = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
@@ -67,10 +75,11 @@ class EngineActor(EngineControl):
         env["TMPDIR"] = self._scratch.name
         self.url = base_url(self.spec.host, port)
         return ChildProcess(
-            server_command(self.spec, port, nccl_port),
-            os.path.join(self.spec.log_dir, f"{self.spec.role}-{self.spec.index}.log"),
+            server_command(self.spec, port, nccl_port, meeting, bootstrap_port),
+            os.path.join(self.spec.log_dir, self.spec.log_name),
             env=env,
             secret=self.spec.api_key,
+            fork=fork_server,
         )
 
     def _wait_ready(self, server: ChildProcess) -> None:
@@ -118,7 +127,7 @@ class EngineActor(EngineControl):
             "index": self.spec.index,
             "url": self.url,
             "host": self.spec.host,
-            "node_id": _node_id(),
+            "node_id": node_id(),
             "pid": self._living("info").pid,
             "model_info": self._call("GET", "/model_info"),
         }
@@ -137,13 +146,19 @@ class EngineActor(EngineControl):
         """Raise RuntimeError with the end of the server's log when its process is dead; asks the server nothing."""
         self._living("generation")
 
-    def fault(self, timeout_s: float | None = None) -> str | None:
+    def fault(self, timeout_s: float | None = None, *, makes_tokens: bool = True) -> str | None:
         """The fault of the server in words, None where it has none. Ray logs exceptions of calls nobody waits for.
 
-        A fault: its process is dead, or, with `timeout_s`, it makes no token within as many seconds.
+        A fault: its process is dead, or, with `timeout_s`, it makes no token within as many seconds; not
+        `makes_tokens`: its scheduler does not answer within them.
         """
         try:
-            self.check_alive() if timeout_s is None else self.check_responds(timeout_s)
+            if timeout_s is None:
+                self.check_alive()
+            elif makes_tokens:
+                self.check_responds(timeout_s)
+            else:
+                self.check_answers(timeout_s)
         except RuntimeError as error:
             return str(error)
         return None
@@ -169,6 +184,21 @@ class EngineActor(EngineControl):
                         f" (--rollout-health-check-timeout): {error}"
                     ) from error
             time.sleep(0.2)
+
+    def check_answers(self, timeout_s: float) -> None:
+        """Return once the server's scheduler has answered, which takes it milliseconds, also where it is paused.
+
+        Raises RuntimeError when it does not within `timeout_s` seconds, and at once when the process is dead.
+        """
+        try:
+            self._call("GET", "/server_info", timeout_s=timeout_s)
+        except ChildExited:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"engine {self.spec.index} at {self.url} did not answer within {timeout_s:g} s"
+                f" (--rollout-health-check-timeout): {error}"
+            ) from error
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """End the server and all its processes, by force after `timeout_s` seconds. Idempotent.
@@ -229,7 +259,8 @@ class EngineActor(EngineControl):
             raise
 
 
-def _node_id() -> str:
+def node_id() -> str:
+    """Return the name of this process's node: Ray's, or without Ray the host's."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().get_node_id())

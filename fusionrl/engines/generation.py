@@ -80,7 +80,7 @@ def parse_generation(answer: object, asked: Asked = _ANYTHING) -> Generation:
     if asked.max_new_tokens and not len(tokens) and finish not in ("", "abort"):
         raise AnswerError(f"output_ids holds no token, with the finish reason {finish}")
     text = answer.get("text")
-    if not isinstance(text, str | None):
+    if text is not None and not isinstance(text, str):
         raise AnswerError(f"text is a {type(text).__name__}")
     return Generation(
         tokens=tokens,
@@ -143,7 +143,7 @@ def _version_spans(meta: Mapping[str, object], num_tokens: int) -> list[tuple[in
 
 
 def _as_version(version: object) -> int | str:
-    if isinstance(version, bool) or not isinstance(version, int | str):
+    if isinstance(version, bool) or not isinstance(version, (int, str)):
         raise AnswerError(f"meta_info.weight_version is {version!r:.80}, neither text nor a number")
     text = str(version)
     # A version is counted from 0 by the pushes; a longer number is a name that somebody gave.

@@ -10,11 +10,14 @@ from __future__ import annotations
 import sys
 import types
 
+from fusionrl.base.stack_signal import answer_with_stacks
+
 _BALANCER = "sglang_router.mini_lb"
 
 
 def main(argv: list[str]) -> None:
     """Parse the router's arguments and route until a signal ends the process."""
+    answer_with_stacks()
     api_key = sys.stdin.read()
     if api_key:
         argv = [*argv, "--api-key", api_key]

@@ -9,12 +9,26 @@ environment. And nothing of SGLang is imported before that, so a spawned child t
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from fusionrl.base.imports import without_collections
+from fusionrl.base.stack_signal import answer_with_stacks
 from fusionrl.engines import rendezvous
 
+_OF_SCHEDULERS = (
+    "sglang.srt.managers.tp_worker",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.dllm.algorithm.base",  # of diffusion models: the most by far, as it asks for torch's compiler
+    "sglang.srt.mem_cache.kv_cache_configurator",
+    "sglang.srt.mem_cache.rust_tree_core.adapter",
+    "sglang.srt.constrained.xgrammar_backend",
+    "fusionrl.upstream.cpu_attention_backend",
+)
+"""Modules that SGLang imports in functions, as a scheduler starts: 800 files with theirs, 1 s of a core."""
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
 
 if os.environ.get(DEVICE_VARIABLE) == "cpu":
@@ -49,21 +63,58 @@ def _fork_children() -> None:
     multiprocessing.set_start_method = fork_instead
 
 
+def import_server() -> None:
+    """Import all that a server needs: seconds of a core. Idempotent."""
+    with _light():
+        rendezvous.install()
+        _leave_megatron_out()
+        import sglang.launch_server
+        import sglang.srt.entrypoints.http_server  # noqa: F401  # `run_server` imports it
+
+
+def import_model() -> None:
+    """Import what a scheduler imports as it starts, and the files of the one model that the environment leaves."""
+    with _light():
+        import sglang.srt.models.registry  # noqa: F401
+
+        for name in _OF_SCHEDULERS:
+            with suppress(ImportError):  # another version of SGLang has it elsewhere, or does without it
+                importlib.import_module(name)
+
+
+@contextmanager
+def _light() -> Iterator[None]:
+    """Import parts of SGLang within it, without what no run uses."""
+    from fusionrl.upstream.kept_scans import kept_scans
+    from fusionrl.upstream.sglang_later import endpoints_later
+    from fusionrl.upstream.torch_later import symbols_later, uncompiled
+
+    with without_collections(), kept_scans(), symbols_later(), uncompiled(), endpoints_later():
+        yield
+
+
 def main(argv: list[str]) -> None:
     """Parse SGLang's arguments and serve until a signal ends the process."""
+    answer_with_stacks()
     api_key = sys.stdin.read()
     if api_key:
         argv = [*argv, "--api-key", api_key]
 
-    with without_collections():
-        rendezvous.install()
-        _leave_megatron_out()
-        import sglang.srt.entrypoints.http_server  # noqa: F401  # `run_server` imports it
-        from sglang.launch_server import run_server
-        from sglang.srt.server_args import prepare_server_args
-        from sglang.srt.utils import kill_process_tree
+    import_server()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
 
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
+        from fusionrl.upstream import cpu_attention, cpu_devices, cpu_pause, cpu_sampling, cpu_speculation
+        from fusionrl.upstream.speculation import FLAG
+
+        cpu_attention.register()  # the schedulers are forked, below
+        cpu_devices.register()
+        cpu_pause.register()
+        cpu_sampling.register()
+        if FLAG in argv:
+            cpu_speculation.register()
         _fork_children()
     try:
         run_server(prepare_server_args(argv))
@@ -74,5 +125,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where there is a GPU
     rendezvous.install()
+    answer_with_stacks()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -16,6 +16,7 @@ SIGTERM. The minder ends as the command ended, with the same exit code or by the
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -23,6 +24,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -92,7 +95,7 @@ def _reap(child: int) -> int | None:
             found = status
 
 
-def _end_like(status: int) -> None:
+def _end_like(status: int) -> NoReturn:
     """End this process the way the command ended."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -155,6 +158,28 @@ def _read_secret(starter: socket.socket) -> bytes:
     return secret
 
 
+def start_command(command: Sequence[str], given: int, output: int | None) -> int:
+    """Start a command that reads from the descriptor `given`, and writes to `output`. Returns its pid.
+
+    It does not outlive the minder either; the minder has one thread, which ends with it.
+
+    Raises:
+        OSError: there is no such program.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=given,
+        stdout=output,
+        stderr=output,
+        preexec_fn=end_with_parent,
+    ).pid
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _input_with(secret: bytes) -> int:
     """A descriptor from which `secret` can be read, and then the end of the file."""
     read, write = os.pipe()
@@ -163,39 +188,48 @@ def _input_with(secret: bytes) -> int:
     return read
 
 
-def main() -> None:
-    """Start the command, then wait for its end or the starter's."""
-    starter = socket.socket(fileno=int(sys.argv[1]))
+def mind(
+    starter: socket.socket, start: Callable[[int, int | None], int], name: str, report: Callable[[int], None]
+) -> NoReturn:
+    """Start the command, then wait for its end or the starter's, and end as it ended.
+
+    Args:
+        starter: the socket pair's end.
+        start: starts the command, which reads from one descriptor and writes to another one, and returns its pid.
+        name: of the command.
+        report: is told the wait status with which this program ends.
+    """
     starter.set_inheritable(False)
     secret = _read_secret(starter)
     output = _Output(secret) if secret else None
-    given = _input_with(secret) if secret else subprocess.DEVNULL
+    given = _input_with(secret) if secret else os.open(os.devnull, os.O_RDONLY)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # The command must not outlive the minder either; the minder has one thread, which ends with it.
     try:
-        child = subprocess.Popen(
-            sys.argv[2:],
-            stdin=given,
-            stdout=output.theirs if output else None,
-            stderr=output.theirs if output else None,
-            preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-        ).pid
+        child = start(given, output.theirs if output else None)
         starter.sendall(f"{child}\n".encode())
     except OSError as error:
-        print(f"cannot start {sys.argv[2]}: {error}", file=sys.stderr, flush=True)
+        print(f"cannot start {name}: {error}", file=sys.stderr, flush=True)
         _kill_descendants()
+        report(127 << 8)
         os._exit(127)
 
+    def end(status: int) -> NoReturn:
+        _kill_descendants()
+        if output:
+            output.pump()
+        report(status)
+        _end_like(status)
+
+    os.close(given)
     poller = select.poll()
     poller.register(starter, select.POLLIN)
     poller.register(wake_read, select.POLLIN)
     if output:
-        os.close(given)
         os.close(output.theirs)
         poller.register(output.pipe, select.POLLIN)
     while True:
@@ -206,21 +240,22 @@ def main() -> None:
             os.read(wake_read, 4096)
             status = _reap(child)
             if status is not None:
-                _kill_descendants()
-                if output:
-                    output.pump()
-                _end_like(status)
+                end(status)
         if starter.fileno() in ready:
             try:
                 message = starter.recv(16)
             except ConnectionError:
                 message = b""
             if not message:
-                _kill_descendants()
-                if output:
-                    output.pump()
-                _end_like(signal.SIGKILL)
+                end(signal.SIGKILL)
             os.kill(child, signal.SIGTERM)
+
+
+def main() -> None:
+    """Mind the command of this program's arguments."""
+    command = sys.argv[2:]
+    starter = socket.socket(fileno=int(sys.argv[1]))
+    mind(starter, functools.partial(start_command, command), command[0], lambda status: None)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ class _Helper:
         """None: it died, or the answer is none."""
         future: asyncio.Future[list[Generation] | None] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
-        self._writer.write(frame(asked))
-        self._writer.write(LENGTH.pack(len(body)))
+        self._writer.write(frame(asked) + LENGTH.pack(len(body)))  # each write may be a call of the system
         self._writer.write(body)
         return future
 

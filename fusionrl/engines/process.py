@@ -20,8 +20,9 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Protocol, Self
 
+from fusionrl.base.memory_groups import MemoryKills
 from fusionrl.base.signal_names import signal_name
 
 _MINDER = Path(__file__).with_name("minder.py")
@@ -48,6 +49,23 @@ class ChildExited(RuntimeError):
         self.address_in_use = bool(_ADDRESS_IN_USE.search(log))
 
 
+class Minder(Protocol):
+    """The process that minds a command, as `subprocess.Popen` has it."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Fork = Callable[[Sequence[str], socket.socket, BinaryIO, Mapping[str, str]], Minder | None]
+"""Starts the minder of a command, with the control socket, log and environment; None: it cannot."""
+
+
 class ChildProcess:
     """A command in a session of its own that dies, with all its descendants, when this object's process does.
 
@@ -63,23 +81,27 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         secret: str | None = None,
+        fork: Fork = lambda command, control, log, env: None,
     ) -> None:
         """Start `command`. Raises OSError when the log cannot be opened; `alive` tells the rest.
 
-        The command reads `secret` from its standard input, and its log has *** in its place.
+        The command reads `secret` from its standard input, and its log has *** in its place. `fork` may start the
+        command's minder in another way.
         """
         self.log_path = Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ if env is None else env)
+        self._memory_kills = MemoryKills()
         ours, theirs = socket.socketpair()
         try:
             with open(self.log_path, "ab") as log:
                 self._log_start = log.tell()  # what an earlier start wrote is not this child's log
-                self._minder = subprocess.Popen(
+                self._minder: Minder = fork(command, theirs, log, environment) or subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_MINDER), str(theirs.fileno()), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=dict(os.environ if env is None else env),
+                    env=environment,
                     cwd=cwd,
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
@@ -149,7 +171,9 @@ class ChildProcess:
         """The error to raise when the child is found dead while `what` was expected of it."""
         tail = self.log_tail()
         end = f"the end of it:\n{tail}" if tail.strip() else "it is empty"
-        return ChildExited(f"{what}: the process ended ({self.exit_status()}). Its log is {self.log_path}; {end}", tail)
+        status, kills = self.exit_status(), self._memory_kills.sentence()
+        ended = f"{what}: the process ended ({status}). " + (f"{kills}. " if kills else "")
+        return ChildExited(f"{ended}Its log is {self.log_path}; {end}", tail)
 
     def wait_until(self, predicate: Callable[[], bool], timeout_s: float, what: str, *, poll_s: float = 0.05) -> None:
         """Call `predicate` until it is true.
@@ -278,14 +302,3 @@ def shared_memory_of(pid: int) -> set[Path]:
     except (psutil.Error, OSError):
         pass  # a process ended meanwhile, or this system has no /proc: what is not found is not cleaned up
     return found
-
-
-def interface_of(host: str) -> str | None:
-    """Name of the local network interface that has the address `host` ("lo" for 127.0.0.1); None if none
-    has."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.split("%")[0] == host for address in addresses):
-            return name
-    return None

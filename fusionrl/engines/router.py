@@ -128,9 +128,11 @@ class Router:
         router ends meanwhile.
         """
         process = self._living("add a worker")
-        payload = {"url": url}
+        payload: dict[str, object] = {"url": url}
         if api_key is not None:
             payload["api_key"] = api_key
+        if self._args.get("pd_disaggregation"):
+            payload |= _half_of_pair(url, api_key)
         self._call("POST", "/workers", payload)
         process.wait_until(
             lambda: any(worker["url"] == url and worker["is_healthy"] for worker in self.workers()),
@@ -197,6 +199,20 @@ class Router:
     def _call(self, method: str, path: str, payload: Mapping[str, object] | None = None) -> object:
         self._living(path)
         return call(method, self.url + path, payload, api_key=self._api_key)
+
+
+def _half_of_pair(url: str, api_key: str | None) -> dict[str, object]:
+    """What the router wants to know of an engine that prefills or decodes; the engine itself says it.
+
+    Raises:
+        RuntimeError: it does neither, or does not answer.
+    """
+    facts = as_object(call("GET", url + "/server_info", api_key=api_key, timeout_s=60.0), "/server_info")
+    kind = facts.get("disaggregation_mode")
+    if kind not in ("prefill", "decode"):
+        raise RuntimeError(f"{url}/server_info: disaggregation_mode is {kind!r}; the router pairs prefill and decode")
+    where = {"bootstrap_port": facts["disaggregation_bootstrap_port"]} if kind == "prefill" else {}
+    return {"worker_type": kind, **where}
 
 
 def _port(given: object) -> int | None:

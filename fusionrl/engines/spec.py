@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,33 +13,44 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fusionrl.base.environment import child_environment
+from fusionrl.base.interfaces import collective_interfaces
 from fusionrl.engines.launch_server import DEVICE_VARIABLE
-from fusionrl.engines.process import interface_of
+from fusionrl.engines.rendezvous import NODES_VARIABLE
 from fusionrl.models.scorers import read_scorer
+from fusionrl.upstream.cpu_attention import BACKEND
 
 _RESERVED_TOKENS = 7  # of SGLang 0.5: an input of context_length - 6 tokens is refused
 
 OWNED_FIELDS = frozenset(
-    ("model_path", "device", "dtype", "tp_size", "host", "port", "nccl_port")
+    ("model_path", "device", "dtype", "tp_size", "dp_size", "pp_size", "host", "port", "nccl_port")
     + ("base_gpu_id", "gpu_id_step", "random_seed", "api_key", "admin_api_key")
+    + ("nnodes", "node_rank", "dist_init_addr")
 )
 """Fields of SGLang's ServerArgs that the specification sets; `server_args` may not hold them."""
 
 LOADER = "fusionrl.engines.segments.load"
 """Load format of a payload that `fusionrl.engines.segments` takes apart; engines on a CPU are started with it."""
 
-# torch_native and pytorch are the back ends that need no GPU kernel; without sleep_on_idle an idle scheduler
+# These back ends need no GPU kernel (`cpu_attention` registers its own); without sleep_on_idle an idle scheduler
 # burns a core. The server's warm-up waits a second before it begins, and `EngineActor.start` generates a
-# token anyway. A KV pool sized from free memory would take most of a machine that trainers share.
+# token anyway. A KV pool sized from free memory would take most of a machine that trainers share; it bounds how many
+# requests run, too, so the number of them need not be small.
 _CPU_DEFAULTS: dict[str, Any] = {
-    "attention_backend": "torch_native",
+    "attention_backend": BACKEND,
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,
     "max_total_tokens": 32768,
-    "max_running_requests": 64,
+    "max_running_requests": 256,
     "skip_server_warmup": True,
+}
+# In fp32, on a GPU: what SGLang chooses by itself (FlashAttention 3 on Hopper, FlashInfer elsewhere) takes 16 bits at
+# most, and so do its fused norms and rotary embeddings, in whose place torch's own come (`server_environment`).
+_FP32_GPU_DEFAULTS: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
 }
 _DEFAULTS: dict[str, Any] = {
     "weight_version": "0",  # the spans of an answer then hold numbers from the first request on
@@ -48,7 +60,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: what it serves, on which devices, and how it is reached."""
+    """One engine, or its part on one of several nodes: what it serves, on which devices, and how it is reached."""
 
     index: int
     model_path: str
@@ -58,7 +70,7 @@ class EngineSpec:
     """ "float32" or "bfloat16"."""
     tp_size: int
     gpu_ids: tuple[int, ...]
-    """Physical device numbers on the node, one a tensor-parallel rank, evenly spaced; ignored on a CPU."""
+    """Devices as this process numbers them, one a tensor-parallel rank here, evenly spaced; ignored on a CPU."""
     host: str
     """Address to bind; the one by which other nodes reach this engine."""
     api_key: str | None = field(repr=False)
@@ -69,13 +81,34 @@ class EngineSpec:
     """OpenMP threads a scheduler on a CPU."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """The user's own values of SGLang's ServerArgs fields; they win over the defaults here."""
+    wrapper: tuple[str, ...] = ()
+    """The beginning of the server's command line: that of a profiler, under which it runs."""
     role: Literal["engine", "reward-model", "teacher"] = "engine"
     """Part of the log's name. A reward model classifies and a teacher reads: only an engine generates."""
+    num_nodes: int = 1
+    """Nodes that it spans, each with as many of its ranks."""
+    node_rank: int = 0
+    """This part's place among them. Part 0 serves; the others only compute."""
 
     @property
     def name(self) -> str:
         """Return the name that messages use."""
-        return f"{self.role} {self.index}"
+        return f"{self.role} {self.index}" + (f" part {self.node_rank}" if self.node_rank else "")
+
+    @property
+    def log_name(self) -> str:
+        """Return the name of its log."""
+        return f"{self.role}-{self.index}" + (f"-part-{self.node_rank}" if self.node_rank else "") + ".log"
+
+    @property
+    def meets_decoders(self) -> bool:
+        """Return whether engines that decode meet it at a port of its own, to take keys and values over."""
+        return self.server_args.get("disaggregation_mode") == "prefill"
+
+    @property
+    def ranks_here(self) -> int:
+        """Return the tensor-parallel ranks on this node."""
+        return self.tp_size // self.num_nodes
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be started."""
@@ -85,20 +118,32 @@ class EngineSpec:
         if owned:
             flags = ", ".join("--sglang-" + name.replace("_", "-") for name in owned)
             raise ValueError(f"{flags}: set by fusionrl itself; use fusionrl's own flags for it")
+        if self.tp_size % self.num_nodes:
+            raise ValueError(
+                f"{self.name}: tp_size={self.tp_size} cannot be shared out evenly to {self.num_nodes} nodes"
+            )
         if self.device == "cuda":
             steps = {b - a for a, b in zip(self.gpu_ids, self.gpu_ids[1:], strict=False)}
-            if len(self.gpu_ids) != self.tp_size or len(steps) > 1 or (steps and min(steps) < 1):
+            if len(self.gpu_ids) != self.ranks_here or len(steps) > 1 or (steps and min(steps) < 1):
                 raise ValueError(
-                    f"gpu_ids={self.gpu_ids} of {self.name}: SGLang takes tp_size={self.tp_size} "
-                    f"devices, ascending and evenly spaced"
+                    f"gpu_ids={self.gpu_ids} of {self.name}: SGLang takes {self.ranks_here} devices on this node"
+                    f" (tp_size={self.tp_size}), ascending and evenly spaced"
                 )
 
 
-def server_command(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
-    """Command that serves `spec` on `port`; `nccl_port` is the rendezvous of its tensor-parallel ranks."""
+def server_command(
+    spec: EngineSpec, port: int, nccl_port: int, meeting: str | None = None, bootstrap_port: int | None = None
+) -> list[str]:
+    """Command that serves `spec` on `port`; `nccl_port` is the rendezvous of its tensor-parallel ranks.
+
+    meeting         of an engine over several nodes: where their ranks meet, host:port of part 0's node
+    bootstrap_port  of an engine that prefills: where engines that decode meet it
+    """
+    assert (spec.num_nodes > 1) == (meeting is not None), "an engine meets at an address if it spans nodes"
+    spanning = {"nnodes": spec.num_nodes, "node_rank": spec.node_rank, "dist_init_addr": meeting}
     arguments: dict[str, Any] = {
         **_DEFAULTS,
-        **(_CPU_DEFAULTS if spec.device == "cpu" else {}),
+        **(_CPU_DEFAULTS if spec.device == "cpu" else _FP32_GPU_DEFAULTS if spec.dtype == "float32" else {}),
         **({} if spec.role == "engine" else {"context_length": _reading_length(spec.model_path)}),
         **spec.server_args,
         "model_path": _resolved(spec.model_path),
@@ -109,6 +154,8 @@ def server_command(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         "port": port,
         "nccl_port": nccl_port,
         "random_seed": spec.seed,
+        "disaggregation_bootstrap_port": bootstrap_port,
+        **(spanning if meeting is not None else {}),
     }
     if spec.device == "cpu" and spec.role == "engine":
         arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or ()), LOADER]
@@ -116,7 +163,7 @@ def server_command(spec: EngineSpec, port: int, nccl_port: int) -> list[str]:
         first, *rest = spec.gpu_ids
         arguments["base_gpu_id"] = first
         arguments["gpu_id_step"] = rest[0] - first if rest else 1
-    return [sys.executable, "-m", "fusionrl.engines.launch_server", *to_flags(arguments)]
+    return [*spec.wrapper, sys.executable, "-m", "fusionrl.engines.launch_server", *to_flags(arguments)]
 
 
 def to_flags(arguments: Mapping[str, object]) -> list[str]:
@@ -139,10 +186,11 @@ def to_flags(arguments: Mapping[str, object]) -> list[str]:
 
 
 def server_environment(spec: EngineSpec) -> dict[str, str]:
-    """Environment of the server: this process's without secrets, what `spec` decides, and the defaults of a CPU run."""
+    """Environment of the server: this process's without secrets, what `spec` decides, and the defaults of a CPU run.
+
+    It keeps this process's CUDA_VISIBLE_DEVICES, by which `spec.gpu_ids` are counted.
+    """
     env = child_environment("engine")
-    # gpu_ids are physical numbers, and a CUDA IPC handle names a device by the sender's numbering.
-    env.pop("CUDA_VISIBLE_DEVICES", None)
     env[DEVICE_VARIABLE] = spec.device
     # A health check that generates a token fails by design while generation is paused or memory released;
     # the router would take the engine out.
@@ -150,15 +198,18 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     # The server closes a connection that was idle for 5 s, which is when the router, after a training step, sends
     # the next rollout's requests over it: hundreds of resets at once.
     env.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", str(24 * 3600))
+    env.setdefault("SGLANG_LOG_MS", "1")  # milliseconds in the log, from which the timeline has the engine's load
     package_root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
-    interface = interface_of(spec.host)
-    if interface is not None:
-        env["GLOO_SOCKET_IFNAME"] = interface
+    env |= collective_interfaces(spec.host, env)
+    if spec.num_nodes > 1:
+        env[NODES_VARIABLE] = str(spec.num_nodes)
     if spec.role != "engine":
         env.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # see `_reading_length`
     if os.path.isdir(spec.model_path):
         env["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cuda" and spec.dtype == "float32":
+        env.setdefault("SGLANG_FORCE_FUSED_OP_BACKEND", "torch")
     if spec.device == "cpu":
         env["OMP_NUM_THREADS"] = str(spec.num_threads)
         env["TORCHDYNAMO_DISABLE"] = "1"
@@ -183,21 +234,22 @@ def _resolved(model_path: str) -> str:
 
 
 def _thread_binding(spec: EngineSpec) -> str:
-    """`cores|cores|...`, one group of `num_threads` cores a rank; engines and ranks go round the cores."""
+    """`cores|cores|...`, one group of `num_threads` cores a rank here; engines and ranks go round the cores."""
     cores = sorted(os.sched_getaffinity(0))
-    start = spec.index * spec.tp_size * spec.num_threads
+    start = (spec.index * spec.tp_size + spec.node_rank * spec.ranks_here) * spec.num_threads
     groups = []
-    for rank in range(spec.tp_size):
+    for rank in range(spec.ranks_here):
         wanted = range(start + rank * spec.num_threads, start + (rank + 1) * spec.num_threads)
         groups.append(",".join(str(core) for core in sorted({cores[i % len(cores)] for i in wanted})))
     return "|".join(groups)
 
 
 def _skip_other_models(env: dict[str, str], model_path: str) -> None:
-    """Tell SGLang not to import the model files that do not name this checkpoint's architecture.
+    """Tell SGLang not to import the model files that do not serve this checkpoint's architecture.
 
     A scheduler otherwise imports all of its 250 model files, 1.4 s of a start of 10 s. Files that the wanted
-    one imports are not affected. Left alone where the user set the variable or the architecture is unknown.
+    one imports are not affected. Where no file defines and serves it, those that name it are wanted. Left alone where
+    the user set the variable or the architecture is unknown.
     """
     config = Path(model_path, "config.json")
     package = importlib.util.find_spec("sglang")
@@ -206,6 +258,9 @@ def _skip_other_models(env: dict[str, str], model_path: str) -> None:
     architectures = json.loads(config.read_text()).get("architectures") or []
     files = sorted(Path(package.origin).parent.glob("srt/models/*.py"))
     texts = {file.stem: file.read_text(errors="replace") for file in files if file.stem != "__init__"}
+    names = "|".join(re.escape(name) for name in architectures) or "$."
+    serves = re.compile(rf"^class (?:{names})\b.*^EntryClass\b.*\b(?:{names})\b", re.MULTILINE | re.DOTALL)
     wanted = {stem for stem, text in texts.items() if any(name in text for name in architectures)}
+    wanted = {stem for stem in wanted if serves.search(texts[stem])} or wanted
     if wanted:
-        env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(texts.keys() - wanted - {"registry", "transformers"})
+        env["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(texts.keys() - wanted - {"registry", "transformers"}))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionrl.models.shape import read_hf_config
+from fusionrl.models import families
+from fusionrl.models.shape import ModelShape, read_hf_config, read_json_object, shape_from_hf_config
 from fusionrl.models.weight_files import tensor_names
 
 SCALE = "_scale_inv"
@@ -58,6 +59,43 @@ def read_quantization(folder: str | Path, flag: str = "--hf-checkpoint") -> Bloc
         if entry is not None:
             raise ValueError(f"{where} {entry} left unquantised, but its files have {name + SCALE}; fetch it again")
     return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", quantized)
+
+
+def read_described(path: str | Path, flag: str = "--hf-checkpoint") -> tuple[ModelShape, BlockFp8 | None]:
+    """The shape of a Hugging Face folder, or of its config.json alone, and the quantisation that it describes.
+
+    Raises:
+        ValueError: neither, or a config.json that is no supported model's; names `flag`.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"{flag} {path}: there is no config.json; give one, or a folder that has one")
+    raw = read_json_object(file, f"{flag} {path}: it")
+    shape = shape_from_hf_config(raw, f"{flag} {path}")
+    return shape, described_quantization(raw, shape, f"{flag} {path}")
+
+
+def described_quantization(raw: Mapping[str, object], shape: ModelShape, where: str) -> BlockFp8 | None:
+    """The quantisation that a config.json describes, where its files are elsewhere; None: it has none.
+
+    Quantised are the projections of the layers, as in DeepSeek-V3's and Qwen3's fp8 checkpoints; routers, norms,
+    embedding and output layer are not. The files themselves may say otherwise: `read_quantization`.
+
+    Raises:
+        ValueError: another quantisation than block-wise fp8; begins with `where`.
+    """
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, Mapping) or not quantization:
+        return None
+    block = _checked_block(quantization, f"{where}: its config.json has a quantization_config with")
+    ignored = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
+    tensors = {name: sizes for rule in families.model_rules(shape).values() for name, sizes in rule.hf.items()}
+    names = frozenset(
+        name
+        for name, sizes in tensors.items()
+        if len(sizes) == 2 and "_proj" in name and not any(f".{entry}." in f".{name}" for entry in ignored)
+    )
+    return BlockFp8(block, quantization.get("scale_fmt") == "ue8m0", names)
 
 
 def _checked_block(quantization: Mapping[str, object], where: str) -> tuple[int, int]:

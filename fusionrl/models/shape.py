@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fusionrl.base.nearest import hint
 from fusionrl.models import families
 from fusionrl.models.families.hf_config import is_hf_config
+from fusionrl.models.yarn import check_yarn
 
 
 class MoEShape(BaseModel):
@@ -129,12 +130,21 @@ def read_hf_config(folder: str | Path, flag: str) -> dict[str, Any]:
         raise ValueError(f"{flag} {folder}: there is no such folder{meant}")
     if not path.is_file():
         raise ValueError(f"{flag} {folder}: it has no config.json; give a Hugging Face model folder")
+    return read_json_object(path, f"{flag} {folder}: config.json")
+
+
+def read_json_object(file: Path, shown: str) -> dict[str, Any]:
+    """Read a file that has a JSON object. `shown`: how messages name it.
+
+    Raises:
+        ValueError: it has none.
+    """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {folder}: config.json is not valid JSON ({error})") from error
+        raise ValueError(f"{shown} is not valid JSON ({error})") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{flag} {folder}: config.json is no JSON object")
+        raise ValueError(f"{shown} is no JSON object")
     return raw
 
 
@@ -155,7 +165,7 @@ def shape_from_hf_config(raw: Mapping[str, object], where: str = "config.json") 
         fields = family.read(raw)
         if isinstance(moe := fields.get("moe"), dict) and not moe["layers"]:
             del fields["moe"]  # every layer is one of the dense ones
-        _check_rope(fields)
+        _check_rope(fields, family.model_type)
     except KeyError as error:
         raise ValueError(f"{where}: config.json lacks {error.args[0]!r}") from error
     except ValueError as error:
@@ -168,12 +178,15 @@ def shape_from_hf_config(raw: Mapping[str, object], where: str = "config.json") 
         raise ValueError(f"{where}: config.json has {_sizes(raw)}") from error
 
 
-def _check_rope(fields: Mapping[str, object]) -> None:
+def _check_rope(fields: Mapping[str, Any], model_type: str) -> None:
     scaling = fields["rope_scaling"]
     if scaling is not None and not isinstance(scaling, Mapping):
         raise TypeError(f"rope_scaling is {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type")) if scaling else "default"
-    known = ("default", "yarn") if "mla" in fields else ("default", "llama3")
+    takes_yarn = "mla" in fields or model_type.startswith("qwen")
+    known = ("default", *["yarn"] * takes_yarn, *["llama3"] * ("mla" not in fields))
+    if scaling and kind == "yarn" and takes_yarn and "mla" not in fields:
+        check_yarn(scaling, fields.get("rotary_percent", 1.0))
     if kind not in known:
         raise ValueError(f"rope_scaling {scaling} is not supported; supported are {' and '.join(known)}")
 

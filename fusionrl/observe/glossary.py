@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 
 from fusionrl.observe.metric_entries.entry import Entry, Table
+from fusionrl.observe.metric_entries.hardware import HARDWARE
 from fusionrl.observe.metric_entries.rollouts import EVALUATIONS, ROLLOUTS
 from fusionrl.observe.metric_entries.run import PIPELINE, PUSHES, TIMES
 from fusionrl.observe.metric_entries.training import CRITIC, ENGINE_AGAINST_TRAINER, EVERY_MODEL, POLICY, REWARD_MODEL
@@ -32,6 +33,7 @@ SECTIONS: dict[str, Table] = {
     "Process reward model (`--algorithm prime`)": _with_prefix("prm", REWARD_MODEL, EVERY_MODEL),
     "Evaluations": EVALUATIONS,
     "Time and speed": TIMES,
+    "Machines": HARDWARE,
     "Pipelines": PIPELINE,
     "Weight pushes": PUSHES,
 }

@@ -59,15 +59,16 @@ class Progress:
         first_step: int = 0,
         refresh_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        is_live: bool = True,
     ) -> None:
         """Start the clock.
 
         `stream` defaults to stderr. `first_step` is the number of steps an earlier attempt finished. A panel
         is redrawn every `refresh_s` seconds so that its clock runs during a long step; 0 draws on updates
-        only.
+        only. Without `is_live` there are lines, no panel, also on a terminal, where a debugger may ask.
         """
         self._stream = sys.stderr if stream is None else stream
-        self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._live = is_live and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._clock = clock
         self._started = self._last_step_at = self._status_since = clock()
         self._state = State(mode=mode, total_steps=total_steps, step=first_step)

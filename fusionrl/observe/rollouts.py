@@ -30,6 +30,9 @@ _KIND = re.compile(r"[A-Za-z0-9][\w-]*")
 # What runs over a sample's tokens, and in how many dimensions.
 _ARRAYS = dict.fromkeys(("tokens", "prompt_tokens", "loss_mask", "weight_versions"), 1)
 _ARRAYS |= {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": 3}
+# The same in the trainers' rows (--save-token-values).
+TOKEN_VALUES = ("log_probs", "entropy", "advantages")
+_TRAINED_ARRAYS = dict.fromkeys(TOKEN_VALUES, 1)
 EVAL_KIND = "eval-"  # kind of an evaluation's samples: this, and the set's name
 FAILED_KINDS = frozenset(("failed", "eval-failed"))  # samples at which a user's function raised
 
@@ -79,24 +82,32 @@ class RolloutFile:
         None for a line that is no sample, as a copy of a file that is being written may end with.
         """
         for offset, line in _lines(self.path):
-            light = _parse(_without_arrays(line))
+            light = _parse(_without_arrays(line, _ARRAYS))
             yield offset, _parse(line) if light is None else light
 
     def row_at(self, offset: int) -> dict[str, object]:
         """The sample whose line begins at `offset`."""
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            row = _parse(file.readline())
-        assert row is not None, f"{self.path} has no sample at {offset}"
-        return row
+        return _row_at(self.path, offset)
 
     def trained(self) -> dict[int, dict[str, object]]:
         """Line (from 0) → what the trainers found out about its sample; {} where they have not (yet) trained on it."""
+        return {line: self.trained_at(offset) for line, (offset, _) in self.scan_trained().items()}
+
+    def scan_trained(self) -> dict[int, tuple[int, dict[str, object]]]:
+        """Line (from 0) → (offset of the trainers' row, the row without what runs over tokens); as `trained`."""
         path = trained_file(self.path)
         if not path.exists():
             return {}
-        rows = (_parse(line) for _, line in _lines(path))
-        return {line: row for row in rows if row is not None and isinstance(line := row.get("line"), int)}
+        found: dict[int, tuple[int, dict[str, object]]] = {}
+        for offset, text in _lines(path):
+            row = _parse(_without_arrays(text, _TRAINED_ARRAYS)) or _parse(text)
+            if row is not None and isinstance(line := row.get("line"), int):
+                found[line] = offset, row
+        return found
+
+    def trained_at(self, offset: int) -> dict[str, object]:
+        """The trainers' row that begins at `offset` of their file."""
+        return _row_at(trained_file(self.path), offset)
 
 
 class RolloutWriter:
@@ -156,13 +167,21 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _without_arrays(line: bytes) -> bytes:
+def _row_at(path: Path, offset: int) -> dict[str, object]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        row = _parse(file.readline())
+    assert row is not None, f"{path} has no row at {offset}"
+    return row
+
+
+def _without_arrays(line: bytes, arrays: Mapping[str, int]) -> bytes:
     """The line without arrays of numbers, which are nearly all of it: a tenth of the time to parse.
 
     Within a JSON text a quote is escaped, so that only keys are found. Where a user's field of such a name holds
     something else, the result may be no JSON: then the whole line is to be parsed.
     """
-    for name, depth in _ARRAYS.items():
+    for name, depth in arrays.items():
         start = line.find(b'"%b":%b' % (name.encode(), b"[" * depth))
         end = line.find(b"]" * depth, start)
         if 0 <= start < end:

@@ -3,6 +3,7 @@
 config.json  plan.txt      of attempt 1; config.a2.json, plan.a2.txt of a resume whose own differ
 metrics.jsonl              see `metrics`
 rollouts/ checkpoints/ logs/
+timeline/                  see `spans`
 run.lock                   who is at work here: pid, start time of that process, host
 """
 
@@ -26,7 +27,7 @@ from fusionrl.observe.values import to_jsonable, write_atomically
 LOCK_FILE = "run.lock"
 CONFIG_FILE = "config.json"  # of the first attempt: with it a folder holds a run
 SUB_FOLDERS = ("rollouts", "checkpoints", "logs")
-LINKED_FOLDERS = (*SUB_FOLDERS, "weights")  # a user may put them on another disk, by a link
+LINKED_FOLDERS = (*SUB_FOLDERS, "weights", "timeline")  # a user may put them on another disk, by a link
 
 
 def umask_of(mode: str) -> int:
@@ -110,6 +111,24 @@ class RunDir:
         self.close()
 
 
+def is_running(path: Path) -> bool:
+    """Return whether a live process, or one of another machine, which cannot be asked, holds a run's folder."""
+    try:
+        holder = _parse((path / LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return False
+    return holder is not None and (holder.get("host") != socket.gethostname() or _alive(holder))
+
+
+def other_host(path: Path) -> str | None:
+    """Return the host that holds a run's folder where it is another machine, which cannot be asked."""
+    try:
+        holder = _parse((path / LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return None if holder is None or holder.get("host") == socket.gethostname() else str(holder.get("host"))
+
+
 def last_config(path: Path) -> dict[str, object] | None:
     """Return the newest config.json of a run's folder; None where there is none that can be read."""
     file = last_config_file(path)
@@ -125,6 +144,11 @@ def last_config(path: Path) -> dict[str, object] | None:
 def last_config_file(path: Path) -> Path | None:
     """Return the file of the newest attempt's configuration: config.json, or config.a<n>.json of a resume."""
     return _last_version(path, "config", "json") if path.is_dir() else None
+
+
+def holds_run(path: Path) -> bool:
+    """Return whether a folder is that of a run; a model's folder has a config.json, too."""
+    return last_config_file(path) is not None and (path / LOCK_FILE).is_file()
 
 
 def own_config_file(path: Path) -> Path | None:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
-    _write(parts, sys.stdout)
+    write_text(parts, sys.stdout)
     return 0
 
 
@@ -88,10 +88,10 @@ def _shown(options: argparse.Namespace) -> Iterator[str]:
 def _page(run: Path, samples: Samples, chosen: list[Entry], options: argparse.Namespace) -> Iterator[str]:
     default = _LISTED if options.sample is None else _ALONE
     limit = default if options.chars is None else options.chars
-    paint = _painter(sys.stdout)
+    paint = painter(sys.stdout)
     yield samples.header(run, options.all_equal) + "\n"
     for entry in chosen:
-        yield "\n" + _block(samples.record(entry), limit, paint) + "\n"
+        yield "\n" + sample_block(samples.record(entry), limit, paint) + "\n"
     if options.sample is not None:
         if group := samples.describe_group(chosen[0]):
             yield f"\n{group}\n"
@@ -213,7 +213,9 @@ class Samples:
         self.groups: dict[object, list[Entry]] = {}
         for entry in self.entries:
             self.groups.setdefault(entry.group, []).append(entry)
-        self._trained = file.trained()
+        found = file.scan_trained()
+        self.trained = {line: row for line, (_, row) in found.items()}
+        self._trained_offsets = {line: offset for line, (offset, _) in found.items()}
 
     def _entry(self, line: int, offset: int, row: dict[str, object]) -> Entry:
         group, index, length = row.get("group_index"), row.get("index"), row.get("response_length")
@@ -254,7 +256,7 @@ class Samples:
 
     def record(self, entry: Entry) -> Shown:
         """Collect what is shown of a sample."""
-        row, trained = self.file.row_at(entry.offset), self._trained.get(entry.line, {})
+        row, trained = self.file.row_at(entry.offset), self.trained.get(entry.line, {})
         reward = row.get("reward")
         mask, versions = row.get("loss_mask"), row.get("weight_versions")
         num_trained = sum(map(bool, mask)) if isinstance(mask, list) else entry.length
@@ -279,8 +281,13 @@ class Samples:
             "metadata": row.get("metadata") or {},
         }
 
+    def trained_row(self, entry: Entry) -> dict[str, object]:
+        """Values of a sample that the trainers wrote, those of its tokens included; {} where they wrote none."""
+        offset = self._trained_offsets.get(entry.line)
+        return {} if offset is None else self.file.trained_at(offset)
+
     def _equal_groups(self) -> list[list[Entry]]:
-        return [group for group in self.groups.values() if _is_equal(group)]
+        return [group for group in self.groups.values() if is_equal(group)]
 
     def header(self, run: Path, all_equal: bool) -> str:
         """Describe the step's samples in two lines."""
@@ -313,11 +320,12 @@ class Samples:
             return ""
         shown = ", ".join(f"{sibling.index}: {_number(sibling.reward)}" for sibling in siblings[:64])
         more = f" and {len(siblings) - 64} more" if len(siblings) > 64 else ""
-        equal = " (all equal)" if _is_equal(siblings) else ""
+        equal = " (all equal)" if is_equal(siblings) else ""
         return f"group {entry.group}, sample: reward{equal}\n  {shown}{more}"
 
 
-def _is_equal(group: Sequence[Entry]) -> bool:
+def is_equal(group: Sequence[Entry]) -> bool:
+    """Return whether all rewards of a group are equal, which the group then teaches nothing."""
     rewards = [entry.reward for entry in group if entry.reward is not None]
     return bool(rewards) and max(rewards) - min(rewards) < _EQUAL
 
@@ -331,7 +339,7 @@ def reward_number(reward: object, key: str | None) -> float | None:
 
 
 # ------------------------------------------------------------------------------------------------ text
-def _block(record: Shown, limit: int, paint: Paint) -> str:
+def sample_block(record: Shown, limit: int, paint: Paint) -> str:
     """One sample, a line of numbers and its texts."""
     parts = [f"sample {record['index']}", f"group {record['group']}", f"reward {_number(record['reward'])}"]
     if record["advantage"] is not None:
@@ -376,14 +384,20 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ("none" if value is None else json.dumps(value))
 
 
-def _painter(stream: TextIO) -> Paint:
+def may_color(stream: TextIO) -> bool:
+    """Return whether `stream` is a terminal that may have colours."""
+    return stream.isatty() and color_wanted() and os.environ.get("TERM") != "dumb"
+
+
+def painter(stream: TextIO) -> Paint:
     """Colours a text by an SGR code where `stream` is a terminal that may have colours."""
-    if stream.isatty() and color_wanted() and os.environ.get("TERM") != "dumb":
+    if may_color(stream):
         return lambda text, style: f"\x1b[{style}m{text}\x1b[0m"
     return lambda text, style: text
 
 
-def _write(parts: Iterable[str], stream: TextIO) -> None:
+def write_text(parts: Iterable[str], stream: TextIO) -> None:
+    """Write as much as the stream's encoding can say; a reader that has left is no error."""
     encoding = stream.encoding or "utf-8"
     try:
         for text in parts:

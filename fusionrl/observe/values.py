@@ -15,6 +15,9 @@ import orjson
 Scalar = float | int | str | bool | None
 
 
+_PLAIN = frozenset((type(None), bool, int, str))  # JSON has them as they are
+
+
 def to_scalar(key: str, value: object) -> Scalar:
     """`value` as a Python scalar; arrays and tensors of one element count as scalars.
 
@@ -36,7 +39,9 @@ def to_jsonable(value: object) -> object:
     An object of no known kind (a user may put anything into a sample's metadata) becomes its `repr`: a file
     that can be written is worth more than a run that stops over a field nobody trains on.
     """
-    if value is None or isinstance(value, bool | str):
+    if type(value) in _PLAIN:  # most values
+        return value
+    if isinstance(value, str):
         # A str-valued Enum is a str too; its value is what a reader expects.
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):

@@ -102,20 +102,24 @@ def divide(
     singles = [[i] for group in groups for i in group]
     best = _divide(singles, padded, prompts, ranks, balance)
     if balance.share_prompts and len(singles) > len(groups):
-        limit = balance.max_samples or len(lengths)
-        units = [
-            unit
-            for group in groups
-            for unit in (
-                [list(group)]
-                if padded[list(group)].sum() <= balance.max_tokens and len(group) <= limit
-                else [[i] for i in group]
-            )
-        ]
+        units = [unit for group in groups for unit in _fitting(group, padded, balance)]
         together = _divide(units, padded, prompts, ranks, balance)
         if together[0] <= best[0]:
             best = together
     return best[1]
+
+
+def _fitting(group: Sequence[int], padded: np.ndarray, balance: Balance) -> list[list[int]]:
+    """Siblings in as few parts as fit into a micro-batch each, in their order."""
+    units: list[list[int]] = [[]]
+    room = balance.max_tokens
+    for i in group:
+        if units[-1] and (padded[i] > room or len(units[-1]) == balance.max_samples):
+            units.append([])
+            room = balance.max_tokens
+        units[-1].append(i)
+        room -= int(padded[i])
+    return units
 
 
 def _divide(

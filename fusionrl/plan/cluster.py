@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fusionrl.config.config import Config
+from fusionrl.config.engine_groups import serving_groups
 from fusionrl.config.parts import estimator_of, uses_trainers
-from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.auxiliary import auxiliary_role, role_flag
 from fusionrl.plan.devices import KINDS, Machine
 
@@ -70,7 +69,9 @@ def on_cluster(config: Config, cluster: Cluster) -> Config:
     Raises:
         ValueError: flags that contradict the cluster, or that do not say how it is divided.
     """
-    own, given = config.cluster, config.cluster.model_fields_set
+    own, given = config.cluster, set(config.cluster.model_fields_set)
+    if serving_groups(config):  # they say how many
+        given.add("rollout_num_gpus")
     for field, size in (("num_gpus_per_node", cluster.num_gpus), ("device", "cuda")):
         value = getattr(own, field)
         if field in given and value not in (size, "auto"):
@@ -120,35 +121,15 @@ def _others(config: Config) -> int:
     return count
 
 
-def read_shape(path: str | None) -> ModelShape:
-    """The shape of a Hugging Face folder, or of its config.json alone.
-
-    Raises:
-        ValueError: neither, or a config.json that is no supported model's.
-    """
-    if path is None:
-        raise ValueError("--hf-checkpoint is required: a config.json, or a folder that has one")
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise ValueError(f"--hf-checkpoint {path}: there is no config.json; give one, or a folder that has one")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--hf-checkpoint {path}: it is not valid JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"--hf-checkpoint {path}: it is no JSON object")
-    return shape_from_hf_config(raw, f"--hf-checkpoint {path}")
-
-
-def not_checked(config: Config) -> list[str]:
-    """List what a plan for a cluster elsewhere did not look at."""
+def not_checked(config: Config, unread: Collection[str] = ()) -> list[str]:
+    """List what a plan for a cluster elsewhere did not look at. `unread`: roles whose model has no config.json here."""
     shown = ["tokenizer", "weights and their quantisation", "prompt data", "rewards", "functions (--…-path)"]
     if config.eval.has_sets:
         shown.append("evaluation sets")
     if config.reward.rm_model is not None:
-        shown.append("reward model (its own memory)")
+        shown.append("reward model" + (" (its own memory)" if "reward-model" in unread else ""))
     if config.algorithm.use_opd:
-        shown.append("teacher (its own memory)")
+        shown.append("teacher" + (" (its own memory)" if "teacher" in unread else ""))
     if config.model.ref_load is not None:
         shown.append("reference model")
     role = estimator_of(config.algorithm).role

@@ -20,10 +20,13 @@ def trainer_precision(wanted: str, device: str) -> Precision:
     return precision_or(wanted, "bf16" if device == "cuda" else "fp32")
 
 
-def layer_impl(wanted: str, device: str, has_fused_layers: bool) -> Impl:
-    """Return whose layers the trainers have (--transformer-impl): for `auto` fused ones on GPUs, where installed."""
+def layer_impl(wanted: str, device: str, has_fused_layers: bool, precision: str) -> Impl:
+    """Return whose layers the trainers have (--transformer-impl): for `auto` fused ones on GPUs, where installed.
+
+    In fp32 the local ones: no attention of Transformer Engine's takes packed sequences in it.
+    """
     if wanted == "auto":
-        return "transformer_engine" if device == "cuda" and has_fused_layers else "local"
+        return "transformer_engine" if device == "cuda" and has_fused_layers and precision != "fp32" else "local"
     return "local" if wanted == "local" else "transformer_engine"
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fusionrl.base.memory_groups import limited_groups
+from fusionrl.plan.visible import VARIABLE, visible_names
+
 GIB = 2**30
 # Memory cards of the GDDR kind keep their error-correcting codes in the same memory, 1/16 of it.
 _INLINE_ECC = 15 / 16
@@ -76,7 +79,9 @@ def this_machine(device: Literal["cpu", "cuda"]) -> Machine:
         return unknown
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        first = next(iter(visible_names(os.environ.get(VARIABLE)) or ("0",)))
+        of = pynvml.nvmlDeviceGetHandleByIndex if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        handle = of(int(first) if first.isdigit() else first)
         name, total = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
@@ -91,9 +96,4 @@ def host_memory(root: Path = Path("/")) -> float | None:
         sizes.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
     except (ValueError, OSError):  # a system without these names
         pass
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            sizes.append(float((root / name).read_text()))
-        except (OSError, ValueError):  # not there, or "max": no limit
-            continue
-    return min(sizes, default=None)
+    return min([*sizes, *(group.limit for group in limited_groups(root))], default=None)

@@ -30,7 +30,7 @@ _OFF: dict[str, object] = {
         ("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group", "wandb_project")
         + ("wandb_run_id", "tb_project_name", "tb_experiment_name", "tensorboard_dir", "dump_details")
         + ("save_debug_train_data", "multimodal_keys", "log_reward_category", "sglang_model_routers")
-        + ("sglang_speculative_algorithm", "eval_min_new_tokens", "rollout_buffer_url", "rollout_external_engine_addrs")
+        + ("sglang_speculative_algorithm", "eval_min_new_tokens", "rollout_buffer_url")
     ),
     "wandb_random_suffix": True,
     "sglang_dp_size": 1,
@@ -49,7 +49,7 @@ def slime_args(config: Config, plan: Plan) -> dict[str, object]:
         **_OFF,
         **_model(shape),
         "rollout_num_engines": num_engines,
-        "rollout_num_gpus": num_engines * config.cluster.rollout_num_gpus_per_engine,
+        "rollout_num_gpus": sum(len(bundles) for bundles in plan.engine_bundles),
         "router_policy": config.passthrough.router.get("policy", "cache_aware"),
         "sglang_router_policy": config.passthrough.router.get("policy", "cache_aware"),
         "over_sampling_batch_size": rollout.over_sampling_batch_size or rollout.rollout_batch_size,

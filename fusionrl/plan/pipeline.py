@@ -131,11 +131,10 @@ def stream_errors(config: Config) -> list[str]:
         except ValueError as error:
             errors.append(str(error))
     if rollout.partial_rollout:
-        errors.append(f"{shown}: --partial-rollout belongs to --pipeline {IN_TURN}; --in-flight does it here")
-    if rollout.rollout_all_samples_process_path is not None:
         errors.append(
-            f"{shown}: --rollout-all-samples-process-path sees all groups of one rollout, and here groups belong to"
-            f" none before they are trained; take --pipeline {IN_TURN}"
+            f"{shown}: --partial-rollout belongs to --pipeline {IN_TURN}: it keeps what is unfinished when a rollout"
+            " ends, and here samples are under way over all rollouts; leave it out (--in-flight says what a push does"
+            " to them)"
         )
     if "pause_generation_mode" in config.given():
         errors.append(

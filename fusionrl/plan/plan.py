@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -9,13 +10,15 @@ from typing import Literal
 from fusionrl.algorithms.estimators import Role
 from fusionrl.config.config import Config
 from fusionrl.config.divisors import dividing
-from fusionrl.config.parts import asks_for_routing, uses_engines, uses_trainers
+from fusionrl.config.engine_groups import EngineGroup, engine_groups
+from fusionrl.config.parts import uses_engines, uses_trainers
 from fusionrl.control.knobs import Knobs
 from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.plan.auxiliary import AuxiliaryPlan, auxiliary_config, auxiliary_role, role_flag
 from fusionrl.plan.balance import Balance, SequenceCost
 from fusionrl.plan.batch import BatchPlan, plan_batches
+from fusionrl.plan.checks import check_device, check_placement
 from fusionrl.plan.defaults import layer_impl, precision_or, trainer_precision, trainer_threads
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.hook_args import slime_args
@@ -23,23 +26,11 @@ from fusionrl.plan.layout import TrainerLayout, model_errors, sequence_multiple,
 from fusionrl.plan.memory.advice import least_change
 from fusionrl.plan.memory.report import MemoryReport, memory_report
 from fusionrl.plan.pipeline import is_streamed, knobs_of
-from fusionrl.plan.places import place_engines, place_evaluation
+from fusionrl.plan.places import engine_sizes, place_evaluation, place_policy
 from fusionrl.plan.push import push_tensors, torch_name
+from fusionrl.plan.scorers import ScorerPlan, plan_scorers
 from fusionrl.plan.trainer_plan import TrainerPlan
-
-
-@dataclass(frozen=True)
-class ScorerPlan:
-    """Engines that only read, and whose weights stay as they are: a reward model's or a teacher's."""
-
-    role: Literal["reward-model", "teacher"]
-    model_path: str
-    bundles: tuple[tuple[int, ...], ...]  # engine → its bundles
-
-    @property
-    def size(self) -> int:
-        """Devices of one engine (its tensor parallel size)."""
-        return len(self.bundles[0])
+from fusionrl.plan.turns import StartOrder, start_order
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class Plan:
     layout: TrainerLayout | None  # None: the run has no trainers
     auxiliary: AuxiliaryPlan | None  # the critic, or the process reward model
     num_engines: int
-    engine_size: int
+    engine_size: int  # of the smallest, where --engine-group has several sizes
     num_bundles: int
     trainer_bundles: tuple[int, ...]  # rank → bundle
     engine_bundles: tuple[tuple[int, ...], ...]  # engine → its bundles
@@ -64,6 +55,7 @@ class Plan:
     num_rollout: int
     train_num_threads: int
     eval_bundles: tuple[tuple[int, ...], ...] = ()  # the same of engines that evaluate alone, numbered after the others
+    groups: tuple[EngineGroup, ...] = ()  # of --engine-group, in the order of their engines
     quantization: BlockFp8 | None = None  # of the engines' weights
     memory: MemoryReport | None = None
     sandbox: str | None = None  # the kind that this machine gives to programs of the model; None: the run has none
@@ -101,6 +93,28 @@ class Plan:
     def all_engine_bundles(self) -> tuple[tuple[int, ...], ...]:
         """The bundles of every engine that serves the policy, by its number: to generate, and to evaluate alone."""
         return self.engine_bundles + self.eval_bundles
+
+    @property
+    def has_pairs(self) -> bool:
+        """Return whether the router sends each request to a pair of engines: one prefills, the other decodes."""
+        return any(group.role == "prefill" for group in self.groups)
+
+    def group_of(self, engine: int) -> EngineGroup | None:
+        """Return the group of an engine, by its number; None: it has the run's --sglang-* alone."""
+        if engine >= self.num_engines:
+            return next((group for group in self.groups if group.role == "eval"), None)
+        serving = (group for group in self.groups if group.role != "eval" for _ in range(group.num_engines))
+        return next(itertools.islice(serving, engine, None), None)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether engines and trainers share GPUs, which have no room for all of both (`plan/turns.py`)."""
+        return self.device == "cuda" and self.is_colocated
+
+    @property
+    def start_order(self) -> StartOrder:
+        """Return who starts before whom on the devices."""
+        return start_order(self.takes_turns, self.engines_give_memory)
 
     @property
     def is_colocated(self) -> bool:
@@ -169,24 +183,24 @@ def _plan(
     precision = trainer_precision(model.precision, device)
     layout = _layout(config, shape)
     rollout_dtype = precision_or(model.rollout_dtype, precision)
-    _check_device(config, device, rollout_dtype, quantization)
+    check_device(config, device, precision, rollout_dtype, quantization)
+    check_placement(config, device)
     if layout:
         errors = model_errors(layout, shape, config.passthrough.transformer)
         if errors:
             raise ValueError(errors[0])
         _check_saved(config, layout, shape)
     world_size = layout.world_size if layout else 0
-    rollout_gpus = _rollout_gpus(config)
-    size = cluster.rollout_num_gpus_per_engine
+    sizes = _engine_sizes(config)
     first_engine = 0 if cluster.colocate else world_size
-    num_engines = rollout_gpus // size
-    engine_bundles = tuple(
-        tuple(range(first_engine + e * size, first_engine + (e + 1) * size)) for e in range(num_engines)
-    )
-    num_bundles = max(world_size, first_engine + rollout_gpus)
+    num_engines = len(sizes)
+    # Of one size they have always followed one another, and on several nodes the sizes are chosen to fit.
+    may_skip = bool(cluster.engine_group) and not cluster.colocate
+    engine_bundles = place_policy(sizes, first_engine, cluster.num_gpus_per_node, may_skip=may_skip)
+    num_bundles = max([world_size, *(1 + bundles[-1] for bundles in engine_bundles)])
     auxiliary = _auxiliary(config, shape, device, num_bundles) if layout else None
     num_bundles = max(num_bundles, 1 + max(auxiliary.bundles)) if auxiliary else num_bundles
-    scorers = _scorers(config, num_bundles)
+    scorers = plan_scorers(config, num_bundles)
     num_bundles = max([num_bundles, *(1 + bundles[-1] for scorer in scorers for bundles in scorer.bundles)])
     eval_bundles = place_evaluation(config, num_bundles) if layout and num_engines else ()
     transport = None
@@ -202,11 +216,12 @@ def _plan(
         layout=layout,
         auxiliary=auxiliary,
         num_engines=num_engines,
-        engine_size=size,
+        engine_size=min(sizes, default=cluster.rollout_num_gpus_per_engine),
         num_bundles=max([num_bundles, *(1 + bundles[-1] for bundles in eval_bundles)]),
         trainer_bundles=tuple(range(world_size)),
         engine_bundles=engine_bundles,
         eval_bundles=eval_bundles,
+        groups=engine_groups(config) if num_engines else (),
         scorers=scorers,
         transport=transport,
         batch=_batch(config, layout),
@@ -215,34 +230,14 @@ def _plan(
         train_num_threads=trainer_threads(cluster.train_num_threads, num_cores, local_ranks),
         quantization=quantization,
     )
-    takes_turns = device == "cuda" and plan.is_colocated
     when = cluster.offload_train
     return replace(
         plan,
         knobs=knobs_of(config, plan.num_rollout, num_engines) if is_streamed(config) else None,
-        engines_give_memory=takes_turns and cluster.offload_rollout,
-        trainers_give_memory=when == "always" or (when == "auto" and takes_turns),
+        engines_give_memory=plan.takes_turns and cluster.offload_rollout,
+        trainers_give_memory=when == "always" or (when == "auto" and plan.takes_turns),
         answers=_answers(config, plan),
     )
-
-
-def _check_device(
-    config: Config, device: Literal["cpu", "cuda"], rollout_dtype: str, quantization: BlockFp8 | None
-) -> None:
-    """Refuse what the device cannot do."""
-    if device == "cpu" and config.passthrough.optimizer.get("optimizer_cpu_offload"):
-        raise ValueError("--optimizer-cpu-offload: there is no GPU memory to save on a CPU; leave the flag out")
-    if device == "cpu" and asks_for_routing(config):
-        raise ValueError(
-            "--use-rollout-routing-replay: SGLang records which experts it chose on a GPU alone; set"
-            " rollout_routed_experts in --custom-generate-function-path, or take --use-routing-replay"
-        )
-    if quantization is not None and uses_engines(config) and (device == "cpu" or rollout_dtype == "fp32"):
-        raise ValueError(
-            f"--hf-checkpoint {config.model.hf_checkpoint}: its weights are in fp8, with which SGLang computes on a GPU"
-            f" alone, and in bf16; this would be on {device} with --rollout-dtype {rollout_dtype}: change these, or"
-            " give the bf16 checkpoint"
-        )
 
 
 def _answers(config: Config, plan: Plan) -> dict[str, object]:
@@ -257,10 +252,13 @@ def _answers(config: Config, plan: Plan) -> dict[str, object]:
     }
 
 
-def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = None) -> list[str]:
+def plan_errors(
+    config: Config, num_prompts: int, shape: ModelShape | None = None, device: Literal["cpu", "cuda"] = "cpu"
+) -> list[str]:
     """Every size that does not divide or does not fit, all at once; what `make_plan` raises one of.
 
-    Without a shape (the model could not be read) what depends on it is left out.
+    Without a shape (the model could not be read) what depends on it is left out. `device` is the run's, as it was
+    found where --device is auto.
     """
     errors: list[str] = []
     layout = None
@@ -275,11 +273,11 @@ def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = Non
         errors.append(str(error))
     pieces: list[Callable[[], object]] = [
         lambda: _auxiliary(config, shape, "cpu", 0) if shape and layout else None,
-        lambda: _rollout_gpus(config),
-        lambda: _scorers(config, 0),
+        lambda: _engine_sizes(config),
+        lambda: plan_scorers(config, 0),
         lambda: place_evaluation(config, 0),
         lambda: _batch(config, layout),
-        lambda: _check_colocated(config),
+        lambda: check_placement(config, device),
     ]
     if num_prompts:
         pieces.append(lambda: _num_rollout(config, num_prompts))
@@ -288,24 +286,7 @@ def plan_errors(config: Config, num_prompts: int, shape: ModelShape | None = Non
             piece()
         except ValueError as error:
             errors.append(str(error))
-    return errors
-
-
-def _check_colocated(config: Config) -> None:
-    """On GPUs an engine that shares its device with a trainer gets its weights by IPC, and every device has both."""
-    cluster, transport = config.cluster, config.weights.update_weight_transport
-    if cluster.device == "cpu" or not (uses_trainers(config) and uses_engines(config)):
-        return
-    world_size = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    if cluster.colocate and transport == "broadcast" and cluster.device == "cuda":
-        raise ValueError(
-            "--update-weight-transport broadcast with --colocate: NCCL takes no two ranks on one GPU; use ipc or auto"
-        )
-    if cluster.colocate and (cluster.rollout_num_gpus or world_size) > world_size:
-        raise ValueError(
-            f"--rollout-num-gpus {cluster.rollout_num_gpus} with --colocate: only {world_size} devices have a trainer"
-            " to share; raise --actor-num-gpus-per-node or leave --colocate out"
-        )
+    return list(dict.fromkeys(errors))
 
 
 def _auxiliary(config: Config, shape: ModelShape, device: str, first: int) -> AuxiliaryPlan | None:
@@ -392,42 +373,15 @@ def _chunks_that_do(num_layers: int, stages: int, wanted: int) -> str:
     return "" if num_layers % stages else f"; {dividing(num_layers // stages, wanted)}"
 
 
-def _rollout_gpus(config: Config) -> int:
-    """Devices of the engines in all."""
+def _engine_sizes(config: Config) -> list[int]:
+    """Devices of each engine of the policy."""
     cluster = config.cluster
     if not uses_engines(config):
-        return 0
+        return []
     count = cluster.rollout_num_gpus or 1
     if cluster.rollout_num_gpus is None and cluster.colocate and uses_trainers(config):
         count = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
-    size = cluster.rollout_num_gpus_per_engine
-    if count % size:
-        raise ValueError(
-            f"--rollout-num-gpus {count} is no multiple of --rollout-num-gpus-per-engine {size};"
-            f" {dividing(count, size)}"
-        )
-    return count
-
-
-def _scorers(config: Config, first: int) -> tuple[ScorerPlan, ...]:
-    """The engines that only read, on devices from `first` on."""
-    if not uses_engines(config):
-        return ()
-    reward, algorithm, per_node = config.reward, config.algorithm, config.cluster.num_gpus_per_node
-    wanted: list[tuple[Literal["reward-model", "teacher"], str, str, int, int]] = []
-    if reward.rm_model is not None:
-        wanted.append(
-            ("reward-model", "--rm", reward.rm_model, reward.rm_num_gpus, reward.rm_num_gpus_per_engine),
-        )
-    if algorithm.use_opd and algorithm.opd_type == "sglang" and algorithm.opd_teacher_load is not None:
-        count, size = algorithm.opd_teacher_num_gpus, algorithm.opd_teacher_num_gpus_per_engine
-        wanted.append(("teacher", "--opd-teacher", algorithm.opd_teacher_load, count, size))
-    scorers = []
-    for role, prefix, path, count, size in wanted:
-        bundles = place_engines(f"{prefix}-num-gpus", f"{prefix}-num-gpus-per-engine", count, size, first, per_node)
-        first = 1 + bundles[-1][-1]
-        scorers.append(ScorerPlan(role, path, bundles))
-    return tuple(scorers)
+    return engine_sizes(config, count)
 
 
 def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:
@@ -445,7 +399,8 @@ def _batch(config: Config, layout: TrainerLayout | None) -> BatchPlan | None:
 def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: str) -> Balance:
     # Transformer Engine's attention takes every sequence by itself, context parallelism cuts each one up, and latent
     # attention makes its own rotary embeddings.
-    local = layer_impl(config.model.transformer_impl, device, has_fused_layers=True) == "local"
+    precision = trainer_precision(config.model.precision, device)
+    local = layer_impl(config.model.transformer_impl, device, True, precision) == "local"
     return Balance(
         cost=SequenceCost.of_shape(shape),
         max_tokens=config.train.max_tokens_per_gpu * layout.cp,
@@ -453,7 +408,7 @@ def _balance(config: Config, layout: TrainerLayout, shape: ModelShape, device: s
         pad_to=sequence_multiple(layout.cp, layout.tp),
         stages=layout.pp,
         multiple=layout.pp if layout.vpp > 1 else 1,
-        share_prompts=local and layout.cp == 1 and shape.mla is None,
+        share_prompts=config.train.share_prompts and local and layout.cp == 1 and shape.mla is None,
     )
 
 

@@ -48,14 +48,20 @@ class EngineTarget:
 
     index: int
     handle: Any
-    node_id: str
+    node_id: str  # `join_nodes` of several
     bundles: tuple[int, ...]  # devices of its tensor parallel ranks
     num_restarts: int = 0  # by which the sender knows that this is another process
     ep_size: int = 1  # parts into which its ranks divide the experts (SGLang's --ep-size)
+    host: str = ""  # of an engine that others have started; such a one joins a group as SGLang does by itself
 
     @property
     def tp_size(self) -> int:
         return len(self.bundles)
+
+
+def join_nodes(nodes: Iterable[str]) -> str:
+    """Return the name of the place that an engine over these nodes has: none of them, so nobody shares its memory."""
+    return "+".join(dict.fromkeys(nodes))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusionrl.config.config import Config
+from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
 from fusionrl.config.presets import described
 from fusionrl.plan.layout import TrainerLayout, stage_layers
@@ -12,6 +13,8 @@ from fusionrl.plan.pipeline import described as described_knobs
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import plan_for_layout, torch_name
 from fusionrl.plan.schedule import warm_up_notes
+from fusionrl.plan.turns import described as described_turns
+from fusionrl.upstream.cpu_attention import BACKEND
 
 
 def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str:
@@ -27,6 +30,8 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         f"collectives {plan.backend}",
         f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
     ]
+    if plan.start_order != "together":
+        lines.append(f"turns      {described_turns(plan.start_order)}")
     if plan.knobs:
         lines.append(f"pipeline   {described_knobs(plan.knobs)}")
     if (loss := described_loss(config)) is not None:
@@ -41,11 +46,14 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
         named = [f"engine {i} on {_devices(bundles)}" for i, bundles in enumerate(plan.engine_bundles)]
         in_place = config.weights.pause_generation_mode == "in_place"
         cache = "; no prefix cache, for --pause-generation-mode in_place" if in_place else ""
-        lines.append(f"engines    {plan.num_engines} x TP {plan.engine_size}: {_some(named)}{cache}")
+        sizes = f"{plan.num_engines} x TP {plan.engine_size}" if not plan.groups else f"{plan.num_engines} in groups"
+        lines.append(f"engines    {sizes}: {_some(named)}{cache}{_attention(plan, config)}")
+        lines += [f"           {_group(group)}" for group in plan.groups]
     if plan.eval_bundles:
         first = plan.num_engines
         named = [f"engine {first + i} on {_devices(bundles)}" for i, bundles in enumerate(plan.eval_bundles)]
-        lines.append(f"evaluation {len(named)} x TP {plan.engine_size}, while training goes on: {_some(named)}")
+        size = len(plan.eval_bundles[0])
+        lines.append(f"evaluation {len(named)} x TP {size}, while training goes on: {_some(named)}")
     for scorer in plan.scorers:
         name = "rm" if scorer.role == "reward-model" else scorer.role
         lines.append(
@@ -94,9 +102,28 @@ def _push(plan: Plan, config: Config) -> list[str]:
     return [f"{line}: {what}", f"           {who}"]
 
 
+def _group(group: EngineGroup) -> str:
+    """One group of --engine-group: its size, its role, and what its engines have that others have not."""
+    own = " ".join(to_option(name, value) for name, value in group.server_args.items())
+    return f"{group.name}: {group.num_engines} x TP {group.per_engine}, {group.role}" + (f", {own}" if own else "")
+
+
+def to_option(name: str, value: object) -> str:
+    """Return a field of SGLang's as its flag."""
+    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+
+
 def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
     sizes = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} x DP {layout.dp} (EP {layout.ep})"
     return f"{layout.world_size} ranks = {sizes} on devices {_devices(bundles)}"
+
+
+def _attention(plan: Plan, config: Config) -> str:
+    """The attention backend of engines on a CPU, or one that the user chose; on a GPU SGLang chooses."""
+    backend = config.passthrough.sglang.get("attention_backend")
+    if backend is None and plan.device == "cpu":
+        backend = BACKEND if plan.shape.mla is None else "torch_native"  # see `cpu_attention.create`
+    return f"; attention {backend}" if backend else ""
 
 
 def _some(named: list[str]) -> str:
@@ -117,4 +144,4 @@ def _idle(plan: Plan) -> str:
     )
     used |= set(plan.auxiliary.bundles) if plan.auxiliary else set()
     idle = [bundle for bundle in range(plan.num_bundles) if bundle not in used]
-    return f", idle {idle} so that no engine spans two nodes" if idle else ""
+    return f", idle {idle} so that no engine spans more nodes than it needs" if idle else ""

@@ -8,15 +8,19 @@ import logging
 import math
 import os
 import threading
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
+from fusionrl.observe.courses import part
 from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of, takes_a_list
+from fusionrl.rewards.here import score_here
 from fusionrl.rewards.model import model_score
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
@@ -58,6 +62,16 @@ async def batched_async_rm(
 
 async def score_sample(settings: RewardSettings, sample: Sample, **kwargs: object) -> float | dict[str, object]:
     """Return the reward of one sample; see `async_rm`."""
+    start = time.monotonic_ns()
+    try:
+        return await _score_sample(settings, sample, kwargs)
+    finally:
+        part("reward", start, index=-1 if sample.index is None else sample.index)
+
+
+async def _score_sample(
+    settings: RewardSettings, sample: Sample, kwargs: dict[str, object]
+) -> float | dict[str, object]:
     grading = settings.grading
     name, path, rm_type = reward_name(grading, sample), reward_path(grading, sample), rm_type_of(grading, sample)
     if path is None and not rm_type and settings.is_optional:
@@ -90,7 +104,9 @@ async def score_group(
     if not is_one_call or any(sample.custom_rm_path for sample in samples):
         return list(await asyncio.gather(*(score_sample(settings, sample, **kwargs) for sample in samples)))
     name = f"--custom-rm-path {path}"
+    start = time.monotonic_ns()
     rewards = await _score(settings, samples, "group", path, name, kwargs)
+    part("reward", start, samples=len(samples))
     if isinstance(rewards, Lost):
         return [_without_reward(settings, sample, rewards, name) for sample in samples]
     if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
@@ -142,17 +158,31 @@ async def _score(
     kwargs: dict[str, object],
 ) -> object:
     """Let a process of the pool call the function of `path`, or the built-in reward where that is None."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = reward_pool(settings.num_processes or cores)
-    packed = settings.grading.packed(_args_for(path, settings))
-    future = pool.submit(packed, samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=is_async(path))
+    asynchronous = is_async(path)
     try:
-        return await asyncio.wrap_future(future)
+        if settings.in_process:
+            args = _args_for(path, settings)
+            return await score_here(settings.grading, args, samples, call=call, kwargs=kwargs, is_async=asynchronous)
+        return await asyncio.wrap_future(_submit(settings, samples, call, path, kwargs, asynchronous))
     except RewardRaised as error:
         blamed = [samples[position] for position in error.positions] or list(samples)
         error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full
         at = f"at sample {blamed[0].index}"
         raise RewardError(with_frames(f"{name}: {error} {at}", error.frames), blamed) from error
+
+
+def _submit(
+    settings: RewardSettings,
+    samples: Sequence[Sample],
+    call: str,
+    path: str | None,
+    kwargs: dict[str, object],
+    asynchronous: bool,
+) -> Future[object]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = reward_pool(settings.num_processes or cores)
+    packed = settings.grading.packed(_args_for(path, settings))
+    return pool.submit(packed, samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=asynchronous)
 
 
 def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:

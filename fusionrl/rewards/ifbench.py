@@ -40,19 +40,24 @@ def instructions(metadata: Mapping[str, object]) -> list[str]:
     Raises:
         ValueError: there are none.
     """
-    names = metadata.get("instruction_id_list")
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+    given = metadata.get("instruction_id_list")
+    listed = given if isinstance(given, list | tuple) else ()
+    names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
+    if not names or any(not isinstance(name, str | None) for name in listed):
         raise ValueError(
-            f"--rm-type ifbench: instruction_id_list {names!r:.80} of the metadata is no list of names;"
+            f"--rm-type ifbench: instruction_id_list {given!r:.80} of the metadata is no list of names;"
             " --metadata-key names its column"
         )
-    return list(names)
+    return names
 
 
 def _arguments(given: object, count: int) -> list[dict[str, object]]:
-    """Return the arguments of each instruction; a table's column has a null where an instruction has no such one."""
+    """Return the arguments of each instruction; a table's column has a null where an instruction has no such one.
+
+    Of a list that is too short the last ones stand for the rest, as in slime.
+    """
     each = given if isinstance(given, list | tuple) else [given] * count
-    each = [*each[:count], *[{}] * (count - len(each))]
+    each = [*each[:count], *([each[-1]] if each else [{}]) * (count - len(each))]
     return [
         {name: value for name, value in one.items() if value is not None} if isinstance(one, Mapping) else {}
         for one in each

@@ -69,6 +69,7 @@ class RewardSettings:
     num_processes: int | None
     scorer: ScorerAddress
     args: Namespace
+    in_process: bool = False  # no other process scores (--in-process)
 
     @classmethod
     def of_args(cls, args: Namespace) -> RewardSettings:
@@ -96,6 +97,7 @@ class RewardSettings:
                 timeout_s=args.reward_timeout_s,
             ),
             args=args,
+            in_process=bool(getattr(args, "in_process", False)),
         )
 
 

@@ -33,6 +33,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fusionrl.base.frames import frame, receive
+from fusionrl.base.stack_signal import answer_with_stacks
 from fusionrl.config.hooks import register_hooks
 from fusionrl.config.user_code import blamed_samples, user_frames
 from fusionrl.data.sample import Sample
@@ -229,6 +230,7 @@ def main(arguments: Sequence[str]) -> None:
     """See the module."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_whole_lines()
+    answer_with_stacks()
     setup_logging(arguments[3], None, role="reward")
     # One that hangs would not notice that the pool is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

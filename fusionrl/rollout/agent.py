@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ from fusionrl.data.prompts import PromptColumns, render_prompt
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
+from fusionrl.observe.courses import part
 from fusionrl.rollout.sglang_rollout import generate_turn, prompt_tokens, room
 from fusionrl.rollout.tools import PythonTool, Tool, ToolError, tool_name
 from fusionrl.rollout.turns import SamplingParams, note_no_room
@@ -73,9 +75,11 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
         if sample.metadata["num_turns"] == args.max_turns:
             sample.status = Sample.Status.TRUNCATED
             return sample
+        start = time.monotonic_ns()
         results = await asyncio.gather(
             *(call_tool(tools, call, args.tools_path, args.tool_timeout_s) for call in calls)
         )
+        part("tool", start, calls=len(calls))
         sample.metadata["num_tool_errors"] += sum(result.is_error for result in results)
         messages = [
             {

@@ -46,9 +46,10 @@ class LoopSemaphore:
 
     def _own(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
-        if loop not in self._of_loop:
-            self._of_loop[loop] = asyncio.Semaphore(self.limit)
-        return self._of_loop[loop]
+        own = self._of_loop.get(loop)
+        if own is None:
+            own = self._of_loop[loop] = asyncio.Semaphore(self.limit)
+        return own
 
     async def acquire(self) -> bool:
         """Wait for a place and take it."""
@@ -71,7 +72,7 @@ class LoopSemaphore:
         return self._own().locked()
 
     async def __aenter__(self) -> None:
-        await self.acquire()
+        await self._own().acquire()
 
     async def __aexit__(self, *exc: object) -> None:
         self.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import time
 from argparse import Namespace
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fusionrl.algorithms.estimators import ESTIMATORS
 from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
 from fusionrl.data.blank import prompt_of
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
+from fusionrl.observe.courses import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import LengthPenalties, length_reward
 from fusionrl.rewards.settings import RewardSettings
@@ -24,6 +26,7 @@ from fusionrl.rollout.state import semaphore_of
 from fusionrl.rollout.time_limit import within
 from fusionrl.rollout.turns import SamplingParams, TurnSettings, generate_sample
 from fusionrl.rollout.types import DynamicFilterOutput, Limits, check_samples
+from fusionrl.rollout.under_way import GENERATED, SCORED, under_way
 from fusionrl.rollout.unsampled import warn_of_unsampled
 from fusionrl.rollout.versions import Before, fill_versions, noting_answers
 
@@ -78,18 +81,40 @@ async def generate_and_score(
     is_lost = sample.status == Sample.Status.FAILED and is_reward_lost(sample)
     if not evaluation and (sample.status in _FINISHED or is_lost):
         return sample  # a sibling of one that was aborted in an earlier rollout: it is finished and scored
+    with course(index=_number(sample.index), group=_number(sample.group_index), evaluation=int(evaluation)) as facts:
+        result = await _generate_and_score(context, sample, params, evaluation)
+        for last in as_list(result)[-1:]:
+            facts |= {"status": str(getattr(last.status, "value", last.status)), "tokens": int(last.response_length)}
+    return result
+
+
+def _number(index: int | None) -> int:
+    return -1 if index is None else int(index)
+
+
+async def _generate_and_score(
+    context: SampleContext, sample: Sample, params: SamplingParams, evaluation: bool
+) -> Sample | list[Sample]:
     path = sample.generate_function_path or context.generate_path
     making: Coroutine[Any, Any, Sample | list[Sample]]
+    start = time.monotonic_ns()
     async with context.semaphore:
+        part("wait", start)
         if path is None:
             making = generate_sample(context.turns, sample, params)
         else:
             making = custom_generate(context, path, sample, params, evaluation)
-        result = await within(context.timeout_s, sample, making)
+        with under_way().being(GENERATED, sample):
+            result = await within(context.timeout_s, sample, making)
     if context.on_generated is not None:
         context.on_generated()
-    samples = [await _hooked(context, one, evaluation) for one in as_list(result)]
-    await _score(context, samples, isinstance(result, list), evaluation)
+    samples = as_list(result)
+    if context.sample_hooks:
+        samples = [await _hooked(context, one, evaluation) for one in samples]
+    with under_way().being(SCORED, sample):
+        await _score(context, samples, isinstance(result, list), evaluation)
+    for one in samples:
+        under_way().scored(one)
     return samples if isinstance(result, list) else samples[0]
 
 

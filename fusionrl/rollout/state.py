@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from fusionrl.config.engine_groups import has_pairs
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
@@ -79,7 +80,7 @@ def new_client(args: Namespace) -> GenerateClient:
         stream_responses=args.stream_responses,
         # The router drops the request for experts.
         worker_urls=args.engine_urls if getattr(args, "routed_experts_size", None) else (),
-        engine_urls=args.engine_urls,
+        engine_urls=() if has_pairs(getattr(args, "engine_group", ())) else args.engine_urls,
     )
 
 

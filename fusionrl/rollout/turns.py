@@ -5,6 +5,7 @@ Tokens in, tokens out: what the engine returned is what is trained; nothing is t
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -13,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from fusionrl.data.sample import Sample, as_version
+from fusionrl.data.sample import Sample
+from fusionrl.data.token_versions import as_version
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.asked import AnswerError, routed_experts
 from fusionrl.engines.client import GenerateClient, Generation
+from fusionrl.observe.courses import part
 from fusionrl.rollout.state import client_of, is_stopping_of
 from fusionrl.rollout.types import NO_ROOM_AFTER
 
@@ -79,7 +82,9 @@ async def take_turn(
         asked = payload["sampling_params"]
         payload["sampling_params"] = dict(asked, max_new_tokens=min(longest, asked["max_new_tokens"]))
     assert settings.client is not None, "args.generate_client is set within a rollout"
+    start = time.monotonic_ns()
     answer = await settings.client.generate(payload, **_routing(sample))
+    part("turn", start, **_engine_facts(answer))
     text = answer.text if answer.part == 1 else _decoded(settings, answer.tokens, params)
     sample.append_response_tokens(
         tokens=answer.tokens,
@@ -89,6 +94,7 @@ async def take_turn(
         finish_reason=answer.finish_reason,
     )
     _add_routed_experts(settings, sample, answer)
+    _add_drafts(sample, answer)
     return answer
 
 
@@ -114,6 +120,7 @@ async def stream_sample(
             )
             if piece.finish_reason:
                 _add_routed_experts(settings, sample, piece)
+                _add_drafts(sample, piece)
             if piece.finish_reason and piece.part > 1:
                 answered = np.asarray(sample.array("tokens"))[len(payload["input_ids"]) :]
                 sample.response = before + _decoded(settings, answered, params)
@@ -225,6 +232,26 @@ def _add_routed_experts(settings: TurnSettings, sample: Sample, answer: Generati
         ) from error
 
 
+def _engine_facts(answer: Generation) -> dict[str, float]:
+    """Tokens of the answer, the version of the first, and what the engine tells of its time, in seconds.
+
+    engine_s    from its receipt of the request to its end
+    queue_s     of that, before the first forward pass; first_token_s, to the first token. With SGLang's
+                --enable-metrics alone
+    """
+    meta, names = answer.meta_info, {"e2e_latency": "engine_s", "queue_time": "queue_s"}
+    names["first_token_latency"] = "first_token_s"
+    facts: dict[str, float] = {"tokens": len(answer.tokens)}
+    facts |= {name: float(meta[key]) for key, name in names.items() if isinstance(meta.get(key), int | float)}
+    return facts | ({"version": as_version(answer.weight_versions[0][0])} if answer.weight_versions else {})
+
+
+def _add_drafts(sample: Sample, answer: Generation) -> None:
+    """Count the drafts of an engine that speculates (--sglang-speculative-algorithm)."""
+    if "spec_verify_ct" in answer.meta_info:
+        sample.spec_info.add(answer.meta_info)
+
+
 def _routing(sample: Sample) -> dict[str, str]:
     return {} if sample.session_id is None else {"routing_key": sample.session_id}
 
@@ -232,7 +259,7 @@ def _routing(sample: Sample) -> dict[str, str]:
 def _versions(answer: Generation) -> np.ndarray:
     """[n] int32: the version of the weights that sampled each token."""
     spans = [np.full(count, as_version(version), np.int32) for version, count in answer.weight_versions]
-    return np.concatenate([np.zeros(0, np.int32), *spans])
+    return spans[0] if len(spans) == 1 else np.concatenate([np.zeros(0, np.int32), *spans])
 
 
 def _decoded(settings: TurnSettings, tokens: Sequence[int] | np.ndarray, params: SamplingParams) -> str:

@@ -97,18 +97,21 @@ def check_samples(field: str, path: str, samples: Sequence[object], limits: Limi
     Raises:
         HookError: names the flag of `field`, the function, and what is wrong.
     """
-    where = f"--{field.replace('_', '-')} {path}"
     for sample in samples:
         if not isinstance(sample, Sample):
-            raise HookError(f"{where}: it returned a {type(sample).__name__} where a Sample is wanted")
+            raise HookError(f"{_where(field, path)}: it returned a {type(sample).__name__} where a Sample is wanted")
         if sample.status == Sample.Status.PENDING and not sample.response_length and field in _GENERATING:
             said = "came back as it went in: its status is pending, and it has no response; generate one, or set its"
-            raise HookError(f"{where}: sample {sample.index} {said} status to FAILED", [sample])
+            raise HookError(f"{_where(field, path)}: sample {sample.index} {said} status to FAILED", [sample])
         try:
             check_values(sample, limits.vocab_size, limits.num_experts)
         except (TypeError, ValueError) as error:
-            raise HookError(f"{where}: {error}", [sample]) from error
+            raise HookError(f"{_where(field, path)}: {error}", [sample]) from error
         sample.pack()
+
+
+def _where(field: str, path: str) -> str:
+    return f"--{field.replace('_', '-')} {path}"
 
 
 def as_train_output(output: object) -> RolloutFnTrainOutput:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, response_mask
+from fusionrl.data.sample import Sample, response_mask
+from fusionrl.data.token_versions import UNKNOWN_VERSION
 from fusionrl.rollout.versions import Answers, Before, warn_once
 
 _FEW = 2  # tokens that a function may add by hand: an end of the text, a line's end

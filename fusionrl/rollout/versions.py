@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fusionrl.data.sample import UNKNOWN_VERSION, Sample, as_version, response_mask, split_versions, token_versions
+from fusionrl.data.sample import Sample, response_mask
+from fusionrl.data.token_versions import UNKNOWN_VERSION, as_version, split_versions, token_versions
 
 _lock = threading.Lock()
 _warned: set[str] = set()

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from fusionrl.base.memory_groups import group_chains
 from fusionrl.sandbox.launcher.watch import was_full
 
 _PREFIX = "fusionrl-sandbox-"
@@ -91,19 +92,4 @@ def writable_parent() -> Path | None:
 
 def _own_folders() -> list[Path]:
     """Folders of the memory cgroup of this process, and of its parent."""
-    try:
-        memberships = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    except OSError:
-        return []
-    folders = []
-    for fields in mounts:
-        dash = fields.index("-")
-        kind, options, root, place = fields[dash + 1], fields[dash + 3].split(","), fields[3], fields[4]
-        for _, controllers, path in memberships:
-            is_it = kind == "cgroup2" and not controllers
-            is_it |= kind == "cgroup" and "memory" in options and "memory" in controllers.split(",")
-            if is_it and (path + "/").startswith(root.rstrip("/") + "/"):
-                own = Path(place, path[len(root.rstrip("/")) :].lstrip("/"))
-                folders += [own, own.parent] if own != Path(place) else [own]
-    return folders
+    return [folder for chain in group_chains() for folder in chain[:2]]

@@ -6,32 +6,40 @@ started again.
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
+from fusionrl.base.meeting import MIXED_GROUP, PUSH_GROUP, attend, call_off
 from fusionrl.base.stores import create_group_store
 from fusionrl.plan.push import EngineTarget
-from fusionrl.sync.calls import wait_all
+from fusionrl.sync.calls import Reference, future_of, wait_all
 from fusionrl.sync.group import init_external_group
+from fusionrl.sync.threads import in_thread, start_thread
 
-T = TypeVar("T")
+_HEAR_S = 5.0  # in which the run's own engines hear that a meeting is called off
 
 
 class Broadcast:
     """One source's part of a push by broadcasts."""
 
-    def __init__(self, backend: str, host: str, timeout_s: float) -> None:
-        """`host` is this node's address, which the engines reach."""
-        self.backend, self.host, self.timeout_s = backend, host, timeout_s
+    def __init__(self, backend: str, host: str, timeout_s: float, device: torch.device) -> None:
+        """`host` is this node's address, which the engines reach; `device` has what is sent."""
+        self.backend, self.host, self.timeout_s, self.device = backend, host, timeout_s, device
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._targets: tuple[EngineTarget, ...] = ()
+
+    @property
+    def guests(self) -> set[int]:
+        """Return the numbers of the engines of others in the group."""
+        return {target.index for target in self._targets if target.host}
 
     def connect(self, targets: Sequence[EngineTarget]) -> None:
         """Form the group, unless the one of the last push still fits.
@@ -42,10 +50,13 @@ class Broadcast:
             self._targets = tuple(targets)
             return
         self.close()
+        self._ask_guests(targets)
         world_size = 1 + sum(target.tp_size for target in targets)
-        self._store = create_group_store(self.host, self.timeout_s)
-        self._name, self._targets = f"fusionrl-push-{uuid.uuid4().hex[:8]}", tuple(targets)
-        offset, calls = 1, []
+        hosts = sorted({target.host for target in targets} - {""})
+        self._store = create_group_store(self.host, self.timeout_s, hosts)
+        kind = MIXED_GROUP if hosts else PUSH_GROUP
+        self._name, self._targets = f"{kind}{uuid.uuid4().hex[:8]}", tuple(targets)
+        offset, calls = 1, list[tuple[str, Future[Any] | Reference[Any]]]()
         for target in targets:
             call = target.handle.init_weights_update_group.remote(
                 master_address=self.host,
@@ -56,11 +67,33 @@ class Broadcast:
                 backend=self.backend,
             )
             calls.append((f"engine {target.index}: joining the group", call))
+            for rank in range(offset, offset + target.tp_size) if target.host else ():
+                attend(self._store, rank)
             offset += target.tp_size
         # In a thread: an engine that refuses never joins, and its answer must end the wait, not the time limit.
-        joined = _InThread(self._join, world_size)
-        wait_all(calls, self.timeout_s)
-        self._group = joined.result(self.timeout_s)
+        joined = in_thread(self.device, self._join, world_size)
+        try:
+            wait_all([*calls, ("this rank: joining the group", joined)], self.timeout_s)
+        except RuntimeError as error:
+            call_off(self._store, str(error))  # or the engines that did not refuse would wait for the one that did
+            own = [call for (_, call), target in zip(calls, targets, strict=True) if not target.host]
+            wait([future_of(call) for call in own], _HEAR_S)
+            # Engines of others hear of nothing: they wait at the store, which ends with the last reference to it.
+            del self._store
+            raise
+        self._group = joined.result()
+
+    def _ask_guests(self, targets: Sequence[EngineTarget]) -> None:
+        """Find engines of others that do not answer: it is said of them that they are there before they have come.
+
+        Raises:
+            RuntimeError: names the engine.
+        """
+        guests = [target for target in targets if target.host]
+        calls = [(f"engine {target.index}", target.handle.fault.remote()) for target in guests]
+        for target, fault in zip(guests, wait_all(calls, self.timeout_s), strict=True):
+            if fault is not None:
+                raise RuntimeError(f"engine {target.index}: {fault}")
 
     def _join(self, world_size: int) -> dist.ProcessGroup:
         store = self._store
@@ -105,33 +138,17 @@ class Broadcast:
         for target in self._targets:
             target.handle.destroy_weights_update_group.remote(self._name)
         # gloo waits here for what is under way, until the engines have closed their connections.
-        threading.Thread(target=dist.destroy_process_group, args=[self._group], daemon=True).start()
+        start_thread(self.device, _leave, self._group)
         self._group, self._targets = None, ()
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    """Leave the group. NCCL's is aborted: a broadcast that an engine never joined would not end."""
+    if dist.get_backend(group) == "nccl":
+        c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
 
 
 def _processes(targets: Sequence[EngineTarget]) -> list[tuple[int, int]]:
     return [(target.index, target.num_restarts) for target in targets]
-
-
-class _InThread(Generic[T]):
-    """A call in a thread that nobody has to wait for."""
-
-    def __init__(self, function: Callable[..., T], *args: object) -> None:
-        self._answer: list[T] = []
-        self._error: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
-        self._thread.start()
-
-    def _run(self, function: Callable[..., T], *args: object) -> None:
-        try:
-            self._answer.append(function(*args))
-        except BaseException as error:  # handed over to the thread that asks for the result
-            self._error.append(error)
-
-    def result(self, timeout_s: float) -> T:
-        self._thread.join(timeout_s)
-        if self._error:
-            raise self._error[0]
-        if not self._answer:
-            raise RuntimeError(f"no answer within {timeout_s:.0f} s")
-        return self._answer[0]

@@ -8,6 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
+from fusionrl.base.waits import waiting
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -38,15 +40,16 @@ def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: f
     names = {future_of(call): name for name, call in calls}
     deadline = time.monotonic() + timeout_s
     pending = set(names)
-    while pending:
-        done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
-        if not done:
-            waited = ", ".join(sorted(names[future] for future in pending))
-            raise RuntimeError(f"{waited}: no end after {timeout_s:.0f} s (--update-weight-timeout-s)")
-        for future in done:
-            error = future.exception()
-            if error is not None:
-                raise RuntimeError(f"{names[future]}: {error}") from error
+    with waiting(lambda: [names[future] for future in pending]):
+        while pending:
+            done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+            if not done:
+                waited = ", ".join(sorted(names[future] for future in pending))
+                raise RuntimeError(f"{waited}: no end after {timeout_s:.0f} s (--update-weight-timeout-s)")
+            for future in done:
+                error = future.exception()
+                if error is not None:
+                    raise RuntimeError(f"{names[future]}: {error}") from error
     return [future.result() for future in names]
 
 

@@ -6,31 +6,39 @@ answer before its copy has ended, so it must not be written again, and the alloc
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
-from threading import Semaphore, Thread
+from threading import Semaphore
+from typing import Any
 
 import pybase64
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
 
+from fusionrl.observe.spans import note
 from fusionrl.plan.push import BUFFERS, EngineTarget, Feed, buckets
 from fusionrl.sync.calls import stamp_of, wait_all
 from fusionrl.sync.reports import SendReport, new_send_report
+from fusionrl.sync.threads import start_thread
 
 _Bucket = list[tuple[str, Tensor]]
+STORAGE_DEVICE = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters).index("storage_device")
 
 
 class CudaIpc:
     """One trainer rank's part of a push."""
 
-    def __init__(self, rank: int, object_group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        self.rank, self.object_group, self.timeout_s = rank, object_group, timeout_s
+    def __init__(
+        self, rank: int, object_group: dist.ProcessGroup | None, timeout_s: float, device: torch.device
+    ) -> None:
+        self.rank, self.object_group, self.timeout_s, self.device = rank, object_group, timeout_s, device
         self._failure: BaseException | None = None
         self.report = new_send_report()
 
@@ -46,8 +54,7 @@ class CudaIpc:
         gathered while the engines copy this one: memory for two buckets, and for the tensor that is gathered."""
         queue: SimpleQueue[tuple[_Bucket, bool] | None] = SimpleQueue()
         slots = Semaphore(BUFFERS)
-        thread = Thread(target=self._run, args=(queue, slots, targets, feeds, version), name="weight-push", daemon=True)
-        thread.start()
+        thread = start_thread(self.device, self._run, queue, slots, targets, feeds, version)
         ended: list[bool] = []
         made = buckets(_noting_end(tensors, ended), buffer_size)
         try:
@@ -77,12 +84,13 @@ class CudaIpc:
         while (item := queue.get()) is not None:
             bucket, is_last = item
             stamp = stamp_of(version if is_last else None)
-            start = time.time()
+            start, start_ns = time.time(), time.monotonic_ns()
             # A rank that has failed goes on with what is collective, in which the other ranks may wait for it.
             try:
                 self._send_bucket(bucket, targets, feeds, stamp)
             except BaseException as error:  # raised at the end, in the main thread
                 self._failure = self._failure or RuntimeError(f"weight push, bucket {number + 1}: {error}")
+            note("send", start_ns, time.monotonic_ns(), "send", bucket=number)
             end, number = time.time(), number + 1
             report = self.report
             if self.rank == 0:  # every rank has the same bytes, and the engines of all get them once
@@ -131,7 +139,31 @@ def _noting_end(tensors: Iterator[tuple[str, Tensor]], ended: list[bool]) -> Ite
     ended.append(True)
 
 
+class _Pickler(ForkingPickler):
+    """Pickles tensors on a GPU as handles that name it by its UUID: the engine may number its GPUs in its own way.
+
+    SGLang looks for a GPU of that UUID where the number of a device is usual.
+    """
+
+    def reducer_override(self, item: object) -> Any:  # of pickle, which has a union of five forms for it
+        if isinstance(item, Tensor) and item.is_cuda:
+            return with_uuid(reductions.reduce_tensor(item), _uuid)
+        return NotImplemented
+
+
+def with_uuid(reduced: tuple[object, tuple[object, ...]], uuid_of: Callable[[int], str]) -> tuple[object, tuple]:
+    """Return what torch makes of a tensor for another process, with the UUID of its device in place of its number."""
+    rebuild, args = reduced
+    number = args[STORAGE_DEVICE]
+    assert isinstance(number, int), f"not torch's form of a tensor on a GPU: {number!r} for its device"
+    return rebuild, (*args[:STORAGE_DEVICE], uuid_of(number), *args[STORAGE_DEVICE + 1 :])
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
 def _serialize(bucket: _Bucket) -> str:
     out = io.BytesIO()
-    ForkingPickler(out, pickle.HIGHEST_PROTOCOL).dump(bucket)
+    _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(bucket)
     return pybase64.b64encode(out.getvalue()).decode()

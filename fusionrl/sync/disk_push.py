@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget
 from fusionrl.sync.calls import wait_all
+from fusionrl.sync.pause import pause_engines
 from fusionrl.sync.reports import WriteReport
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def push_by_disk(
     perf/update_weights_density     share of the elements that travelled; 1 where the version is full
     perf/update_weights_wire_bytes  of the files, each counted once (sync/bytes is the same)
     sync/prepare_s                  trainers write and hosts pull, while the engines still generate
-    sync/pause_s                    the engines stand still
+    sync/pause_s                    an engine stands still: from the first that does until all have gone on
     sync/full_hosts                 hosts that a delta did not fit, and that got a full version
 
     Args:
@@ -58,9 +60,11 @@ def push_by_disk(
     """
     start = time.perf_counter()
     push = _DiskPush(trainers, targets, version, local_folder, start + timeout_s)
-    written, paths, num_full = push.distribute()
-    paused = time.perf_counter()
-    push.load(paths, pause_mode)
+    with span("write and pull"):
+        written, paths, num_full = push.distribute()
+    distributed = time.perf_counter()
+    with span("load"):
+        paused = push.load(paths, pause_mode)
     end = time.perf_counter()
     if not keep_files:
         wait_all([("trainer 0: drop_weights", trainers[0].drop_weights.remote(version))], push.left())
@@ -69,7 +73,7 @@ def push_by_disk(
         "perf/time_sync_s": end - start,
         "perf/update_weights_density": written[0]["density"],
         "perf/update_weights_wire_bytes": num_bytes,
-        "sync/prepare_s": paused - start,
+        "sync/prepare_s": distributed - start,
         "sync/pause_s": end - paused,
         "sync/bytes": num_bytes,
         "sync/buckets": float(sum(files["files"] for files in written)),
@@ -109,16 +113,15 @@ class _DiskPush:
             paths |= self._pull(lacking, written[1]["folder"])
         return written, paths, len(lacking)
 
-    def load(self, paths: dict[str, str | None], pause_mode: str) -> None:
-        """Pause the engines, load, and let them go on.
+    def load(self, paths: dict[str, str | None], pause_mode: str) -> float:
+        """Pause the engines, load, and let them go on. Return when the first of them stood still.
 
         Raises:
             RuntimeError: an engine did not pause, load or go on.
         """
         failed: list[str] = []
         try:
-            pauses = [(f"engine {t.index}: pause", t.handle.pause.remote(pause_mode)) for t in self.targets]
-            wait_all(pauses, self.left())
+            paused = pause_engines(self.targets, pause_mode, self.left())
             stamp = str(self.version)
             loads = [
                 (f"engine {t.index}: load", t.handle.update_weights_from_disk.remote(paths[t.node_id], version=stamp))
@@ -131,6 +134,7 @@ class _DiskPush:
             failed += [failure for name, call in releases if (failure := _failure(name, call, _RELEASE_TIMEOUT_S))]
         if failed:
             raise RuntimeError("weight push: " + "; ".join(failed))
+        return paused
 
     def _write(self, method: str) -> WriteReport:
         handles = [target.handle for target in self.targets]

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from fusionrl.base.meeting import connecting, meet
 from fusionrl.base.stores import create_group_store, join_group_store
 
 __all__ = ["create_group_store", "init_external_group"]
@@ -32,21 +33,24 @@ def init_external_group(
     *,
     store: dist.Store | None = None,
 ) -> dist.ProcessGroup:
-    """Join the group `group_name`; blocks until all `world_size` ranks have.
+    """Join the group `group_name`; blocks until all `world_size` ranks have. Its communicator is there afterwards.
 
     `backend` is "gloo" or "nccl". Rank 0 passes the `store` that `create_group_store` made; another rank joins the one
-    at `master_address:master_port`. `timeout_s` bounds the meeting and every later collective. Raises
-    torch.distributed.DistError (a RuntimeError) when the others do not come in time. The default group may
+    at `master_address:master_port`. `timeout_s` bounds the meeting and every later collective. The default group may
     or may not exist. End with `torch.distributed.destroy_process_group(group)`.
+
+    Raises:
+        RuntimeError: the others do not come in time, or the meeting is called off (`fusionrl.base.meeting`).
     """
     timeout = timedelta(seconds=timeout_s)
     if store is None:
         store = join_group_store(master_address, master_port, timeout_s)
     store.set_timeout(timeout)
+    meet(store, rank, world_size, timeout_s)
     # torch 2.6 renamed the argument.
     parameters = inspect.signature(c10d._new_process_group_helper).parameters
     options = "backend_options" if "backend_options" in parameters else "pg_options"
-    group, _ = c10d._new_process_group_helper(
+    group, _ = connecting(c10d._new_process_group_helper)(
         world_size,
         rank,
         [],  # no ranks of a default group: the group stands alone

@@ -10,8 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fusionrl.observe.spans import span
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.sync.calls import wait_all
+from fusionrl.sync.pause import pause_engines
 from fusionrl.sync.reports import SendReport
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def push_weights(
     """Bring every engine to the trainers' weights, stamped with `version`. Returns perf/… and sync/… metrics:
 
     sync/prepare_s   plan, groups, buffers and the first gathers, while the engines still generate
-    sync/pause_s     the engines stand still
+    sync/pause_s     an engine stands still: from the first that does until all have gone on
     sync/transfer_s  part of it: from the first byte sent to the last answer
     sync/bytes       of the weights, each counted once
     sync/calls       requests to engines that carried weights
@@ -58,15 +60,18 @@ def push_weights(
         calls = [(f"engine {t.index}: {method}", getattr(t.handle, method).remote(*args)) for t in targets]
         wait_all(calls, left())
 
-    wait_all(of_trainers("prepare_push", list(targets), transport), left())
-    paused = time.perf_counter()
+    with span("prepare"):
+        wait_all(of_trainers("prepare_push", list(targets), transport), left())
+    prepared = time.perf_counter()
     not_released: list[str] = []
     try:
-        ask_engines("pause", pause_mode)
+        with span("pause engines"):
+            paused = pause_engines(targets, pause_mode, left())
         try:
             ask_engines("begin_weight_update")
             calls = of_trainers("push_weights", list(targets), list(feeds), version, transport)
-            sent: list[SendReport] = wait_all(calls, left())
+            with span("transfer"):
+                sent: list[SendReport] = wait_all(calls, left())
         finally:
             not_released += _release(targets, "end_weight_update")
     finally:
@@ -76,7 +81,7 @@ def push_weights(
     end = time.perf_counter()
     return {
         "perf/time_sync_s": end - start,
-        "sync/prepare_s": paused - start,
+        "sync/prepare_s": prepared - start,
         "sync/pause_s": end - paused,
         "sync/version": float(version),
         **_totals(sent, len(targets)),

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from fusionrl.base.stores import create_group_store, join_group_store
 from fusionrl.engines.payload import SharedBuffer
 from fusionrl.engines.segments import map_segment
 from fusionrl.models.fp8 import quantized
+from fusionrl.observe.spans import note, span
 from fusionrl.plan.push import BUFFERS, Bucket, EngineTarget, Feed, PushPlan, plan_push
 from fusionrl.sync.broadcast import Broadcast
 from fusionrl.sync.calls import stamp_of
@@ -38,6 +38,7 @@ from fusionrl.sync.export import Exporter
 from fusionrl.sync.gather import PartGatherer, Parts, convert_in_place, views_of
 from fusionrl.sync.reports import SendReport, new_send_report
 from fusionrl.sync.shared_memory import send_shared
+from fusionrl.sync.threads import start_thread
 from fusionrl.sync.turns import PushStopped, Turns
 
 T = TypeVar("T")
@@ -233,13 +234,21 @@ class WeightSender:
         reached = order.plan.engines_of(self.rank)
         targets = [target for target in order.targets if target.index in reached]
         key = tuple(target.index for target in targets)
+        # Engines of others come and go: each time, all groups that were made with those before are of no use any more.
+        guests = {target.index for target in targets if target.host}
+        for old in [old for old, broadcast in self._broadcasts.items() if broadcast.guests != guests]:
+            self._broadcasts.pop(old).close()
         if key not in self._broadcasts:
-            self._broadcasts[key] = Broadcast(self.backend, self.host, self.timeout_s)
+            self._broadcasts[key] = Broadcast(self.backend, self.host, self.timeout_s, self.exporter.device)
         order.broadcast = self._broadcasts[key]
         order.broadcast.connect(targets)
         order.turns.done(f"connected-{self.rank}")
 
     def _gather(self, order: _Order, bucket: Bucket) -> None:
+        with span("gather", bucket=bucket.number, source=bucket.source):
+            self._gather_now(order, bucket)
+
+    def _gather_now(self, order: _Order, bucket: Bucket) -> None:
         if bucket.source != self.rank:
             order.gatherer.gather(bucket, None)
             return
@@ -272,11 +281,12 @@ class WeightSender:
             RuntimeError: an engine refused or died, another rank failed, or it took longer than the time limit.
         """
         if transport == "ipc" and self.device == "cuda":
-            executor = CudaIpc(self.rank, self.object_group, self.timeout_s)
+            executor = CudaIpc(self.rank, self.object_group, self.timeout_s, self.exporter.device)
             return executor.send(self.exporter.whole(), self.buffer_size, targets, feeds, version)
         order = self._order
         assert order is not None, "prepare comes first"
-        sending = _Sending(order, self._send_one, version) if self.rank in order.plan.sources else None
+        is_source = self.rank in order.plan.sources
+        sending = _Sending(order, self._send_one, version, self.exporter.device) if is_source else None
         try:
             if self.overlapped:
                 for bucket in order.plan.gathers(self.rank)[1]:
@@ -331,12 +341,12 @@ class _Sending:
         order: _Order,
         send: Callable[[_Order, Bucket, SharedBuffer | Tensor, Parts, int], int],
         version: int,
+        device: torch.device,
     ) -> None:
         self.order, self._send, self._version = order, send, version
         self.report = new_send_report()
         self._failure: BaseException | None = None
-        self._thread = Thread(target=self._run, name="weight-push", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(device, self._run)
 
     def _run(self) -> None:
         order = self.order
@@ -360,13 +370,14 @@ class _Sending:
                 return
 
     def _timed(self, bucket: Bucket, buffer: SharedBuffer | Tensor, parts: Parts) -> None:
-        start, total = time.time(), len(self.order.plan.buckets)
+        start, total, start_ns = time.time(), len(self.order.plan.buckets), time.monotonic_ns()
         try:
             calls = self._send(self.order, bucket, buffer, parts, self._version)
         except RuntimeError as error:
             raise RuntimeError(f"weight push, bucket {bucket.number + 1} of {total}: {error}") from error
         self.order.turns.done(bucket.number)
         end = time.time()
+        note("send", start_ns, time.monotonic_ns(), "send", bucket=bucket.number, bytes=bucket.sent_bytes)
         report = self.report
         report["bytes"] += bucket.sent_bytes
         report["buckets"] += 1

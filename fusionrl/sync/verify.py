@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import ray
 
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.engines.client import GenerateClient
 from fusionrl.engines.generation import Generation
 from fusionrl.plan.push import EngineTarget
+from fusionrl.sync.local import get
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -29,6 +30,87 @@ class WeightMismatch(RuntimeError):
     """A verified push left an engine with other weights than the trainers'."""
 
 
+@dataclass
+class Verification:
+    """One verification of a push, in three steps, between which memory may change hands.
+
+    The prompts of the probe are always the same, so that an engine that kept what it had cached of the weights before
+    is found as well. `tolerance` is of the mean |log-prob difference|. Where engines may lay tensors out in their own
+    way (not `is_exact`: on GPUs) checksums that differ are told, and count where the log-probs differ as well.
+    """
+
+    trainers: Sequence[ActorHandle]
+    targets: Sequence[EngineTarget]
+    urls: Sequence[str]
+    _: KW_ONLY
+    api_key: str | None
+    vocab_size: int
+    version: int
+    temperature: float
+    tolerance: float
+    is_exact: bool
+    _num_tensors: int = field(default=0, init=False)
+    _wrong: dict[int, str] = field(default_factory=dict, init=False)
+    _answers: list[list[Generation]] = field(default_factory=list, init=False)
+
+    def compare_tensors(self) -> None:
+        """Compare the checksums of all tensors; both sides have their weights.
+
+        Raises:
+            WeightMismatch: names the engine and the tensors.
+        """
+        self._num_tensors, self._wrong = _compare_checksums(self.trainers, self.targets)
+        for text in self._wrong.values():
+            if self.is_exact:
+                raise WeightMismatch(text)
+            logger.warning("%s (as the engine lays them out; the log-probs decide)", text)
+
+    def ask_probe(self) -> None:
+        """Let each engine answer a few prompts; the engines are whole.
+
+        Raises:
+            WeightMismatch: one has another version than was pushed.
+        """
+        self._answers = asyncio.run(_ask(self.urls, self.api_key, self.vocab_size, self.temperature))
+        for target, own in zip(self.targets, self._answers, strict=True):
+            # An engine may call its weights by a name, which is no version of ours.
+            versions = sorted({v for answer in own for v, _ in answer.weight_versions}, key=str)
+            if versions != [self.version]:
+                raise WeightMismatch(
+                    f"engine {target.index}: stamped version {versions} after a push of version {self.version}"
+                )
+
+    def judge(self) -> dict[str, float]:
+        """Compare the log-probs of the answers; the trainers have their weights.
+
+        Returns:
+            sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
+            sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
+
+        Raises:
+            WeightMismatch: names the engine and the difference.
+        """
+        shard = _shard(_prompts(self.vocab_size), self._answers)
+        scored = get([trainer.score.remote(shard, None, True) for trainer in self.trainers])[0]
+        means, largest = [], 0.0
+        for target, own in zip(self.targets, self._answers, strict=True):
+            given, scored = scored[: len(own)], scored[len(own) :]
+            differences = np.abs(np.concatenate(given) - np.concatenate([answer.log_probs for answer in own]))
+            means.append(float(differences.mean()))
+            largest = max(largest, float(differences.max()))
+            if not means[-1] <= self.tolerance:
+                raise WeightMismatch(
+                    f"engine {target.index}: after the push its log-probs differ from the trainers' by {means[-1]:.2e}"
+                    f" on average, more than --verify-tolerance {self.tolerance:.1e}"
+                    + (f"; {self._wrong[target.index]}" if target.index in self._wrong else "")
+                )
+        return {
+            "sync/verify_logprob_diff": max(means),
+            "sync/verify_logprob_diff_max": largest,
+            "sync/verify_tensors": float(self._num_tensors),
+        }
+
+
 def verify_push(
     trainers: Sequence[ActorHandle],
     targets: Sequence[EngineTarget],
@@ -41,49 +123,25 @@ def verify_push(
     tolerance: float,
     is_exact: bool,
 ) -> dict[str, float]:
-    """Compare checksums of all tensors, and log-probs of a probe batch, between the trainers and every engine.
-
-    The prompts of the probe are always the same, so that an engine that kept what it had cached of the weights before
-    is found as well. `tolerance` is of the mean |log-prob difference|. Where engines may lay tensors out in their own
-    way (not `is_exact`: on GPUs) checksums that differ are told, and count where the log-probs differ as well.
-
-    Returns:
-        sync/verify_logprob_diff (of the worst engine), sync/verify_logprob_diff_max (of one token), and
-        sync/verify_tensors, the tensors of all engine ranks whose checksums were found equal.
+    """Take the three steps of a `Verification`, which see, one after the other.
 
     Raises:
         WeightMismatch: names the engine and the tensors, or the difference of the log-probs.
     """
-    num_tensors, wrong = _compare_checksums(trainers, targets)
-    for text in wrong.values():
-        if is_exact:
-            raise WeightMismatch(text)
-        logger.warning("%s (as the engine lays them out; the log-probs decide)", text)
-    answers = asyncio.run(_ask(urls, api_key, vocab_size, temperature))
-    for target, own in zip(targets, answers, strict=True):
-        # An engine may call its weights by a name, which is no version of ours.
-        versions = sorted({v for answer in own for v, _ in answer.weight_versions}, key=str)
-        if versions != [version]:
-            raise WeightMismatch(f"engine {target.index}: stamped version {versions} after a push of version {version}")
-    shard = _shard(_prompts(vocab_size), answers)
-    scored = ray.get([trainer.score.remote(shard) for trainer in trainers])[0]
-    means, largest = [], 0.0
-    for target, own in zip(targets, answers, strict=True):
-        given, scored = scored[: len(own)], scored[len(own) :]
-        differences = np.abs(np.concatenate(given) - np.concatenate([answer.log_probs for answer in own]))
-        means.append(float(differences.mean()))
-        largest = max(largest, float(differences.max()))
-        if not means[-1] <= tolerance:
-            raise WeightMismatch(
-                f"engine {target.index}: after the push its log-probs differ from the trainers' by {means[-1]:.2e} on"
-                f" average, more than --verify-tolerance {tolerance:.1e}"
-                + (f"; {wrong[target.index]}" if target.index in wrong else "")
-            )
-    return {
-        "sync/verify_logprob_diff": max(means),
-        "sync/verify_logprob_diff_max": largest,
-        "sync/verify_tensors": float(num_tensors),
-    }
+    verification = Verification(
+        trainers,
+        targets,
+        urls,
+        api_key=api_key,
+        vocab_size=vocab_size,
+        version=version,
+        temperature=temperature,
+        tolerance=tolerance,
+        is_exact=is_exact,
+    )
+    verification.compare_tensors()
+    verification.ask_probe()
+    return verification.judge()
 
 
 def compare_checksums(expected: dict[str, str], found: dict[str, str]) -> list[str]:
@@ -95,10 +153,10 @@ def compare_checksums(expected: dict[str, str], found: dict[str, str]) -> list[s
 def _compare_checksums(trainers: Sequence[ActorHandle], targets: Sequence[EngineTarget]) -> tuple[int, dict[int, str]]:
     """The number of tensors that are equal, and for each engine that has other ones which they are."""
     sizes = sorted({target.tp_size for target in targets})
-    expected = {size: ray.get([t.weight_checksums.remote(size) for t in trainers])[0] for size in sizes}
+    expected = {size: get([t.weight_checksums.remote(size) for t in trainers])[0] for size in sizes}
     num_equal, wrong = 0, {}
     for target in targets:
-        found = ray.get(target.handle.weight_checksums.remote())
+        found = get(target.handle.weight_checksums.remote())
         if found is None:  # the engine's version cannot report them
             logger.warning("engine %d: there are no checksums; its push is verified by log-probs alone", target.index)
             continue

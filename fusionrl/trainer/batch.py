@@ -112,3 +112,12 @@ class BatchOptions:
     def shares_prompts(self) -> bool:
         """Return whether a prompt is computed once: the attention can do it, and no sequence is needed whole."""
         return self.share_prompts and self.local_attention and self.slicing.cp_size == 1 and not self.whole_sequences
+
+    @property
+    def leaves_out_prompts(self) -> bool:
+        """Return whether siblings' rows of attention leave out a long prompt that they share.
+
+        They then need a mask, and with a mask torch's FlashAttention on a GPU gives way to a slower kernel. The length
+        from which it pays was measured on a CPU.
+        """
+        return self.shares_prompts and self.device.type == "cpu"

@@ -39,7 +39,7 @@ def batch_options(
         temperature=config.rollout.rollout_temperature if is_sampled else 1.0,
         chunk_size=config.train.log_probs_chunk_size,
         local_attention=trained.transformer.transformer_impl == "local",
-        share_prompts=shape.mla is None,
+        share_prompts=config.train.share_prompts and shape.mla is None,
         aggregation="sequence_mean" if is_prm else aggregation_of(config),
         constant=loss_length(config),
         entropy_grad=is_policy and algorithm.entropy_coef > 0,

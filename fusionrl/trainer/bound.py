@@ -12,7 +12,7 @@ import numpy as np
 
 from fusionrl.config.hooks import HookError
 from fusionrl.control.knobs import Knobs
-from fusionrl.data.sample import UNKNOWN_VERSION
+from fusionrl.data.token_versions import UNKNOWN_VERSION
 from fusionrl.data.train_batch import TrainShard, TrainStep
 
 

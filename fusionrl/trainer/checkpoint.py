@@ -262,7 +262,8 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
             )
         for index, chunk in enumerate(trained.chunks):
             unwrap(chunk).load_state_dict(state["model" if len(trained.chunks) == 1 else f"model{index}"])
-        with torch.no_grad():  # fp32 master weights are views of the parameters, which want gradients
+        # fp32 master weights are views of the parameters, which want gradients
+        with torch.no_grad(), megatron_versions.groups_by_content():
             trained.optimizer.load_state_dict(state["optimizer"])
         # The position alone: Megatron's loader would bring the saved schedule back in place of that of the flags.
         trained.scheduler.num_steps = operator.index(state["scheduler"]["num_steps"])

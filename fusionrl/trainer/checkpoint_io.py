@@ -30,6 +30,7 @@ import torch.distributed as dist
 from fusionrl.base.environment import child_environment
 from fusionrl.base.file_hashes import Facts, Written, facts_of
 from fusionrl.base.frames import frame, receive
+from fusionrl.base.stack_signal import answer_with_stacks
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -306,5 +307,6 @@ def result_queue() -> Iterator[queue.Queue[dict[int, Report]]]:
 
 
 if __name__ == "__main__":
+    answer_with_stacks()
     with socket.socket(fileno=int(sys.argv[1])) as _connection:
         _serve(_connection)

@@ -9,7 +9,8 @@ import numpy as np
 from fusionrl.data.train_batch import TrainShard
 
 Columns = dict[int, dict[str, np.ndarray]]  # position of a sample in the rollout -> name -> [response_length]
-SampleColumns = dict[int, dict[str, float | int]]  # the same with one value a sample
+# The same with one value a sample, or with --save-token-values also one a response token, NaN where none is known.
+SampleColumns = dict[int, dict[str, float | int | np.ndarray]]
 Handed = tuple[dict[str, float], Columns]  # metrics for the driver; columns, which it passes on unseen
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fusionrl.algorithms.estimators import Role
 from fusionrl.models.shape import ModelShape
+from fusionrl.observe.spans import phase
 from fusionrl.trainer.columns import Handed, columns_of
 from fusionrl.trainer.trainer_base import TrainerBase
 
@@ -24,6 +25,7 @@ class CriticTrainer(TrainerBase):
         """The shape of --critic-load, with a value head."""
         return super().read_shape().with_value_head()
 
+    @phase("values")
     def values(self, shard: ShardSource) -> Handed:
         """Tell the value before each response token that is trained on, of this rank's shard.
 
@@ -56,7 +58,8 @@ class CriticTrainer(TrainerBase):
         from fusionrl.trainer.pull import pull
         from fusionrl.trainer.stages import Prepared
 
-        self.reload()
-        pulled = pull(shard, columns)
-        with naming_samples(self.run_dir, pulled, rollout_id):
-            return self.learn(rollout_id, Prepared(pulled)).metrics
+        with phase("train", step=rollout_id + 1):
+            self.reload()
+            pulled = pull(shard, columns)
+            with naming_samples(self.run_dir, pulled, rollout_id):
+                return self.learn(rollout_id, Prepared(pulled)).metrics

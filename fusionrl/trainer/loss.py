@@ -159,6 +159,7 @@ class LossSums:
     finite      [N] bool: whether each token's loss is; looked at only where a step is skipped
     batch       the micro-batch
     differences  [S, 2] of its S samples, `sample_differences`; None where nothing is compared here
+    scores      [2, N] log-probs and entropies; None where nobody keeps them
     """
 
     sums: dict[str, Tensor]
@@ -168,6 +169,7 @@ class LossSums:
     sequence_sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
     differences: Tensor | None = None
+    scores: Tensor | None = None
 
     def bad_samples(self) -> list[int]:
         """The shard's samples with a token whose loss is not finite."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -40,7 +40,10 @@ from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.trainer import settings
 from fusionrl.trainer.batch import Selection
 from fusionrl.trainer.log_probs import chunked_log_probs
+from fusionrl.trainer.rope import scale_rope
 from fusionrl.trainer.routing import RoutingReplay
+from fusionrl.upstream import local_mlp
+from fusionrl.upstream.latent_query import keep_query_plain
 from fusionrl.upstream.local_spec import add_output_norms, local_block_spec
 
 
@@ -253,6 +256,7 @@ def _usual_chunk(
         spec = own_spec
     elif transformer.transformer_impl == "transformer_engine":
         spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=vp_stage)
+        keep_query_plain(spec, transformer)
     else:
         spec = local_block_spec(transformer, vp_stage)
     if shape.output_norms and own_spec is None:
@@ -281,8 +285,10 @@ def _finished(
         # some expert-parallel sizes and one at others, and the state of one cannot be loaded at the other.
         if ".mlp.experts." in name:
             param.allreduce = False
+    if transformer.transformer_impl == "local":
+        local_mlp.adopt(model)
     if shape.mla is None:
-        _scale_rope(model, shape.rope_scaling)
+        scale_rope(model, shape)
     if device.type == "cuda":
         model.cuda(device)
     if not transformer.bf16:
@@ -304,20 +310,6 @@ def randomize(modules: list[torch.nn.Module], std: float = 0.02) -> None:
                 param.normal_(std=std)
             else:
                 param.fill_(1.0)
-
-
-def _scale_rope(model: GPTModel, scaling: Mapping[str, object] | None) -> None:
-    # GPTModel's own option fixes three of Llama 3's four numbers; its RotaryEmbedding takes them all.
-    if scaling is None or scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        return
-    rope = model.rotary_pos_emb
-    rope.inv_freq = rope._apply_scaling(
-        rope.inv_freq,
-        factor=scaling["factor"],
-        low_freq_factor=scaling["low_freq_factor"],
-        high_freq_factor=scaling["high_freq_factor"],
-        original_max_position_embeddings=scaling["original_max_position_embeddings"],
-    )
 
 
 def build_training(

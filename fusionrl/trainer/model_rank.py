@@ -15,6 +15,7 @@ from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import is_megatron_folder
+from fusionrl.observe.spans import phase, span
 from fusionrl.plan.trainer_plan import TrainerPlan
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class ModelRank:
         plan: what the ranks of its group follow.
         rank: in its group, 0 … world size - 1.
         run_dir: the run's folder.
-        device_id: GPU of this rank on its node, as the placement says; without one, ranks go round the node's GPUs.
+        device_id: GPU of this rank as its process numbers them, from the placement; without one, ranks go round them.
     """
 
     role: ClassVar[Role | None] = None
@@ -96,6 +97,7 @@ class ModelRank:
             raise ValueError("--hf-checkpoint is not given; the trainer reads the model's shape and weights from it")
         return read_model_shape(self.config.model.hf_checkpoint)
 
+    @phase("setup")
     def setup(self, master_addr: str, master_port: int) -> SetupFacts:
         """Join the other ranks, build the model from --hf-checkpoint, its optimizer and its schedule.
 
@@ -113,6 +115,9 @@ class ModelRank:
         from fusionrl.trainer.model import build_training
 
         self.trained = build_training(config, modules, transformer, self.trainer_plan)
+        from fusionrl.trainer.megatron_spans import record_megatron
+
+        record_megatron(self.trained, self.device)
         return {
             "num_parameters": self.shape.num_parameters,
             "device": str(self.device),
@@ -136,7 +141,7 @@ class ModelRank:
 
         config, plan = self.config, self.trainer_plan
         self.shape = self.read_shape()
-        self.device = settings.rank_device(plan, self.rank if self._device_id is None else self._device_id)
+        self.device = settings.rank_device(plan, self.rank, self._device_id)
         torch.set_num_threads(plan.num_threads)
         process_groups.join_ranks(
             plan.layout,
@@ -162,6 +167,7 @@ class ModelRank:
         return modules, transformer
 
     # ---------------------------------------------------------------------------- memory, and sets of weights
+    @phase("offload")
     def offload(self, keep_weights: bool = False) -> int:
         """Give this rank's memory of weights, gradients and optimizer away until it is needed again. Returns bytes.
 
@@ -176,7 +182,8 @@ class ModelRank:
     def reload(self, only_weights: bool = False) -> None:
         """Take the memory back that `offload` gave away; nothing to do if it is there."""
         if self._offload is not None:
-            self._offload.reload(only_weights=only_weights)
+            with span("reload"):
+                self._offload.reload(only_weights=only_weights)
 
     def read_weights(self, name: str, folder: str, flag: str) -> None:
         """Keep the weights of a folder (Hugging Face's, or torch_dist) in host memory as the set `name`, for `score`.
@@ -222,6 +229,7 @@ class ModelRank:
             self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
 
     # ------------------------------------------------------------------------------------------- checkpoints
+    @phase("save")
     def begin_save(self, path: str, rollout_id: int) -> None:
         """Settle what a checkpoint at `path` holds; with --async-save a process of this rank writes it from now on.
 
@@ -240,6 +248,7 @@ class ModelRank:
         """Return whether `finish_save` would return at once, as far as this rank goes. Not a collective."""
         return self._saving is None or self._saving.is_done()
 
+    @phase("finish save")
     def finish_save(self) -> None:
         """Publish the checkpoint that `begin_save` began, complete or not at all; nothing to do without one.
 
@@ -255,6 +264,7 @@ class ModelRank:
         self.begin_save(path, rollout_id)
         self.finish_save()
 
+    @phase("restore")
     def load(self, path: str) -> Restored:
         """Restore weights, optimizer, RNG, counters and the position in the schedule.
 
@@ -284,6 +294,7 @@ class ModelRank:
         flags.restore(self.trained)
         return restored
 
+    @phase("save hf")
     def save_hf(self, path: str) -> None:
         """Write the weights as a Hugging Face folder, with the other files of --hf-checkpoint.
 

@@ -1,30 +1,29 @@
 """Give a trainer's memory away while engines generate on the same device, and take it back bit for bit.
 
-What is copied out: the buffers of weights and gradients, the optimizer's moments and its master weights; with the
-weights NCCL gives the buffers of its process groups away, where torch (2.13) and NCCL (2.29) can. On a GPU they
-go to pinned host memory; on a CPU, where that is the same memory, to a file that has no name. Every view of it
-(parameters, shards, buckets) stays valid: on a GPU each storage is shrunk to nothing and later grown again;
-on a CPU, where torch does not resize what numpy has seen, the system takes the pages back and gives empty ones later.
+What is copied out: the buffer of weights, the optimizer's moments and its master weights. That of gradients is given
+away without a copy, as every step begins with zeros; and with the weights NCCL gives the buffers of its process groups
+away (`communicators.py`). On a GPU copies go to pinned host memory; on a CPU, where that is the same memory, to a file
+that has no name. Every view (parameters, shards, buckets) stays valid: on a GPU each storage is shrunk to nothing and
+later grown again; on a CPU, where torch does not resize what numpy has seen, the system takes the pages back and gives
+empty ones later.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import tempfile
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 
+from fusionrl.trainer.communicators import Communicators, backends_of_groups
 from fusionrl.trainer.model import Trained
+from fusionrl.trainer.pinned import PinnedMemory
 
 if TYPE_CHECKING:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
-
-logger = logging.getLogger(__name__)
 
 
 class _Copy(Protocol):
@@ -33,12 +32,18 @@ class _Copy(Protocol):
 
 
 class _PinnedCopy:
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._bytes = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        self._bytes.copy_(_as_bytes(storage), non_blocking=True)
+    def __init__(self, storage: torch.UntypedStorage, memory: PinnedMemory) -> None:
+        self._kept = memory.keep(_as_bytes(storage))
 
     def restore(self, storage: torch.UntypedStorage) -> None:
-        _as_bytes(storage).copy_(self._bytes, non_blocking=True)
+        self._kept.read(_as_bytes(storage))
+
+
+class _Zeros:
+    """No copy: every step begins with gradients of zero."""
+
+    def restore(self, storage: torch.UntypedStorage) -> None:
+        _as_bytes(storage).zero_()
 
 
 class _FileCopy:
@@ -78,7 +83,7 @@ class Offload:
 
     def __init__(self, trained: Trained, device: torch.device, folder: str | None = None) -> None:
         self._trained, self._device, self._folder = trained, device, folder
-        self._suspended = False  # whether process groups gave their buffers away
+        self._communicators = Communicators()
         # What is copied out: (storage, its size, the copy), of weights and of the rest.
         self._weights: list[tuple[torch.UntypedStorage, int, _Copy]] = []
         self._rest: list[tuple[torch.UntypedStorage, int, _Copy]] = []
@@ -90,26 +95,38 @@ class Offload:
             keep_weights: they are still needed, to be pushed.
 
         Returns:
-            Bytes copied out now.
+            Bytes given away now, those of the gradients included.
         """
         weights = self._storages(self._weight_buffers())
-        rest = self._storages(self._everything(), besides=weights)
-        copied = 0 if self._rest else self._copy_out(rest.values(), self._rest)
+        gradients = self._storages(self._gradient_buffers(), besides=weights)
+        rest = self._storages(self._optimizer_states(), besides=weights | gradients)
+        given = 0 if self._rest else self._copy_out(rest.values(), gradients.values(), self._rest)
         if not keep_weights and not self._weights:
-            copied += self._copy_out(weights.values(), self._weights)
-            self._set_groups("suspend")
-        if copied and self._device.type == "cuda":
+            given += self._copy_out(weights.values(), (), self._weights)
+            if self._device.type == "cuda":
+                self._communicators.suspend(backends_of_groups(self._device))
+        if given and self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return copied
+        return given
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are held elsewhere now."""
+        return sum(size for _, size, copy in (*self._weights, *self._rest) if not isinstance(copy, _Zeros))
 
     def _copy_out(
-        self, storages: Iterable[torch.UntypedStorage], away: list[tuple[torch.UntypedStorage, int, _Copy]]
+        self,
+        storages: Iterable[torch.UntypedStorage],
+        blank: Iterable[torch.UntypedStorage],
+        away: list[tuple[torch.UntypedStorage, int, _Copy]],
     ) -> int:
-        on_gpu = self._device.type == "cuda"
+        """Give `storages` away with a copy, and `blank` ones without."""
+        on_gpu, memory = self._device.type == "cuda", PinnedMemory()
         copies: list[tuple[torch.UntypedStorage, int, _Copy]] = []
         for storage in storages:
-            copy: _Copy = _PinnedCopy(storage) if on_gpu else _FileCopy(storage, self._folder)
+            copy: _Copy = _PinnedCopy(storage, memory) if on_gpu else _FileCopy(storage, self._folder)
             copies.append((storage, storage.nbytes(), copy))
+        copies += [(storage, storage.nbytes(), _Zeros()) for storage in blank]
         if on_gpu:
             torch.cuda.synchronize()
         # Only now, so that a full disk or host leaves everything where it was.
@@ -124,7 +141,7 @@ class Offload:
     def reload(self, *, only_weights: bool = False) -> None:
         """Take the memory back (the weights' alone, if asked for); nothing where it is there."""
         away, self._weights = self._weights, []
-        self._set_groups("resume")
+        self._communicators.resume()
         if not only_weights:
             away, self._rest = away + self._rest, []
         for storage, size, copy in away:
@@ -133,24 +150,6 @@ class Offload:
             copy.restore(storage)
         if away and self._device.type == "cuda":
             torch.cuda.synchronize()
-
-    def _set_groups(self, verb: str) -> None:
-        """Suspend the communicators of all process groups, or resume those that were suspended."""
-        if self._device.type != "cuda" or (verb == "resume" and not self._suspended):
-            return
-        self._suspended = False
-        for group in list(dist.distributed_c10d._world.pg_map):
-            method = getattr(group._get_backend(self._device), verb, None)
-            try:
-                if method is None:
-                    raise NotImplementedError(f"torch {torch.__version__} has none")
-                method()
-            except (NotImplementedError, RuntimeError) as error:
-                if verb == "resume":
-                    raise
-                logger.info("process groups keep their buffers: they cannot be suspended (%s)", error)
-                return
-            self._suspended = self._suspended or verb == "suspend"
 
     def _storages(
         self, tensors: Iterable[torch.Tensor], besides: Container[int] = ()
@@ -165,9 +164,10 @@ class Offload:
     def _buffers(self) -> Iterator[_ParamAndGradBuffer]:
         return (b for chunk in self._trained.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
-    def _everything(self) -> Iterator[torch.Tensor]:
-        for buffer in self._buffers():
-            yield buffer.grad_data
+    def _gradient_buffers(self) -> Iterator[torch.Tensor]:
+        return (buffer.grad_data for buffer in self._buffers())
+
+    def _optimizer_states(self) -> Iterator[torch.Tensor]:
         for inner in self._trained.optimizer.chained_optimizers:
             if getattr(inner, "is_stub_optimizer", False):
                 continue

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusionrl.algorithms.aggregation import token_weights
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep
+from fusionrl.observe.spans import span
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.batch import BatchOptions, MicroBatch, Selection
 from fusionrl.trainer.packed_row import pack_row
@@ -48,7 +49,8 @@ def pack_steps(prepared: Prepared, packing: Packing) -> Iterator[PackedStep]:
     shard = prepared.shard
     for index, step in enumerate(shard.steps):
         found = packing.look_ahead.at(shard, index, prepared.experts) if packing.look_ahead is not None else {}
-        batches = build_micro_batches(shard, step, packing.options, packing.layout, prepared.experts)
+        with span("pack"):
+            batches = build_micro_batches(shard, step, packing.options, packing.layout, prepared.experts)
         yield PackedStep(index, step, shard, batches, found)
 
 

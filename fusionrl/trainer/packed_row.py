@@ -17,7 +17,14 @@ from torch import Tensor
 
 from fusionrl.trainer.batch import BatchOptions
 from fusionrl.trainer.routing import FREE
-from fusionrl.upstream.local_spec import PackedLayout, plan_buckets, zigzag_positions
+from fusionrl.upstream.buckets import LONG_PROMPT, plan_buckets
+from fusionrl.upstream.local_spec import PackedLayout, zigzag_positions
+
+# Tokens without sharing ÷ with it, from which a row shares its prompts: below, finding the shared tokens again in
+# each layer's attention costs more than the prompt saves. Measured on a CPU, see docs/parallelism.md: there it costs
+# less where prompts are short, as no row of attention leaves them out, and none needs a mask.
+LEAST_GAIN = 1.3
+LEAST_GAIN_SHORT = 1.1
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: B
     """Pack `sequences`, which begin with a prompt of so many tokens; without any, one padding token."""
     slicing, device = options.slicing, options.device
     filling = _Filling(slicing.multiple)
-    if options.shares_prompts:
+    shares = options.shares_prompts and sharing_gain(sequences, prompts) >= _least_gain(prompts, options)
+    if shares:
         filling.fill_sharing(sequences, prompts)
     else:
         filling.fill(sequences, options.whole_sequences)
@@ -73,9 +81,10 @@ def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: B
     offsets = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32).to(where)
     held = zigzag_positions(lengths, slicing.cp_size, slicing.cp_rank)
     is_whole = options.local_attention and slicing.cp_size == 1
-    buckets = tuple(plan_buckets(filling.rows, tokens.size, device)) if is_whole else ()
+    shared = prompts or None if shares and options.leaves_out_prompts else None
+    buckets = tuple(plan_buckets(filling.rows, tokens.size, device, shared)) if is_whole else ()
     # How long the table of rotary embeddings must be.
-    longest = int(positions.max()) + 1 if options.shares_prompts else max(lengths)
+    longest = int(positions.max()) + 1 if shares else max(lengths)
     local = torch.full((tokens.size,), -1)
     local[held] = torch.arange(held.numel())
     return PackedRow(
@@ -91,12 +100,27 @@ def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: B
             max_seqlen_kv=longest,
             lengths=tuple(lengths),
             buckets=buckets,
-            positions=torch.from_numpy(positions).to(device) if options.shares_prompts else None,
+            positions=torch.from_numpy(positions).to(device) if shares else None,
         ),
         rows=filling.rows,
         held=held,
         local=local,
     )
+
+
+def _least_gain(prompts: Sequence[int], options: BatchOptions) -> float:
+    is_short = options.leaves_out_prompts and max(prompts, default=0) < LONG_PROMPT
+    return LEAST_GAIN_SHORT if is_short else LEAST_GAIN
+
+
+def sharing_gain(sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> float:
+    """Tokens that a model runs over where each sequence brings its prompt, divided by those with each prompt once."""
+    fed = [_fed(sequence, whole=False) for sequence in sequences]
+    heads = [part[:prompt] for part, prompt in zip(fed, prompts, strict=True)]
+    once = {head.tobytes(): head.size for head in heads}
+    saved = sum(head.size for head in heads) - sum(once.values())
+    total = sum(part.size for part in fed)
+    return total / (total - saved) if total else 1.0
 
 
 class _Filling:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusionrl.config.parts import needs_reference
+from fusionrl.observe.spans import phase, span
 from fusionrl.trainer.columns import Handed, SampleColumns, columns_of
 from fusionrl.trainer.model_rank import SetupFacts
 from fusionrl.trainer.push_source import PushSource
@@ -69,6 +70,7 @@ class PolicyTrainer(PushSource):
             super().stepping,
             custom=CustomLossOptions.of(self.config, hooks.args, self.shape.vocab_size),
             loss_hooks=LossHooks.of(self.config, hooks.args(), per_token),
+            keeps_scores=self.config.run.save_token_values and self.loss.mode == "rl",
         )
 
     def train(self, rollout_id: int, shard: ShardSource, columns: Sequence[ColumnSource] = ()) -> dict[str, float]:
@@ -89,11 +91,12 @@ class PolicyTrainer(PushSource):
         from fusionrl.trainer.naming import naming_samples
         from fusionrl.trainer.pull import pull
 
-        self.reload()
-        pulled = pull(shard, columns)
-        with naming_samples(self.run_dir, pulled, rollout_id):
-            prepared = self._prepare(rollout_id, pulled)
-            report = self.learn(rollout_id, prepared)
+        with phase("train", step=rollout_id + 1):
+            self.reload()
+            pulled = pull(shard, columns)
+            with naming_samples(self.run_dir, pulled, rollout_id):
+                prepared = self._prepare(rollout_id, pulled)
+                report = self.learn(rollout_id, prepared)
         self._report = rollout_id, report
         return report.metrics
 
@@ -106,12 +109,16 @@ class PolicyTrainer(PushSource):
             rollout_id: as of `train`.
             shard: as of `train`.
         """
-        from fusionrl.trainer.naming import naming_samples
         from fusionrl.trainer.pull import pull
 
-        self.reload()
-        pulled = pull(shard)
         self._scored = None
+        with phase("score ahead", step=rollout_id + 1):
+            self.reload()
+            self._score_pulled(rollout_id, pull(shard))
+
+    def _score_pulled(self, rollout_id: int, pulled: TrainShard) -> None:
+        from fusionrl.trainer.naming import naming_samples
+
         with naming_samples(self.run_dir, pulled, rollout_id):
             if self.loss.mode == "rl":
                 self._scored = rollout_id, self._score(rollout_id, pulled)
@@ -130,11 +137,12 @@ class PolicyTrainer(PushSource):
         from fusionrl.trainer.naming import naming_samples
         from fusionrl.trainer.pull import pull
 
-        self.reload()
-        pulled = pull(shard, columns)
         self._prepared = None
-        with naming_samples(self.run_dir, pulled, rollout_id):
-            prepared = self._prepare(rollout_id, pulled)
+        with phase("prepare", step=rollout_id + 1):
+            self.reload()
+            pulled = pull(shard, columns)
+            with naming_samples(self.run_dir, pulled, rollout_id):
+                prepared = self._prepare(rollout_id, pulled)
         self._prepared = rollout_id, prepared
         return {}, columns_of(prepared.shard, ("values", "returns"))
 
@@ -152,7 +160,8 @@ class PolicyTrainer(PushSource):
         if self.loss.mode != "rl":
             return Prepared(shard)
         scored = self._score(rollout_id, shard)
-        metrics = add_advantages(scored.shard, AdvantageOptions.from_config(self.config), self.device)
+        with span("advantages"):
+            metrics = add_advantages(scored.shard, AdvantageOptions.from_config(self.config), self.device)
         self.hooks.after_advantages(rollout_id, scored.shard, self.device)
         return Prepared(scored.shard, scored.experts, metrics)
 
@@ -183,6 +192,7 @@ class PolicyTrainer(PushSource):
         """
         return self._report[1].samples if self._report is not None and self._report[0] == rollout_id else {}
 
+    @phase("validate")
     def evaluate_loss(self, shard: ShardSource) -> dict[str, float]:
         """Validation loss: mean of -log p over all tokens with a loss mask, over all ranks; nothing is trained.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from fusionrl.algorithms.estimators import Role
+from fusionrl.observe.spans import phase
 from fusionrl.trainer.columns import Handed, columns_of
 from fusionrl.trainer.model_rank import SetupFacts
 from fusionrl.trainer.trainer_base import TrainerBase
@@ -24,6 +25,7 @@ class ProcessRewardTrainer(TrainerBase):
         self.keep_weights("ref")
         return facts
 
+    @phase("process rewards")
     def process_rewards(self, rollout_id: int, shard: ShardSource) -> Handed:
         """Train on the outcomes of this rank's shard, and then reward each token that is trained on.
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import numpy as np
 
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.observe.spans import span
 from fusionrl.sync.calls import Reference
+from fusionrl.sync.local import get
 from fusionrl.trainer.columns import Columns
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ def pull(source: ShardSource, columns: Sequence[ColumnSource] = ()) -> TrainShar
     Raises:
         ValueError: a shard that no loss can be computed from.
     """
-    given: TrainShard = source if isinstance(source, TrainShard) else _fetched(source[0])
+    with span("pull"):
+        given: TrainShard = source if isinstance(source, TrainShard) else _fetched(source[0])
     check_shard(given)
     fields = given.fields | _columns_for(given, columns)
     return TrainShard(
@@ -71,6 +74,4 @@ def _columns_for(shard: TrainShard, columns: Sequence[ColumnSource]) -> dict[str
 
 
 def _fetched(reference: Reference[T]) -> T:
-    import ray
-
-    return ray.get(reference)
+    return get(reference)

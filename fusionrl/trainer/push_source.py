@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusionrl.observe.spans import phase
 from fusionrl.plan.plan import Plan
 from fusionrl.plan.push import EngineTarget, Feed
 from fusionrl.trainer.trainer_base import TrainerBase
@@ -28,6 +29,7 @@ class PushSource(TrainerBase):
     _sender: WeightSender | None = None
     _disk: DiskWriter | None = None
 
+    @phase("prepare push")
     def prepare_push(self, targets: Sequence[EngineTarget], transport: str) -> None:
         """Do the part of a push that does not need paused engines."""
         if self._sender is None:
@@ -39,8 +41,10 @@ class PushSource(TrainerBase):
     ) -> SendReport:
         """Send this rank's part of the weights, after `prepare_push`."""
         assert self._sender is not None, "prepare_push comes first"
-        return self._sender.send(targets, feeds, version, transport)
+        with phase("push", version=version):
+            return self._sender.send(targets, feeds, version, transport)
 
+    @phase("write weights")
     def write_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
         """Write this rank's part of a version's files, and call the user's function after it; see `DiskWriter.write`.
 
@@ -48,6 +52,7 @@ class PushSource(TrainerBase):
         """
         return self._after_write(self._disk_writer().write(version), engines)
 
+    @phase("write weights")
     def write_full_weights(self, version: int, engines: Sequence[ActorHandle]) -> WriteReport:
         """The same of a full version in place of a delta; see `DiskWriter.write_full`."""
         return self._after_write(self._disk_writer().write_full(version), engines)
@@ -82,9 +87,9 @@ class PushSource(TrainerBase):
         )
 
     def _make_sender(self) -> WeightSender:
-        import ray
         import torch.distributed as dist
 
+        from fusionrl.engines.engine import node_id
         from fusionrl.sync.send import WeightSender
 
         return WeightSender(
@@ -95,7 +100,7 @@ class PushSource(TrainerBase):
             exporter=self._exporter(),
             buffer_size=self.config.weights.update_weight_buffer_size,
             timeout_s=self.config.weights.update_weight_timeout_s,
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=node_id(),
             object_group=dist.new_group(backend="gloo"),
         )
 

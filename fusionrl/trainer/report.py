@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusionrl.trainer.columns import SampleColumns
-from fusionrl.trainer.sample_columns import sample_columns
+from fusionrl.trainer.sample_columns import add_token_values, sample_columns
 from fusionrl.trainer.stages import Prepared, StepsTaken, TrainReport
 from fusionrl.trainer.step_report import pooled_metrics
 
@@ -30,4 +30,6 @@ def report(
     samples: SampleColumns = {}
     if with_samples and loss.mode == "rl":
         samples = sample_columns(prepared.shard, taken.mean_differences)
+        if taken.token_scores is not None:
+            add_token_values(samples, prepared.shard, taken.token_scores)
     return TrainReport({f"{prefix}/{name}": value for name, value in metrics.items()}, samples)

@@ -17,7 +17,7 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleC
     mismatch        mean |trainer - engine| log-prob of those of these that the current weights sampled, nats; of the
                     trainers' log-probs before the first step where the shard has them, else `differences` [num_samples]
 
-    What is not known, or the mean over no token, is left out. Columns over the response tokens may be added as arrays.
+    What is not known, or the mean over no token, is left out.
     """
     lengths, mask = shard.response_lengths, shard.fields["loss_mask"] > 0
     counts = _sums(mask, lengths)
@@ -34,13 +34,36 @@ def sample_columns(shard: TrainShard, differences: np.ndarray | None) -> SampleC
         found["mismatch"] = _over(_sums(np.where(used, gaps, 0), lengths), num_used)
     elif differences is not None:
         found["mismatch"] = differences
-    rows: list[dict[str, float | int]] = [{"num_trained": int(n)} for n in counts]
+    rows: list[dict[str, float | int | np.ndarray]] = [{"num_trained": int(n)} for n in counts]
     for name, values in found.items():
         for row, value in zip(rows, values.tolist(), strict=True):
             if value == value:  # not NaN
                 row[name] = value
     positions = shard.fields.get("position", np.arange(shard.num_samples))
     return dict(zip(positions.tolist(), rows, strict=True))
+
+
+def add_token_values(columns: SampleColumns, shard: TrainShard, scores: np.ndarray) -> None:
+    """Add arrays over the response tokens of each sample, NaN at tokens that are not trained on:
+
+    log_probs   the trainers', before the first step where the shard has them, else as the loss saw them
+    entropy     nats, as the loss saw it
+    advantages  as the loss saw them
+
+    scores  [2, response tokens] log-probs and entropies as the losses saw them, NaN where they saw none
+    """
+    mask = shard.fields["loss_mask"] > 0
+    flat = {"log_probs": shard.fields.get("log_probs", scores[0]), "entropy": scores[1]}
+    if "advantages" in shard.fields:
+        flat["advantages"] = shard.fields["advantages"]
+    ends = np.cumsum(shard.response_lengths)
+    positions = shard.fields.get("position", np.arange(shard.num_samples)).tolist()
+    for name, values in flat.items():
+        known = np.where(mask, values, np.nan).astype(np.float32)
+        if np.isnan(known).all():
+            continue
+        for position, start, end in zip(positions, ends - shard.response_lengths, ends, strict=True):
+            columns[position][name] = known[start:end]
 
 
 def _over(total: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fusionrl.config.config import Config
 from fusionrl.data.train_batch import TrainShard
+from fusionrl.observe.spans import span
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.trainer.advantages import AdvantageOptions
 from fusionrl.trainer.batch import BatchOptions
@@ -114,6 +115,19 @@ def score_samples(
         routing: see `Routing`.
         experts: for "fixed", those that an earlier pass recorded.
     """
+    with span("log-probs", weights=weights or "own"):
+        return _score_samples(shard, scorer, weights, all_responses, planned_only, routing, experts)
+
+
+def _score_samples(
+    shard: TrainShard,
+    scorer: Scorer,
+    weights: str | None,
+    all_responses: bool,
+    planned_only: bool,
+    routing: Routing,
+    experts: Experts | None,
+) -> Scores:
     groups = _micro_batches(shard, planned_only, scorer)
     options = _options(scorer, all_responses, routing)
     batches = pack_groups(shard, groups, None, options, (experts or {}) if routing == "fixed" else {})

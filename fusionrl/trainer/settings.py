@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
+from fusionrl.models.yarn import Yarn, is_yarn
 from fusionrl.plan.defaults import Impl, layer_impl
 from fusionrl.plan.trainer_plan import TrainerPlan
 from fusionrl.upstream import cpu_megatron
 
 
-def rank_device(plan: TrainerPlan, index: int) -> torch.device:
-    """Return the device of a rank: GPU `index` of its node, or the one that the count of GPUs leaves of it.
+def rank_device(plan: TrainerPlan, rank: int, ordinal: int | None = None) -> torch.device:
+    """Return the device of a rank: the GPU that this process numbers `ordinal`; without one, ranks go round them all.
 
     Raises:
-        ValueError: the plan says "cuda" where there is none, or "cpu" where Megatron would use CUDA anyway.
+        ValueError: the plan says "cuda" where there is none, or not as many, or "cpu" where Megatron would use CUDA
+            anyway.
     """
     has_cuda = torch.cuda.is_available()
     if plan.device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
     if plan.device == "cpu" and has_cuda:
         raise ValueError("--device cpu: a CUDA device is visible; hide it (CUDA_VISIBLE_DEVICES=) or use --device auto")
-    return torch.device("cuda", index % torch.cuda.device_count()) if has_cuda else torch.device("cpu")
+    if not has_cuda:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if ordinal is not None and ordinal >= count:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all of them")
+        raise ValueError(f"rank {rank}: placed on GPU {ordinal} of its node, where torch sees {count} ({seen})")
+    return torch.device("cuda", rank % count if ordinal is None else ordinal)
 
 
-def installed_impl(config: Config, device: str) -> Impl:
+def installed_impl(config: Config, device: str, precision: str) -> Impl:
     """Return whose layers a rank has: for `auto`, Transformer Engine's on a GPU where its node has the package.
 
     Raises:
@@ -40,12 +49,17 @@ def installed_impl(config: Config, device: str) -> Impl:
             "--transformer-impl transformer_engine: it needs a CUDA device and the package "
             "transformer_engine; use --transformer-impl local or auto"
         )
-    return layer_impl(wanted, device, available)
+    return layer_impl(wanted, device, available, precision)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """The vocabulary, made divisible by the tensor parallel size; rows beyond `vocab_size` are no tokens."""
     return -(-vocab_size // tp) * tp
+
+
+def _is_users(config: Config) -> bool:
+    """Return whether the model, or its layers, are of a function of the user's."""
+    return bool(config.model.custom_model_provider_path or config.model.custom_spec_path)
 
 
 def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> dict[str, object]:
@@ -56,7 +70,7 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
     """
     import torch.nn.functional as F
 
-    layout, impl = plan.layout, installed_impl(config, plan.device)
+    layout, impl = plan.layout, installed_impl(config, plan.device, plan.precision)
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     fields: dict[str, object] = {
         "num_layers": shape.num_layers,
@@ -98,12 +112,14 @@ def transformer_fields(config: Config, shape: ModelShape, plan: TrainerPlan) -> 
         "moe_token_dispatcher_type": "alltoall",
         # Makes data-parallel gradients sums, not means; see step.py.
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,
+        # On a CPU by `upstream.cpu_gradients`; on a GPU it needs apex, or Transformer Engine's layers. Autograd sees no
+        # such gradient: a user's model may have hooks on a weight, or use it twice.
+        "gradient_accumulation_fusion": plan.device == "cpu" and not _is_users(config),
         "masked_softmax_fusion": False,
         "rotary_interleaved": shape.rotary_interleaved,
         "transformer_impl": impl,
     }
-    fields |= _expert_fields(shape, impl) | _latent_fields(shape)
+    fields |= _expert_fields(shape, impl) | _latent_fields(shape) | _yarn_fields(shape)
     passed = config.passthrough.transformer
     if plan.device == "cpu":
         fields.update({name: value for name, (value, _) in cpu_megatron.OVERRIDES.items()})
@@ -165,6 +181,14 @@ def _latent_fields(shape: ModelShape) -> dict[str, object]:
             "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
         }
     return fields
+
+
+def _yarn_fields(shape: ModelShape) -> dict[str, object]:
+    """With YaRN queries and keys are longer; all of each is rotated, so scores grow by the square."""
+    if shape.mla is not None or shape.rope_scaling is None or not is_yarn(shape.rope_scaling):
+        return {}
+    yarn = Yarn.of(shape.rope_scaling, shape.max_position_embeddings)
+    return {"softmax_scale": yarn.attention_factor**2 / shape.head_dim**0.5}
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:

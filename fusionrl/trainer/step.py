@@ -18,9 +18,11 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from fusionrl.observe.spans import span
 from fusionrl.trainer.batch import MicroBatch
 from fusionrl.trainer.forward import forward_log_probs, run_forward
 from fusionrl.trainer.loss import LossSums
+from fusionrl.trainer.megatron_spans import settle
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport
@@ -96,15 +98,18 @@ def train_step(
         chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
     parts = run_forward(trained, batches, loss, forward_only=False, logits=loss.wants_logits)
-    report = reduce_sums(parts, device, same_names=not loss.names_may_differ)
+    with span("sums over ranks"):
+        report = reduce_sums(parts, device, same_names=not loss.names_may_differ)
     lr = float(trained.optimizer.param_groups[0]["lr"])
-    found_inf = trained.optimizer.prepare_grads()
-    norm = float(trained.optimizer.get_grad_norm())
-    finite = not found_inf and math.isfinite(norm) and math.isfinite(report.sums["loss"])
-    if finite:
-        _clip(trained.optimizer, norm)
-        trained.optimizer.step_with_ready_grads()
-        trained.scheduler.step(1)
+    with span("optimizer"):
+        found_inf = trained.optimizer.prepare_grads()
+        norm = float(trained.optimizer.get_grad_norm())
+        settle(trained)  # the norm has been waited for
+        finite = not found_inf and math.isfinite(norm) and math.isfinite(report.sums["loss"])
+        if finite:
+            _clip(trained.optimizer, norm)
+            trained.optimizer.step_with_ready_grads()
+            trained.scheduler.step(1)
     report.numbers.update({"lr": lr, "grad_norm": norm, "skipped": 0.0 if finite else 1.0})
     return StepOutcome(report, parts)
 

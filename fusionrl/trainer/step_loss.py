@@ -22,12 +22,14 @@ class StepLoss:
     compare  report how far the engine's log-probs are off: only while the weights are those of the rollout
     custom   takes the place of the built-in losses
     hooks    a user's functions within them
+    keeps_scores  the sums hold log-probs and entropies of tokens
     """
 
     options: LossOptions
     compare: bool = False
     custom: CustomLoss | None = None
     hooks: LossHooks | None = None
+    keeps_scores: bool = False
 
     @property
     def wants_logits(self) -> bool:
@@ -48,6 +50,8 @@ class StepLoss:
             else:
                 # A critic gives values alone.
                 value, sums = micro_batch_loss(output[0], output[-1], batch, self.options, self.compare, self.hooks)
+                if self.keeps_scores:
+                    sums.scores = output.detach()
         except HookError as error:
             error.positions = list(batch.samples)
             raise

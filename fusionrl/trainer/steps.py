@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from fusionrl.observe.spans import span
 from fusionrl.trainer.bound import Bound
 from fusionrl.trainer.custom_loss import CustomLoss, CustomLossOptions
 from fusionrl.trainer.loss import LossOptions, LossSums
@@ -20,6 +21,7 @@ from fusionrl.trainer.stages import PackedStep, StepsTaken
 from fusionrl.trainer.step import train_step
 from fusionrl.trainer.step_loss import StepLoss
 from fusionrl.trainer.step_report import StepReport
+from fusionrl.trainer.token_scores import TokenScores
 from fusionrl.trainer.train_hooks import TrainHooks
 
 
@@ -30,6 +32,7 @@ class Stepping:
     custom      of --loss-type custom_loss
     loss_hooks  a user's functions within the built-in loss
     bound       on the staleness of what is trained; None: there is none
+    keeps_scores  log-probs and entropies of tokens are kept (--save-token-values)
     """
 
     trained: Trained
@@ -40,6 +43,7 @@ class Stepping:
     custom: CustomLossOptions | None = None
     loss_hooks: LossHooks | None = None
     bound: Bound | None = None
+    keeps_scores: bool = False
 
 
 def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int) -> StepsTaken:
@@ -51,6 +55,7 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
     """
     reports: list[StepReport] = []
     differences: _Differences | None = None
+    scores: TokenScores | None = None
     for one in packed:
         fields = one.shard.fields
         if one.index == 0 and stepping.loss.mode == "rl" and "rollout_log_probs" in fields:
@@ -65,11 +70,16 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
             compare=one.index == 0 or "log_probs" in fields,
             custom=None if stepping.custom is None else CustomLoss(stepping.custom, one.shard, one.step),
             hooks=stepping.loss_hooks,
+            keeps_scores=stepping.keeps_scores,
         )
-        outcome = train_step(stepping.trained, one.batches, loss, stepping.device)
+        with span("optimizer step", index=one.index, micro_batches=len(one.batches)):
+            outcome = train_step(stepping.trained, one.batches, loss, stepping.device)
         report, bad = outcome.report, [int(fields["sample_index"][i]) for i in outcome.bad_samples()]
         if differences is not None:
             differences.add(outcome.parts)
+        if stepping.keeps_scores:
+            scores = scores or TokenScores(one.shard.response_lengths, stepping.device)
+            scores.add(outcome.parts)
         del outcome  # it holds the micro-batches, which would stay on the device during the next step
         stepping.skips.see(rollout_id, one.index, report, bad)
         report.numbers.update(
@@ -79,7 +89,8 @@ def take_steps(packed: Iterable[PackedStep], stepping: Stepping, rollout_id: int
             **one.look_ahead,
         )
         reports.append(report)
-    return StepsTaken(reports, None if differences is None else differences.means())
+    means = None if differences is None else differences.means()
+    return StepsTaken(reports, means, None if scores is None else scores.flat())
 
 
 class _Differences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusionrl.observe.spans import phase
 from fusionrl.trainer.model_rank import ModelRank, SetupFacts
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ class TrainerBase(ModelRank):
         bound = Bound.of(self.trainer_plan.knobs)
         return Stepping(self.trained, self.device, self.loss, self.hooks, self._skips, bound=bound)
 
-    def score(self, shard: ShardSource, weights: str | None = None) -> list[np.ndarray]:
+    @phase("score")
+    def score(self, shard: ShardSource, weights: str | None = None, only_weights: bool = False) -> list[np.ndarray]:
         """Log-probs of all response tokens; nothing is trained. Of a critic: the value before each of them.
 
         Args:
             shard: the shard, or `[ref]` with a Ray reference to it.
             weights: a set of `read_weights` or `keep_weights`; None is what is trained.
+            only_weights: gradients and optimizer stay away where `offload` gave them away: somebody else is there.
 
         Returns:
             For each sample of the shard, in its order, [response_length] fp32; the same on all ranks of the
@@ -78,7 +81,7 @@ class TrainerBase(ModelRank):
         from fusionrl.trainer.pull import pull
         from fusionrl.trainer.score import score_samples
 
-        self.reload()
+        self.reload(only_weights)
         return score_samples(pull(shard), self.scorer, weights=weights, all_responses=True).samples
 
     def learn(self, rollout_id: int, prepared: Prepared) -> TrainReport:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusionrl.models.hf_io import local_tensors, read_local_weights
 from fusionrl.models.shape import ModelShape
+from fusionrl.trainer.pinned import Kept, PinnedMemory
 
 
 class WeightSet:
@@ -20,28 +21,37 @@ class WeightSet:
     """
 
     def __init__(self, folder: str, chunks: list[torch.nn.Module], shape: ModelShape, flag: str) -> None:
-        self._weights: list[tuple[Tensor, Tensor]] = [
-            (param, _on_host(tensor.to(param.dtype), param))
+        memory = PinnedMemory()
+        self._weights: list[tuple[Tensor, Tensor | Kept]] = [
+            (param, _on_host(tensor.to(param.dtype), param, memory))
             for param, tensor in read_local_weights(folder, chunks, shape, flag)
         ]
 
     @classmethod
     def of_model(cls, chunks: list[torch.nn.Module], shape: ModelShape) -> WeightSet:
         """The weights that the model has now."""
-        made = cls.__new__(cls)
-        made._weights = [(tensor, _on_host(tensor.detach(), tensor)) for _, _, tensor in local_tensors(chunks, shape)]
+        made, memory = cls.__new__(cls), PinnedMemory()
+        made._weights = [
+            (tensor, _on_host(tensor.detach(), tensor, memory)) for _, _, tensor in local_tensors(chunks, shape)
+        ]
         return made
 
     def update(self) -> None:
         """Take the weights that the model has now, into the memory that the set has."""
-        for param, tensor in self._weights:
-            tensor.copy_(param.detach())
+        for param, kept in self._weights:
+            if isinstance(kept, Kept):
+                kept.write(param)
+            else:
+                kept.copy_(param.detach())
 
     def put_back(self) -> None:
         """Give the model these weights for good."""
         with torch.no_grad():
-            for param, tensor in self._weights:
-                param.copy_(tensor)
+            for param, kept in self._weights:
+                if isinstance(kept, Kept):
+                    kept.read(param)
+                else:
+                    param.copy_(kept)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -52,14 +62,23 @@ class WeightSet:
         """
         trained = [param.data for param, _ in self._weights]
         try:
-            for param, tensor in self._weights:
-                param.data = tensor.to(param.device, non_blocking=True)
+            for param, kept in self._weights:
+                param.data = _on_device(kept, param)
             yield
         finally:
             for (param, _), data in zip(self._weights, trained, strict=True):
                 param.data = data
 
 
-def _on_host(tensor: Tensor, param: Tensor) -> Tensor:
-    tensor = tensor.to("cpu", copy=True)  # what was read is a view of a mapped file
-    return tensor.pin_memory() if param.is_cuda else tensor
+def _on_host(tensor: Tensor, param: Tensor, memory: PinnedMemory) -> Tensor | Kept:
+    if param.is_cuda:
+        return memory.keep(tensor.contiguous())
+    return tensor.to("cpu", copy=True)  # what was read is a view of a mapped file
+
+
+def _on_device(kept: Tensor | Kept, param: Tensor) -> Tensor:
+    if not isinstance(kept, Kept):
+        return kept
+    data = torch.empty_like(param.data)
+    kept.read(data)
+    return data

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fusionrl.base.imports import without_collections
+from fusionrl.upstream.kept_scans import kept_scans
 
 _ROPE, _CONFIG = "transformers.modeling_rope_utils", "transformers.configuration_utils"
 _FACTORY = "transformers.models.auto.auto_factory"
@@ -32,7 +33,8 @@ _LEAVING_OUT = threading.RLock()
 def import_auto_tokenizer() -> None:
     """Import `transformers.AutoTokenizer`. Idempotent, and models can be imported as usual before and after it."""
     with without_collections():
-        import transformers
+        with kept_scans():
+            import transformers
 
         try:
             _import_rope()

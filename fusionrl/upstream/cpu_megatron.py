@@ -4,7 +4,10 @@
     import megatron.core
     cpu_megatron.patch()          # after it
 
-Both do nothing where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA:
+A process that imports Megatron-core for others, its forks, calls `before_import` alone: torch stays as it is
+until one of them calls `install`.
+
+They do nothing where CUDA is there. Each shim answers a call of Megatron-core that assumes CUDA:
 
 | shim | what it replaces | what fails without it |
 |---|---|---|
@@ -18,6 +21,8 @@ Both do nothing where CUDA is there. Each shim answers a call of Megatron-core t
 | recompute | `CheckpointWithoutOutput(fp8=False)` is not "fp8 is on" | selective recompute |
 | compiler | torch's optimizers ask its compiler not to compile them, and import it to ask | time: 1 s of a core |
 | splits | sizes of the experts' exchange become numbers on a CPU, too | mixtures of experts |
+| gradients | kernels that add and scale them (`cpu_gradients.py`) | time: copies of all of them |
+| rotary | rotary embeddings of packed sequences (`rotary.py`) | time: a dozen passes over queries and keys |
 | uneven | `all_gather` of parts of different sizes, which gloo lacks: padded | expert tensor parallelism |
 
 What is missing without Transformer Engine, on a CPU or a GPU, is mended in `megatron_versions.py`, as is what differs
@@ -38,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusionrl.upstream import megatron_versions
+from fusionrl.upstream import cpu_gradients, megatron_versions, rotary
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -46,7 +51,10 @@ if TYPE_CHECKING:
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 _UNCOMPILED = "__dynamo_disable"  # torch's name for what its wrapper calls, once it is there
-_state = {"installed": False, "patched": False}
+# Packages of the GPU requirement set that Megatron uses where they are installed: an optimizer and norms of gradients
+# that are kernels, and attention that cannot be imported without CUDA's driver.
+_KERNELS = ("transformer_engine", "flash_mla")
+_state = {"importable": False, "installed": False, "patched": False}
 
 # Name → (value, why). A user who sets one of these otherwise gets an error with this reason.
 OVERRIDES: dict[str, tuple[Any, str]] = {
@@ -56,7 +64,6 @@ OVERRIDES: dict[str, tuple[Any, str]] = {
         "gloo's isend does not keep the storage alive: wrong activations are sent",
     ),
     "batch_p2p_comm": (False, "the batched exchange fails with interleaved pipeline stages"),
-    "gradient_accumulation_fusion": (False, "it is a CUDA kernel"),
     "masked_softmax_fusion": (False, "it is a CUDA kernel"),
     "bias_dropout_fusion": (False, "it is compiled for CUDA"),
     "bias_activation_fusion": (False, "it is compiled for CUDA"),
@@ -119,15 +126,28 @@ class _Stream:
         return True
 
 
+def before_import() -> None:
+    """Let megatron.core be imported; changes nothing of torch. Once a process."""
+    if not is_needed() or _state["importable"]:
+        return
+    assert "megatron.core" not in sys.modules, "cpu_megatron.install() must run before megatron.core is imported"
+    for name in _KERNELS:  # None is the import system's sign for "not there"; a module that is imported stays
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    megatron_versions.before_import()
+    _install_jit()
+    _state["importable"] = True
+
+
 def install() -> bool:
-    """Put the shims into torch; once a process, before megatron.core is imported. True where they are."""
+    """Put the shims into torch; once a process, before megatron.core is imported. True where they are.
+
+    After `before_import`, megatron.core may be there: it takes nothing from torch by name that is replaced here.
+    """
     if not is_needed():
         return False
     if _state["installed"]:
         return True
-    assert "megatron.core" not in sys.modules, "cpu_megatron.install() must run before megatron.core is imported"
-    megatron_versions.before_import()
-    _install_jit()
+    before_import()
     _install_cuda_functions()
     _install_factories()
     _install_tensor_methods()
@@ -142,6 +162,7 @@ def patch() -> None:
     if not _state["installed"] or _state["patched"]:
         return
     from megatron.core.tensor_parallel import random as tp_random
+    from megatron.core.transformer import attention
 
     def get_rng_state(device: object = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -161,6 +182,8 @@ def patch() -> None:
 
     tp_random.CheckpointWithoutOutput.__init__ = init
     _patch_exchange()
+    cpu_gradients.patch()
+    rotary.patch(attention)
     _state["patched"] = True
 
 

@@ -3,7 +3,8 @@
 SGLang imports a handful of GPU or multimedia packages at module level even where a CPU server never
 calls them. `install` appends one finder to the end of `sys.meta_path` that answers for those packages:
 
-* it comes last, so an installed package always wins;
+* it comes last, so an installed package always wins, but for SGLang's CUDA kernels where CUDA's driver is missing: the
+  installed package cannot be loaded there (the GPU requirement set on a machine without a GPU);
 * it answers only when a module of `sglang` (or of Megatron-core, which imports triton since 0.19) is the importer, so
   torch and transformers go on seeing "not installed" and choose their own CPU paths;
 * nothing is emulated: calling a stand-in raises `NotImplementedError`. Triton's decorators are the one
@@ -14,21 +15,45 @@ It must be active in every process that imports sglang; `fusionrl.engines.launch
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import ClassVar
 
 STAND_INS = ("triton", "torchvision", "gguf", "sgl_kernel", "soundfile")
 """Top-level packages that SGLang imports unconditionally and a CPU server never calls."""
 
 
+KERNELS = "sgl_kernel"
+
+
 def install() -> None:
     """Append the finder to `sys.meta_path`, once per process."""
-    if not any(isinstance(finder, _StandInFinder) for finder in sys.meta_path):
-        sys.meta_path.append(_StandInFinder())
+    if any(isinstance(finder, _StandInFinder) for finder in sys.meta_path):
+        return
+    sys.meta_path.append(_StandInFinder())
+    if _has_kernels_of_cuda() and not _has_driver():
+        sys.meta_path.insert(0, _KernelsFinder())
+
+
+def _has_kernels_of_cuda() -> bool:
+    """Return whether SGLang's kernels are installed as built for CUDA: with a folder for each kind of GPU."""
+    spec = importlib.util.find_spec(KERNELS) if KERNELS not in sys.modules else None
+    folders = spec.submodule_search_locations or [] if spec is not None else []
+    return any((Path(folder) / "sm100").is_dir() for folder in folders)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _refuse(name: str) -> NotImplementedError:
@@ -126,8 +151,19 @@ class _StandInFinder(MetaPathFinder):
         return ModuleSpec(fullname, _StandInLoader(), is_package=True)
 
 
+class _KernelsFinder(_StandInFinder):
+    """Comes first, and answers for SGLang's kernels alone."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return super().find_spec(fullname, path, target) if fullname.split(".")[0] == KERNELS else None
+
+
 def _importer_is_sglang() -> bool:
     frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
     while frame is not None and "importlib" in frame.f_globals.get("__name__", ""):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("sglang", "megatron")

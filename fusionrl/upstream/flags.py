@@ -10,11 +10,15 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib.metadata
+import importlib.util
 import json
 import types
 import typing
+from pathlib import Path
 
 from fusionrl.base.quiet import quiet
+from fusionrl.upstream.flag_cache import kept_parser, own_parser
 
 # An engine is one replica of tensor-parallel ranks: placement and weight push count on it.
 _MORE_ENGINES = "--rollout-num-gpus: more devices are more engines, behind one router"
@@ -40,6 +44,8 @@ SGLANG_OWNED: dict[str, str] = {
     "dp_size": _MORE_ENGINES,
     "enable_dp_attention": _MORE_ENGINES,
     "pp_size": _TENSOR_PARALLEL,
+    "disaggregation_mode": "--engine-group: role=prefill and role=decode",
+    "disaggregation_bootstrap_port": "a free port",
 }
 ROUTER_OWNED: dict[str, str] = {
     "worker_urls": "the run's own engines",
@@ -113,14 +119,30 @@ class _QuietParser(argparse.ArgumentParser):
 
 @functools.cache
 def sglang_parser() -> argparse.ArgumentParser:
-    """SGLang's own command line, as its installed version declares it."""
-    from fusionrl.upstream import cpu_sglang
+    """SGLang's command line, as its installed version declares it; kept in a file after its first import."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        return _import_sglang_parser()
+    root = Path(package.origin).parent / "srt"
+    sources = [root / "server_args.py", *root.glob("arg_groups/**/*.py")]
+    sources.append(Path(__file__).with_name("cpu_attention.py"))  # it adds a choice
+    try:
+        versions = " ".join(importlib.metadata.version(name) for name in ("sglang", "torch"))
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return _import_sglang_parser()
+    return kept_parser("sglang", versions, [path for path in sources if path.is_file()], _import_sglang_parser)
+
+
+@functools.cache
+def _import_sglang_parser() -> argparse.ArgumentParser:
+    from fusionrl.upstream import cpu_attention, cpu_sglang
 
     cpu_sglang.install()
     parser = _QuietParser(add_help=False, allow_abbrev=False)
     with quiet():
         from sglang.srt.server_args import ServerArgs
 
+        cpu_attention.add_choice()
         ServerArgs.add_cli_args(parser)
     return parser
 
@@ -144,6 +166,8 @@ def parse_with(
     Raises:
         UpstreamError: unknown to upstream, a value it does not take, or a field that fusionrl owns.
     """
+    if not {option, RENAMED.get(option)} & parser._option_string_actions.keys():
+        parser = own_parser(parser)  # the file may be older than the package
     if option not in parser._option_string_actions:
         option = RENAMED.get(option, option)
     action = parser._option_string_actions.get(option)
@@ -162,6 +186,8 @@ def parse_with(
 
 def is_switch(parser: argparse.ArgumentParser, option: str) -> bool:
     """Return whether upstream's option takes no value."""
+    if option not in parser._option_string_actions:
+        parser = own_parser(parser)
     action = parser._option_string_actions.get(option)
     return action is not None and action.nargs == 0
 
@@ -175,6 +201,8 @@ def check_field(kind: str, name: str) -> None:
     if kind in ("sglang", "router"):
         parser, owned = (sglang_parser(), SGLANG_OWNED) if kind == "sglang" else (router_parser(), ROUTER_OWNED)
         known = {action.dest for action in parser._actions}
+        if name not in known:
+            known = {action.dest for action in own_parser(parser)._actions}
     else:
         known, owned = set(megatron_fields()[kind]), MEGATRON_OWNED
     if name not in known:

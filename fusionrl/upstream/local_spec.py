@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -22,99 +21,30 @@ from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from fusionrl.upstream import megatron_versions
-
-# Sequences up to this length share one padded attention call however much they differ: the call costs more.
-SHORT_SEQUENCE = 64
+from fusionrl.upstream import cpu_megatron, megatron_versions
+from fusionrl.upstream.buckets import Bucket, Places
+from fusionrl.upstream.local_mlp import LocalMLP
+from fusionrl.upstream.row_norm import RowNorm
 
 
 class LocalNorm(torch.nn.Module):
-    """Builds torch's RMSNorm, its weight marked for the gradient all-reduce of sequence parallelism."""
+    """Builds an RMSNorm, torch's on a GPU, its weight marked for the gradient all-reduce of sequence parallelism."""
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
     ) -> torch.nn.Module:
         assert config.normalization == "RMSNorm", config.normalization
-        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
-        if not config.use_cpu_initialization:
-            norm = norm.to(torch.cuda.current_device())
+        kind = RowNorm if cpu_megatron.is_needed() else torch.nn.RMSNorm
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         norm.weight.sequence_parallel = config.sequence_parallel
         return norm
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Rows (sequences) that share one padded attention call. Indices are None where they would change
-    nothing.
-
-    count    rows in it
-    length   length they are padded to
-    sources  [tokens] packed token of each token of the rows; rows may share packed tokens
-    cells    [tokens] where each goes in the padded [count * length]
-    outputs  [outputs] cells whose result is kept, one a packed token
-    targets  [outputs] packed token that each is the result of
-    """
-
-    count: int
-    length: int
-    sources: Tensor | None
-    cells: Tensor | None
-    outputs: Tensor | None
-    targets: Tensor | None
-
-
-def plan_buckets(rows: list[np.ndarray], num_tokens: int, device: torch.device | str = "cpu") -> list[Bucket]:
-    """Group rows so that none is padded to more than twice itself.
-
-    Right padding needs no mask: under a causal mask no token sees what stands to its right. A packed token
-    that several rows share (a prompt) has the same past in each of them, so any one of its results is the
-    result.
-
-    Args:
-        rows: packed tokens of each sequence, in its order.
-        num_tokens: length of the packed row; tokens of no sequence are padding.
-        device: of the indices.
-    """
-    groups: list[list[int]] = []
-    for i in sorted((i for i in range(len(rows)) if rows[i].size), key=lambda i: -rows[i].size):
-        longest = rows[groups[-1][0]].size if groups else 0
-        if groups and (2 * rows[i].size >= longest or longest <= SHORT_SEQUENCE):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    claimed = np.zeros(num_tokens, dtype=bool)
-    return [_bucket([rows[i] for i in sorted(group)], claimed, len(groups) == 1, device) for group in groups]
-
-
-def _bucket(rows: list[np.ndarray], claimed: np.ndarray, alone: bool, device: torch.device | str) -> Bucket:
-    length = max(row.size for row in rows)
-    sources = np.concatenate(rows)
-    cells = np.concatenate([index * length + np.arange(row.size) for index, row in enumerate(rows)])
-    targets, first = np.unique(sources, return_index=True)
-    new = ~claimed[targets]
-    targets, outputs = targets[new], cells[first[new]]
-    claimed[targets] = True
-    num_cells = len(rows) * length
-    everything = alone and targets.size == claimed.size
-
-    def index(values: np.ndarray, identity: bool) -> Tensor | None:
-        return None if identity else torch.from_numpy(values).to(device)
-
-    return Bucket(
-        count=len(rows),
-        length=length,
-        sources=index(sources, everything and np.array_equal(sources, np.arange(claimed.size))),
-        cells=index(cells, cells.size == num_cells),
-        outputs=index(outputs, np.array_equal(outputs, np.arange(num_cells))),
-        targets=index(targets, everything),
-    )
 
 
 @dataclass
@@ -151,6 +81,15 @@ def zigzag_positions(lengths: list[int] | tuple[int, ...], cp_size: int, cp_rank
                 pieces.append(torch.arange(start + index * piece, start + (index + 1) * piece))
         start += length
     return torch.cat(pieces)
+
+
+def _padded(x: Tensor, places: Places, count: int) -> Tensor:
+    """Packed [t, heads, d] → [count, heads, length, d]: the tokens at these places, rows padded on the right."""
+    if places.sources is not None:
+        x = x.index_select(0, places.sources)
+    if places.cells is not None:
+        x = x.new_zeros(count * places.length, *x.shape[1:]).index_copy(0, places.cells, x)
+    return x.view(count, places.length, *x.shape[1:]).transpose(1, 2)
 
 
 class SDPACoreAttention(MegatronModule):
@@ -208,16 +147,13 @@ class SDPACoreAttention(MegatronModule):
         return out.reshape(query.size(0), -1)
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
-        batch = []
-        for x in (query, key, value):
-            if bucket.sources is not None:
-                x = x.index_select(0, bucket.sources)
-            if bucket.cells is not None:
-                padded = x.new_zeros(bucket.count * bucket.length, *x.shape[1:])
-                x = padded.index_copy(0, bucket.cells, x)
-            batch.append(x.view(bucket.count, bucket.length, *x.shape[1:]).transpose(1, 2))
-        out = self._attend(batch[0], batch[1], batch[2], mask=None).transpose(1, 2)  # [count, length, heads, d]
-        out = out.reshape(bucket.count * bucket.length, *out.shape[2:])
+        padded = (
+            _padded(query, bucket.queries, bucket.count),
+            _padded(key, bucket.rows, bucket.count),
+            _padded(value, bucket.rows, bucket.count),
+        )
+        out = self._attend(*padded, bucket.mask).transpose(1, 2)  # [count, length, heads, d]
+        out = out.reshape(-1, *out.shape[2:])
         return out if bucket.outputs is None else out.index_select(0, bucket.outputs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -294,7 +230,7 @@ class NormedSelfAttention(_OutputNorm, SelfAttention):
     """Self-attention with a norm of its output."""
 
 
-class NormedMLP(_OutputNorm, MLP):
+class NormedMLP(_OutputNorm, LocalMLP):
     """An MLP with a norm of its output."""
 
 

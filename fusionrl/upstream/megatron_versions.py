@@ -6,6 +6,7 @@
 | asynchronous saving | one way | two ways, `async_strategy`; "mcore" is the one that needs no other package |
 | an MLP in a layer's spec | a `ModuleSpec` | a function that builds it |
 | queries that are not compressed (MLA) | a norm of them is ignored | refused; their projection must be fused with one |
+| groups of parameters in a checkpoint | found by what they hold | by their rates, too: a resume with others fails |
 | names of Transformer Engine without it | some are missing | others are missing |
 """
 
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.multi_latent_attention import QKNormConfigResolver
     from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+_GROUP_CONTENT = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def before_import() -> None:
@@ -51,6 +55,22 @@ def without_te() -> None:
         return fused(self, module_spec, module_name)
 
     resolver._mla_fused_linear_or_default = projection
+
+
+@contextmanager
+def groups_by_content() -> Iterator[None]:
+    """Let a checkpoint's groups of parameters be found by what they hold, and not by rates, which flags may change."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    modules: tuple[Any, ...] = (optimizer, distrib_optimizer)  # each has the name as its own
+    before = optimizer.param_group_identifier_keys
+    try:
+        for module in modules:
+            module.param_group_identifier_keys = _GROUP_CONTENT
+        yield
+    finally:
+        for module in modules:
+            module.param_group_identifier_keys = before
 
 
 def save_request(state: Mapping[str, object], folder: str, metadata: Mapping[str, object]) -> AsyncRequest:

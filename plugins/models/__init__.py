@@ -1,1 +1,1 @@
-"""Model families of your own: one file each, as those in fusionrl/sync/families (docs/models.md)."""
+"""Model families of your own: one file each, named as config.json's model_type. `mistral.py` is an example."""

@@ -14,9 +14,11 @@ from fusionrl.base.stores import (
     FOLDER_VARIABLE,
     PEERS_VARIABLE,
     create_group_store,
+    engine_store,
     join_group_store,
     refuse_others,
 )
+from fusionrl.engines.process import PortReservation
 from tests.e2e.strangers import is_loopback, listeners
 
 
@@ -38,6 +40,20 @@ def test_a_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch) -
     assert found.address == "127.0.0.1"
     join_group_store("127.0.0.1", store.port, 30.0).set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_the_ranks_of_an_engine_over_nodes_meet_at_a_reserved_port_that_strangers_do_not_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its server has reserved the port before the ranks start, and lets go of it when they have met."""
+    monkeypatch.setenv(PEERS_VARIABLE, "127.0.0.7")
+    with PortReservation("127.0.0.1") as reserved:
+        master = engine_store("127.0.0.1", reserved.port, 30.0, is_master=True)
+        engine_store("127.0.0.1", reserved.port, 30.0, is_master=False).set("key", "value")
+        assert master.get("key") == b"value"
+        assert _connects(reserved.port, "127.0.0.7") and not _connects(reserved.port, "127.0.0.8")
+        (found,) = [one for one in listeners({os.getpid()}) if one.port == reserved.port]
+        assert found.address == "127.0.0.1"
 
 
 def test_the_kernel_drops_who_is_no_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

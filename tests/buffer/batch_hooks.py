@@ -25,8 +25,12 @@ def _noted(groups: list[list[Sample]]) -> list[list[Sample]]:
     return groups
 
 
-async def _group(args: Namespace, group: list[Sample]) -> list[Sample]:
-    return list(await asyncio.gather(*(answer(args, sample, {}) for sample in group)))
+async def _group(args: Namespace, group: list[Sample], slow_s: float = 0.3) -> list[Sample]:
+    return list(await asyncio.gather(*(answer(args, sample, {"slow_s": slow_s}) for sample in group)))
+
+
+# Of those that wait for their slow prompts one after the other: no prompt has to be slow beside others that are not.
+_IN_TURN_S = 0.1
 
 
 def whole_batches(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -35,7 +39,7 @@ def whole_batches(args: Namespace, rollout_id: int, data_source: Any, evaluation
 
     async def make() -> list[list[Sample]]:
         groups = _noted(data_source.get_samples(args.rollout_batch_size))
-        return list(await asyncio.gather(*(_group(args, group) for group in groups)))
+        return list(await asyncio.gather(*(_group(args, group, _IN_TURN_S) for group in groups)))
 
     return asyncio.run(make())
 
@@ -68,7 +72,7 @@ def filtering_in_turn(args: Namespace, rollout_id: int, data_source: Any, evalua
     kept: list[list[Sample]] = []
     while len(kept) < args.rollout_batch_size:
         for group in _noted(data_source.get_samples(1)):
-            made = asyncio.run(_group(args, group))
+            made = asyncio.run(_group(args, group, _IN_TURN_S))
             if odd_prompts(args, made):
                 kept.append(made)
     return kept
@@ -123,7 +127,7 @@ def fully_asynchronous(args: Namespace, rollout_id: int, data_source: Any, evalu
 def partial(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Draw twice what is wanted, and hand the other half back with a part of an answer each."""
     groups = _noted(data_source.get_samples(2 * args.rollout_batch_size))
-    made = [asyncio.run(_group(args, group)) for group in groups]
+    made = [asyncio.run(_group(args, group, _IN_TURN_S)) for group in groups]
     for group in made[args.rollout_batch_size :]:
         for sample in group:
             sample.status = Sample.Status.ABORTED
@@ -153,7 +157,7 @@ def from_elsewhere(args: Namespace, rollout_id: int, data_source: Any, evaluatio
     """Make groups of prompts of one's own; the first sample of each has failed."""
     numbers = range(100 + 4 * rollout_id, 104 + 4 * rollout_id)
     groups = [[Sample(index=2 * n + k, prompt=f"p{n}", label=str(n)) for k in range(2)] for n in numbers]
-    made = [asyncio.run(_group(args, group)) for group in groups]
+    made = [asyncio.run(_group(args, group, _IN_TURN_S)) for group in groups]
     for group in made:
         group[0].status = Sample.Status.FAILED
     return made
@@ -182,7 +186,7 @@ def polite(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool 
             if not groups:
                 await asyncio.sleep(0.05)
             for group in groups:
-                made = await _group(args, group)
+                made = await _group(args, group, _IN_TURN_S)
                 if odd_prompts(args, made):
                     kept.append(made)
             del groups

@@ -19,19 +19,19 @@ LENGTH = 4
 FAILS = threading.Event()  # of `fails_when_told`
 
 
-def seconds(sample: Sample) -> float:
+def seconds(sample: Sample, slow_s: float = 0.3) -> float:
     """Every fifth prompt is slow."""
-    return 0.3 if int(sample.label) % 5 == 0 else 0.01
+    return slow_s if int(sample.label) % 5 == 0 else 0.01
 
 
 async def answer(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Sample one half of the answer, wait, and sample the other half."""
+    """Sample one half of the answer, wait, and sample the other half; "slow_s": how long a slow prompt's wait is."""
     IN_FLIGHT.add(sample.index)
     CALLS.append(int(sample.label))
     MOST[0] = max(MOST[0], len(IN_FLIGHT))
     try:
         versions = [VERSION[0]] * (LENGTH // 2)
-        await asyncio.sleep(seconds(sample))
+        await asyncio.sleep(seconds(sample, sampling_params.get("slow_s", 0.3)))
         versions += [VERSION[0]] * (LENGTH // 2)
     finally:
         IN_FLIGHT.discard(sample.index)
@@ -70,6 +70,20 @@ def odd_prompts(args: Namespace, group: list[Sample]) -> bool:
 def nothing(args: Namespace, group: list[Sample]) -> bool:
     """Keep no group."""
     return False
+
+
+SEEN: list[list[int]] = []  # labels of the groups of each batch, as `look_at_all` has seen them
+
+
+def look_at_all(args: Namespace, groups: list[list[Sample]], get_samples: Any) -> None:
+    """Note all groups."""
+    assert all(sample.reward is not None for group in groups for sample in group)
+    SEEN.append([int(group[0].label) for group in groups])
+
+
+def draws_more(args: Namespace, groups: list[list[Sample]], get_samples: Any) -> None:
+    """Want another prompt."""
+    get_samples(1)
 
 
 def slow_look(args: Namespace, groups: list[list[Sample]]) -> None:

@@ -36,6 +36,19 @@ def test_the_parts_of_a_weighted_sum() -> None:
     assert found["rollout/reward_format"] == 0.0
 
 
+def test_what_engines_drafted() -> None:
+    """In the names of SGLang 0.5.23, and in those of 0.5.17."""
+    samples = [Sample(), Sample(), Sample()]
+    assert not any("spec" in name for name in rollout_metrics(samples, [0.0] * 3))
+    drafts = {"spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 10, "spec_verify_ct": 2}
+    samples[0].spec_info.add(drafts | {"completion_tokens": 8})
+    drafts = {"spec_accept_token_num": 0, "spec_draft_token_num": 5, "spec_verify_ct": 1}
+    samples[2].spec_info.add(drafts | {"completion_tokens": 1})
+    found = rollout_metrics([Sample.from_dict(sample.to_dict()) for sample in samples], [0.0] * 3)
+    assert found["rollout/spec_accept_rate"] == 6 / 15
+    assert found["rollout/spec_accept_length"] == 9 / 3
+
+
 def test_of_the_sets_of_a_mixture() -> None:
     names = ["a", "b", "a", None, "a"]
     samples = [Sample(metadata={} if name is None else {"data_source": name}) for name in names]

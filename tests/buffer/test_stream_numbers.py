@@ -51,7 +51,7 @@ def test_tokens_of_groups_that_a_filter_drops(stream: Make) -> None:
 
 def test_what_is_waited_for_is_timed(stream: Make) -> None:
     """Every fifth prompt takes 0.3 s, and training none: trainers wait for batches, or for groups that are due."""
-    running, waited = stream("async"), 0.0
+    running, waited = stream("async", admission_lead=0.5), 0.0
     for _ in range(8):
         running.train()
         found = numbers(running)

@@ -37,6 +37,11 @@ def test_every_field_is_in_the_tables_once() -> None:
     ("argv", "lines"),
     [
         (["--use-kl-loss"], []),
+        (["--stall-warn-s", "9", "--stall-timeout-s", "99"], []),
+        (
+            ["--in-process", "--stall-warn-s", "9", "--stall-timeout-s", "99", "--numa-affinity"],
+            ["no effect with --in-process: --stall-warn-s, --stall-timeout-s, --numa-affinity"],
+        ),
         (["--mode", "sft", "--lr", "1e-3", "--input-key", "messages", "--loss-mask-type", "chatml"], []),
         (
             ["--mode", "sft", "--use-kl-loss", "--eps-clip", "0.1"],

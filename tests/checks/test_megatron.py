@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fusionrl.checks.megatron import megatron_errors
 from fusionrl.config.config import PassThrough
@@ -41,6 +42,16 @@ def test_a_refusal_names_the_flag(hf: Any, kind: str, fields: dict[str, Any], fl
     (error,) = _errors(folder, **{kind: fields})
     assert flag in error and says in error
     assert "\n" not in error and "Traceback" not in error
+
+
+def test_an_optimizer_of_transformer_engine_s_is_refused_with_the_cure(hf: Any) -> None:
+    folder, _ = hf("llama", True)
+    passed: dict[str, Any] = {"use_precision_aware_optimizer": True, "adam_eps": 1e-7}
+    (error,) = _errors(folder, optimizer=passed)
+    assert error.startswith("--use-precision-aware-optimizer: the optimizer of lower precision is Transformer Engine's")
+    assert error.endswith("leave it out (the states stay in fp32)")
+    (error,) = _errors(folder, optimizer={**passed, "exp_avg_dtype": torch.bfloat16})
+    assert error.startswith("--use-precision-aware-optimizer, --exp-avg-dtype") and "leave them out" in error
 
 
 def test_good_flags_are_none(hf: Any) -> None:

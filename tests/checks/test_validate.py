@@ -93,7 +93,7 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"debug_train_only": True}, ["needs --load-debug-rollout-data"]),
         ({"no_trainer": True}, ["--no-trainer belongs to --mode reject-sampling, not to rl"]),
         ({"rollout_num_gpus_per_engine": 3}, ["--rollout-num-gpus-per-engine 3", "4 attention heads"]),
-        ({"rollout_num_gpus_per_engine": 2, "num_gpus_per_node": 1}, ["several nodes"]),
+        ({"rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 3}, ["several nodes takes whole ones", "take 3 or 6"]),
         ({"rollout_top_p": 0.9}, ["--rollout-top-p", "biased"]),
         ({"rollout_max_context_len": 5000}, ["--rollout-max-context-len 5000", "2048 positions"]),
         ({"rollout_min_response_len": 9}, ["--rollout-min-response-len 9", "--rollout-max-response-len 4"]),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from fusionrl.cluster.guard import Guard, carriers
 
@@ -78,3 +79,34 @@ def test_a_process_that_overwrites_its_environment_is_known_all_the_same() -> No
     guard.close()
     assert child.wait(5) == -signal.SIGKILL
     child.stdout.close()
+
+
+def test_a_child_that_has_no_token_is_known_by_its_parent() -> None:
+    """As a fork of the nursery that writes a title over its environment before the guard has looked."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen({SLEEPER!r}, env={{}}, start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    guard = Guard()
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert pid not in carriers(guard.token)
+    time.sleep(1.5)  # the guard looks twice a second
+    parent.kill()
+    parent.wait()
+    guard.close()
+    deadline = time.monotonic() + 10
+    while (lives := _lives(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not lives
+    parent.stdout.close()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

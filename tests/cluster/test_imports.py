@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.own_process import assert_runs
 
 
 @pytest.mark.parametrize("module", ["fusionrl.driver.run", "fusionrl.cluster.workers"])
@@ -15,8 +14,17 @@ def test_torch_is_left_to_the_trainers(module: str) -> None:
         "found = {'torch', 'transformers', 'megatron', 'sglang', 'matplotlib'} & set(sys.modules)\n"
         "assert not found, found\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert_runs(code)
+
+
+def test_a_command_begins_before_it_imports_what_reads_its_flags() -> None:
+    """A third of a second, in which the nursery imports torch."""
+    code = (
+        "import sys, fusionrl.cli.train\n"
+        "found = {'numpy', 'pydantic', 'fusionrl.config', 'fusionrl.plan', 'fusionrl.engines'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    assert_runs(code)
 
 
 def test_an_engine_s_actor_imports_nothing_of_buffer_and_trainers() -> None:
@@ -25,8 +33,29 @@ def test_an_engine_s_actor_imports_nothing_of_buffer_and_trainers() -> None:
         "found = {'fusionrl.buffer', 'fusionrl.trainer', 'fusionrl.config', 'aiohttp'} & set(sys.modules)\n"
         "assert not found, found\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert_runs(code)
+
+
+def test_what_the_nursery_imports_leaves_ray_out() -> None:
+    """Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start."""
+    code = (
+        "import sys, fusionrl.cluster.engine_worker, fusionrl.cluster.workers, fusionrl.cluster.ray_needs\n"
+        "import fusionrl.cluster.tokenizer_imports\n"
+        "assert 'ray' not in sys.modules"
+    )
+    assert_runs(code)
+
+
+def test_ray_needs_what_is_imported_before_it() -> None:
+    """A package that Ray no longer imports is imported for nothing."""
+    code = (
+        "import sys, ray, ray.actor, ray._private.node, ray._private.async_compat\n"
+        "import ray._private.runtime_env.setup_hook\n"
+        "found = set(sys.modules)\n"
+        "from fusionrl.cluster.ray_needs import NEEDS\n"
+        "assert not set(NEEDS) - found, set(NEEDS) - found\n"
+    )
+    assert_runs(code)
 
 
 def test_ray_has_the_processes_that_are_left_out() -> None:

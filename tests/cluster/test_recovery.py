@@ -2,102 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
-from fusionrl.cluster.ray_cluster import start_ray
-from fusionrl.cluster.recovery import MAX_STARTS, Recovery
+from fusionrl.cluster.recovery import MAX_STARTS
+from tests.cluster.fakes import Fleet
 
-
-class Engine:
-    """Acts as the file of its index says: "dead", "hangs", "fails to start", "starts slowly"; anything else is well."""
-
-    def __init__(self, folder: str, index: int, number: int) -> None:
-        self.path, self.index, self.number = Path(folder, str(index)), index, number
-
-    def start(self) -> str:
-        if self.path.read_text() == "fails to start":
-            raise RuntimeError(f"no memory for engine {self.index}")
-        if self.path.read_text() == "starts slowly":
-            time.sleep(60)
-        return f"http://{self.index}.{self.number}"
-
-    def fault(self, timeout_s: float | None = None) -> str | None:
-        state = self.path.read_text()
-        if timeout_s is not None and state == "hangs":
-            time.sleep(timeout_s)
-            return f"engine {self.index} made no token"
-        return f"engine {self.index} was killed" if state == "dead" else None
-
-    def die(self) -> None:
-        os._exit(1)
-
-    def shutdown(self, timeout_s: float) -> None:
-        self.path.with_suffix(f".{self.number}.ended").write_text(str(timeout_s))
-
-
-class Router:
-    """Keeps what it was told, in order."""
-
-    def __init__(self, urls: list[str]) -> None:
-        self.urls, self.told = list(urls), list[str]()
-
-    def add_worker(self, url: str, api_key: str | None) -> None:
-        assert api_key == "key"
-        self.urls.append(url)
-
-    def remove_worker(self, url: str) -> None:
-        self.urls.remove(url)
-        self.told.append(url)
-
-
-class Fleet:
-    """Engines 0, 1, … with a `Recovery` over them."""
-
-    def __init__(self, folder: Path, count: int, **seconds: float) -> None:
-        self.folder, self.number, self.said = folder, 0, list[str]()
-        for index in range(count):
-            self.set(index, "well")
-        self.engines = [self.make(index) for index in range(count)]
-        self.urls = ray.get([engine.start.remote() for engine in self.engines])
-        self.router = Router(self.urls)
-        limits = {"interval_s": 0.1, "timeout_s": 0.5, "first_wait_s": 0.0} | seconds
-        router: Any = self.router
-        self.recovery = Recovery(
-            self.engines, self.urls, router, self.make, api_key="key", say=self.said.append, **limits
-        )
-
-    def make(self, index: int) -> Any:
-        self.number += 1
-        return ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(str(self.folder), index, self.number)
-
-    def set(self, index: int, state: str) -> None:
-        (self.folder / str(index)).write_text(state)
-
-    def check_until(self, count: int, limit_s: float = 20.0) -> None:
-        deadline = time.monotonic() + limit_s
-        while self.recovery.num_died < count and time.monotonic() < deadline:
-            self.recovery.check()
-            time.sleep(0.02)
-        assert self.recovery.num_died == count
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    start_ray("cpu", 1, address=None, dashboard=False)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("shared_cluster")]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Callable[..., Fleet]:
-    return lambda count=2, **seconds: Fleet(tmp_path, count, **seconds)
+    return lambda count=2, **settings: Fleet(tmp_path, count, **settings)
 
 
 def nothing() -> None: ...
@@ -149,6 +69,19 @@ def test_after_a_failed_push_everyone_is_asked(fleet: Any) -> None:
     assert it.router.urls == ["http://0.1"]
 
 
+def test_before_a_push_everyone_is_asked(fleet: Any) -> None:
+    """One that has hung since its last token would hold the push up."""
+    it = fleet(3, interval_s=1000.0)
+    assert it.recovery.check_answers() == 0
+    it.set(1, "hangs")
+    it.engines[2].die.remote()
+    assert it.recovery.check_answers() == 2
+    assert it.router.urls == ["http://0.1"] and it.recovery.num_out == 2
+    it.set(0, "hangs")
+    with pytest.raises(RuntimeError, match="engine 0 did not answer"):
+        it.recovery.check_answers()
+
+
 def test_the_death_of_all_ends_the_run(fleet: Any) -> None:
     it = fleet()
     for index in range(2):
@@ -175,3 +108,20 @@ def test_starts_are_tried_a_few_times(fleet: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt):  # Ctrl-C and SIGTERM need not wait for it
         it.recovery.finish_starts(stop)
+
+
+def test_where_all_may_die_the_run_goes_on_without_them(fleet: Any) -> None:
+    """Engines that evaluate; their numbers follow those of the policy's engines."""
+    it = fleet(1, first=2, may_lose_all=True)
+    it.set(0, "dead")
+    assert it.recovery.check() == 1 and it.router.urls == [] and it.recovery.num_out == 1
+    it.set(0, "well")
+    assert it.recovery.check() == 0  # nobody is left to be asked
+    assert it.recovery.finish_starts(nothing) == [0]
+    it.recovery.join()
+    assert it.router.urls == ["http://0.2"] and it.recovery.num_out == 0
+    assert it.said[0].startswith("engine 2 is dead") and it.said[1:] == ["engine 2 is back"]
+    it.set(0, "fails to start")
+    it.recovery._take_out(0, RuntimeError("as if dead"))
+    with pytest.raises(RuntimeError, match="engine 2 died, and could not be started again"):
+        it.recovery.finish_starts(nothing)

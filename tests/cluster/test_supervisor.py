@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
+from ray.util.placement_group import remove_placement_group
 
+from fusionrl.base.environment import extended_environment
+from fusionrl.cluster.ahead import CLUSTER_TOKEN, Ahead
 from fusionrl.cluster.engine_pool import EnginePool
-from fusionrl.cluster.ray_cluster import start_ray
+from fusionrl.cluster.ray_cluster import place_devices, start_ray
+from fusionrl.cluster.ray_needs import WHEN_IT_ANSWERS
 from fusionrl.cluster.roster import ActorDied, Roster
 from fusionrl.cluster.supervisor import Supervisor
+from fusionrl.cluster.watchdog import Watchdog, Witnesses
+from fusionrl.cluster.witnesses import _name_of, _sizes, look_on
+from fusionrl.config.config import Config
 from fusionrl.driver.signals import StopSignal, Terminated
+from fusionrl.observe import spans
+from fusionrl.sync.local import get
 
 WORK_S = 3.0
 
@@ -34,6 +47,9 @@ class Worker:
         time.sleep(seconds)
         return "done"
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def fail(self) -> None:
         raise OSError("Connection closed by peer")
 
@@ -47,7 +63,7 @@ class Worker:
 class Engine:
     """Dead as soon as its file is there."""
 
-    def __init__(self, path: str) -> None:
+    def watch(self, path: str) -> None:
         self.path = Path(path)
 
     def check_alive(self) -> None:
@@ -56,10 +72,16 @@ class Engine:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    start_ray("cpu", 1, address=None, dashboard=False)
-    yield
-    ray.shutdown()
+def cluster() -> Iterator[Ahead]:
+    """A cluster whose workers are forks of a nursery, as those of a run."""
+    with Ahead() as ahead:
+        # A mode with trainers, so that torch is among what the workers are forks of.
+        ahead.begin(Config.from_flat({"mode": "sft"}), "cpu")
+        with extended_environment(ahead.environment()):
+            ray.shutdown()  # of the files of the group "ray"
+            start_ray("cpu", 1, address=None, dashboard=False)
+        yield ahead
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -75,25 +97,29 @@ def actor_of(cls: type, *args: Any) -> Any:
     return actor
 
 
-def pool_of(folder: Path) -> EnginePool:
-    """Two engines without --use-fault-tolerance."""
+@pytest.fixture(scope="module")
+def engines(cluster: None) -> list[Any]:
+    """Two, which all tests share: their processes take seconds to start."""
+    return [actor_of(Engine) for _ in range(2)]
+
+
+@pytest.fixture
+def supervisor(engines: list[Any], tmp_path: Path, stop: StopSignal) -> Supervisor:
+    """Of the two engines, without --use-fault-tolerance; each is well until its number is a file in `tmp_path`."""
     nothing: Any = SimpleNamespace()
     pool = EnginePool(nothing, nothing, nothing)
-    pool.engines = [actor_of(Engine, str(folder / str(index))) for index in range(2)]
-    ray.get([engine.check_alive.remote() for engine in pool.engines])
-    return pool
-
-
-def supervisor_of(folder: Path, stop: StopSignal) -> Supervisor:
-    return Supervisor(pool_of(folder).check, stop, interval_s=0.1)
+    pool.engines = engines
+    ray.get([engine.watch.remote(str(tmp_path / str(index))) for index, engine in enumerate(engines)])
+    ray.get([engine.check_alive.remote() for engine in engines])
+    return Supervisor(pool.check, stop, interval_s=0.1)
 
 
 def later(action: Any, *args: Any) -> None:
     threading.Timer(0.5, action, args).start()
 
 
-def test_an_engine_that_dies_while_trainers_work_is_noticed_then(tmp_path: Path, stop: StopSignal) -> None:
-    supervisor, trainer = supervisor_of(tmp_path, stop), actor_of(Worker)
+def test_an_engine_that_dies_while_trainers_work_is_noticed_then(supervisor: Supervisor, tmp_path: Path) -> None:
+    trainer = actor_of(Worker)
     assert supervisor.finish([trainer.work.remote(0.2), trainer.work.remote(0.0)]) == ["done", "done"]
     later((tmp_path / "1").touch)
     start = time.monotonic()
@@ -103,10 +129,10 @@ def test_an_engine_that_dies_while_trainers_work_is_noticed_then(tmp_path: Path,
 
 
 def test_a_stop_request_is_heard_while_trainers_work(
-    tmp_path: Path, stop: StopSignal, caplog: pytest.LogCaptureFixture
+    supervisor: Supervisor, tmp_path: Path, stop: StopSignal, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is told at once. The training goes to its end, and no engine is needed any more."""
-    supervisor, trainer = supervisor_of(tmp_path, stop), actor_of(Worker)
+    trainer = actor_of(Worker)
     heard_after: list[float] = []
     caplog.handler.addFilter(lambda record: heard_after.append(time.monotonic()) or True)  # type: ignore[func-returns-value]
     start = time.monotonic()
@@ -128,9 +154,9 @@ def hears_ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")
-def test_ctrl_c_ends_a_training_at_once(tmp_path: Path, stop: StopSignal) -> None:
+def test_ctrl_c_ends_a_training_at_once(supervisor: Supervisor, stop: StopSignal) -> None:
     """Also as the second SIGTERM."""
-    supervisor, trainer = supervisor_of(tmp_path, stop), actor_of(Worker)
+    trainer = actor_of(Worker)
     for number in (signal.SIGINT, signal.SIGTERM):
         start = time.monotonic()
         if number == signal.SIGTERM:
@@ -141,32 +167,44 @@ def test_ctrl_c_ends_a_training_at_once(tmp_path: Path, stop: StopSignal) -> Non
         with pytest.raises(KeyboardInterrupt):
             supervisor.finish([trainer.work.remote(20.0)])
         assert time.monotonic() - start < 10.0
-        trainer = actor_of(Worker)
 
 
-def test_a_stop_request_ends_a_rollout(tmp_path: Path, stop: StopSignal) -> None:
-    supervisor, buffer = supervisor_of(tmp_path, stop), actor_of(Worker)
+def test_a_stop_request_ends_a_rollout(supervisor: Supervisor) -> None:
+    buffer = actor_of(Worker)
     later(os.kill, os.getpid(), signal.SIGTERM)
     with pytest.raises(Terminated):
         supervisor.wait(buffer.work.remote(30.0))
 
 
-def test_a_stop_request_does_not_hide_an_error(tmp_path: Path, stop: StopSignal) -> None:
-    supervisor, buffer = supervisor_of(tmp_path, stop), actor_of(Worker)
+def test_a_stop_request_does_not_hide_an_error(supervisor: Supervisor) -> None:
+    buffer = actor_of(Worker)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(OSError, match="Connection closed"):
         supervisor.wait(buffer.fail.remote())
 
 
 def test_of_an_engine_that_dies_the_death_is_reported_and_not_its_consequences(
-    tmp_path: Path, stop: StopSignal
+    supervisor: Supervisor, tmp_path: Path
 ) -> None:
-    supervisor, buffer = supervisor_of(tmp_path, stop), actor_of(Worker)
+    buffer = actor_of(Worker)
     with pytest.raises(OSError, match="Connection closed"):
         supervisor.wait(buffer.fail.remote())
     (tmp_path / "1").touch()
     with pytest.raises(RuntimeError, match="engine 1"):
         supervisor.wait(buffer.fail.remote())
+
+
+def test_devices_that_are_missing_or_taken_are_counted() -> None:
+    """The cluster has one: a run that needs two is refused at once, and one that finds it taken after its time."""
+    with pytest.raises(ValueError, match="the plan needs 2 devices .* the Ray cluster has 1"):
+        place_devices("cpu", 2, 60.0)
+    group, bundles = place_devices("cpu", 1, 60.0)
+    try:
+        assert len(bundles) == 1
+        with pytest.raises(ValueError, match=r"were not free within 1 s \(--placement-timeout-s\); 0 of 1 are free"):
+            place_devices("cpu", 1, 1.0)
+    finally:
+        remove_placement_group(group)
 
 
 def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -204,3 +242,117 @@ def test_a_dead_actor_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     assert "engine 1 died" in str(death) and "key is ***" in str(death) and "s3cret" not in str(death)
     roster.clear()
     assert roster.explain(errors[0], patience_s=0.0) is None
+
+
+class Teller:
+    """Tells of its process."""
+
+    def tell(self) -> dict[str, Any]:
+        told = ray.get_runtime_context().get_node_id(), os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("OF_ITS_OWN")
+        return {"pid": os.getpid(), "parent": os.getppid(), "told": told}
+
+
+def test_a_worker_is_a_fork_of_the_nursery(cluster: Ahead) -> None:
+    assert cluster._nursery is not None
+    found = ray.get(actor_of(Teller).tell.remote())
+    assert found["parent"] == cluster._nursery.pid != found["pid"]
+    assert found["told"] == (ray.get_runtime_context().get_node_id(), CLUSTER_TOKEN, None)
+
+
+def test_a_fork_has_the_threads_and_the_place_that_ray_gives() -> None:
+    """Not those of the nursery's imports: two CPUs, two threads; and it is ended for its memory before the run is."""
+
+    def tell() -> tuple[int, str, int]:
+        import torch
+
+        place = int(Path("/proc/self/oom_score_adj").read_text())
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], place
+
+    task = ray.remote(max_calls=1)(tell)
+    for num_cpus in (2, 1):
+        found = ray.get(task.options(num_cpus=num_cpus).remote())
+        assert found == (num_cpus, str(num_cpus), 1000)
+
+
+def test_an_environment_that_a_user_s_function_asks_for_is_made() -> None:
+    """By Ray's agent, which starts only then."""
+    raylet = psutil.Process(ray._private.worker._global_node.all_processes["raylet"][0].process.pid)
+    commands = [" ".join(child.cmdline()) for child in raylet.children()]
+    assert len([one for one in commands if "agent_later" in one]) == 2
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OF_ITS_OWN": "yes"}}}
+    teller = ray.remote(Teller).options(**options).remote()
+    found = ray.get(teller.tell.remote())
+    assert found["told"][2] == "yes" and found["told"][1] == CLUSTER_TOKEN
+    commands = [" ".join(child.cmdline()) for child in raylet.children()]
+    assert any("RuntimeEnvAgent" in one for one in commands)
+
+
+def test_a_worker_with_an_environment_of_its_own_is_no_fork(tmp_path: Path) -> None:
+    """The nursery's forks have imported already, and know no other folders. What they import for Ray, Ray imports."""
+    (tmp_path / "of_the_user.py").write_text("ANSWER = 42\n")
+
+    def tell() -> tuple[int, int, list[str]]:
+        import of_the_user  # type: ignore[import-not-found]
+
+        ray._private.worker.global_worker.get_serialization_context()
+        return of_the_user.ANSWER, os.getppid(), list(sys.modules)
+
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    task = ray.remote(tell).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": paths}})
+    answer, parent, modules = ray.get(task.remote())
+    assert (answer, parent) == (42, raylet)
+    assert not set(WHEN_IT_ANSWERS) - set(modules), set(WHEN_IT_ANSWERS) - set(modules)
+
+
+def test_a_rank_that_does_not_come_back_is_named_and_ends_the_wait(tmp_path: Path) -> None:
+    """--stall-timeout-s: the trainer of rank 1 is stopped (SIGSTOP), rank 0 is back."""
+    ranks = [ray.remote(Worker).remote() for _ in range(2)]
+    pids = [ray.get(rank.pid.remote()) for rank in ranks]
+    roster = Roster()
+    for number, rank in enumerate(ranks):
+        roster.add(f"trainer rank {number}", rank, tmp_path / "log")
+    launcher: Any = SimpleNamespace(roster=roster)
+    witnesses = Witnesses(name_of=partial(_name_of, launcher), sizes=partial(_sizes, launcher))
+    supervisor = Supervisor(lambda is_generating: None, StopSignal(), interval_s=0.1)
+    spans.record_to(tmp_path, "driver", 1)
+    try:
+        with Watchdog(tmp_path, 1, witnesses, floor_s=0.2, timeout_s=2.0) as watchdog:
+            os.kill(pids[1], signal.SIGSTOP)
+            with pytest.raises(KeyboardInterrupt) as raised, spans.phase("train"):
+                supervisor.finish([rank.work.remote(0.0) for rank in ranks])
+        error = watchdog.ended_by(raised.value)
+        again = Watchdog(tmp_path, 2, witnesses, floor_s=0.2, timeout_s=2.0)
+        with again, pytest.raises(KeyboardInterrupt), spans.phase("push"):
+            get([ranks[1].work.remote(0.0)])  # the same of a wait that never looks up
+    finally:
+        spans.stop_recording()
+        os.kill(pids[1], signal.SIGCONT)
+        for rank in ranks:
+            ray.kill(rank)
+    assert '"train" has taken' in str(error) and "; waits for trainer rank 1 of 2; stacks in" in str(error)
+    assert "; waits for trainer rank 1 of 2; stacks in" in str(again.verdict)
+
+
+def test_waits_that_are_all_short_are_enough_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's phases take less than a second each; engines, guests and a stop request are looked at anyway."""
+    looks, worker = list[bool](), actor_of(Worker)
+    supervisor = Supervisor(looks.append, StopSignal(), interval_s=4.0)
+    # Its clock is the test's: how fast the machine is makes no difference.
+    now = 0.0
+    monkeypatch.setattr("fusionrl.cluster.supervisor.time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(20):
+        now += 1.0
+        supervisor.wait(worker.work.remote(0.0))
+        supervisor.finish([worker.work.remote(0.0)])
+    assert len(looks) == 5, "after 1, 5, 9, 13 and 17 seconds"
+
+
+def test_processes_of_another_node_are_looked_at_by_a_task_there(tmp_path: Path) -> None:
+    """This machine's node stands for the other."""
+    with open(tmp_path / "trainer-5.a1.log", "ab") as log, subprocess.Popen(["sleep", "60"], stderr=log) as sleeper:
+        try:
+            (seen,) = look_on([ray.get_runtime_context().get_node_id()], tmp_path)
+            assert (seen.role, seen.pid, seen.stacks) == ("trainer-5", sleeper.pid, "")
+        finally:
+            sleeper.kill()

@@ -11,6 +11,7 @@ import pytest
 from annotated_types import Ge, Gt
 
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.config.engine_groups import devices_of_groups
 from fusionrl.config.fields import FIELDS, GROUP_OF, inner_type
 from fusionrl.config.groups import GROUPS
 from fusionrl.config.parser import CommandLineError, read_args
@@ -59,6 +60,8 @@ def valid(field: str, folder: Path) -> Any:
     if field == "custom_config_path":
         (folder / "own.yaml").write_text("mine: 1\n")
         return str(folder / "own.yaml")
+    if field == "engine_group":
+        return ["a:num_gpus=2,per_engine=2", "b:num_gpus=1,log-level=error"]
     if kind is bool:
         return not plain
     if typing.get_origin(kind) is typing.Literal:
@@ -88,7 +91,7 @@ def test_every_flag_round_trips(field: str, files: Files) -> None:
     value = valid(field, files.folder)
     custom = PassThrough(custom={"mine": 1} if field == "custom_config_path" else {})
     values = with_preset({field: value}) if field == "algorithm" else {field: value}
-    wanted = Config.from_flat(values, custom)
+    wanted = Config.from_flat(values | devices_of_groups(values), custom)
     dashes = field.replace("_", "-")
     for text, suffix in (
         (f"{field}: {json.dumps(value)}", "yaml"),
@@ -186,7 +189,7 @@ config: other.yaml
 name: [a, b]
 apply-chat-template-kwargs: "{x"
 clip-grad: ~
-rollout-external-engine-addrs: x
+multimodal-keys: x
 data:
   input-key: {a: 1}
   nonsense-key-of-mine: 1
@@ -211,7 +214,7 @@ def test_each_mistake_has_its_line(files: Files) -> None:
         "run.yaml:16: --name": 'one value is wanted, not ["a", "b"]',
         "run.yaml:17: --apply-chat-template-kwargs {x": "not valid JSON",
         "run.yaml:18: --clip-grad": "it needs a value",
-        "run.yaml:19: --rollout-external-engine-addrs x": "not available yet",
+        "run.yaml:19: --multimodal-keys x": "not available yet",
         "run.yaml:21: --input-key": "one value is wanted",
         "run.yaml:22: --nonsense-key-of-mine": "unknown flag",
         "run.yaml:23: --rollout-stop": "a list of plain values is wanted",

@@ -73,6 +73,9 @@ def _valid(field: str, folder: Path) -> list[tuple[list[str], Any]]:
     if field == "custom_config_path":
         (folder / "own.yaml").write_text("mine: 1\n")
         return [([str(folder / "own.yaml")], str(folder / "own.yaml"))]
+    if field == "engine_group":
+        groups = ["a:num_gpus=2,per_engine=2", "b:num_gpus=1,log-level=error"]
+        return [(groups, groups)]
     if typing.get_origin(kind) is typing.Literal:
         return [([choice], choice) for choice in typing.get_args(kind)]
     if typing.get_origin(kind) is dict:
@@ -96,6 +99,8 @@ def test_a_flag_with_a_value(field: str, tmp_path: Path) -> None:
         preset = with_preset({field: value}) if field == "algorithm" else {field: value}
         if field == "pipeline" and value != "on-policy":  # its loss corrects by default
             preset["use_tis"] = True
+        if field == "engine_group":  # the devices follow from it
+            preset["rollout_num_gpus"] = 3
         wanted = {name: set_to for name, set_to in preset.items() if set_to != plain[name]}
         assert changed(flag, *texts) == wanted
         assert field in given(flag, *texts)

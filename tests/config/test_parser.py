@@ -68,7 +68,7 @@ def test_every_mistake_is_listed_at_once() -> None:
         *(
             "--sglang-config",
             "x.yaml",
-            "--rollout-external-engine-addrs",
+            "--multimodal-keys",
             "x",
             "--rollout-stop-token-ids",
             "1",
@@ -86,8 +86,8 @@ def test_every_mistake_is_listed_at_once() -> None:
         "--rollout-temperature nan": "finite",
         "--apply-chat-template-kwargs {x": "not valid JSON",
         "--n-samples-per-prompt 2.5": "integer",
-        "--sglang-config x.yaml": "all engines of the policy are alike",
-        "--rollout-external-engine-addrs x": "not available yet",
+        "--sglang-config x.yaml": "its groups are texts here: --engine-group",
+        "--multimodal-keys x": "not available yet",
         "--rollout-stop-token-ids two": "integer",
         "--name a/b": "pattern",
     }

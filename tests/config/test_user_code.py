@@ -34,6 +34,11 @@ async def in_a_group(args, samples):
         raise KeyError(sample.index)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(one(samples[1]))
+def reaches_nobody(args, samples):
+    try:
+        raise ConnectionRefusedError("no engine")
+    except OSError as error:
+        raise ValueError("no answer") from error
 def keeps_none(args, samples):
     raise KeyError("x")
 """
@@ -96,6 +101,13 @@ def test_causes_and_groups_are_shown(hooks: Path) -> None:
 def test_errors_that_would_end_something_else(hooks: Path, name: str, said: str) -> None:
     text = str(raised(hooks, name))
     assert said in text and f"in {name}" in text
+
+
+@pytest.mark.parametrize("name", ["direct", "from_another", "in_a_group", "reaches_nobody"])
+def test_whose_fault_it_was_travels(hooks: Path, name: str) -> None:
+    """A mistake is the function's own; that nobody answers may be the consequence of an engine that died."""
+    back = pickle.loads(pickle.dumps(raised(hooks, name)))
+    assert back.is_own_fault == (name != "reaches_nobody")
 
 
 def test_an_error_of_an_inner_function_goes_on_as_it_is(hooks: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +44,7 @@ def why(world: World, who: str) -> events.Wait:
 
 
 def test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_place() -> None:
+    """There, and in AReaL#1722, a straggler holds its slot for ever."""
     world = world_of("async-partial", max_staleness=1, lead=1.0, num_fetches=10)
     assert sorted(world.state.groups) == [0, 1, 2, 3]
     finish(world, 1, 2)
@@ -188,6 +192,121 @@ def test_tinker_822_slow_groups_are_trained_as_often_as_others() -> None:
     world = world_of("async-partial", num_fetches=100, groups_per_fetch=4)
     run(world, random.Random(6), stragglers=0.999)
     assert sorted(world.trained) == list(range(400))
+
+
+def test_prime_rl_1901_the_bound_is_exact_and_needs_no_clock() -> None:
+    """Groups as old as the bound are trained, none that is a version older; whatever takes how long."""
+    for bound in (1, 2, 3):
+        world = world_of("async-partial", max_staleness=bound, lead=float(bound), num_fetches=60)
+        run(world, random.Random(bound), stragglers=0.999)
+        assert max(world.staleness) == bound
+
+
+def test_miles_2030_engines_that_are_faster_fill_no_queue_with_stale_data() -> None:
+    """What is ready is bounded by the lead, and so is its age."""
+    world = world_of("async-partial", num_fetches=30)
+    most = int((1 + world.knobs.lead) * 2)
+    for _ in range(20):
+        while running := sorted(group.ordinal for group in world.state.of("running")):
+            finish(world, *running)
+        assert len(world.state.groups) <= most
+        train(world)
+    assert max(world.staleness) <= math.ceil(world.knobs.lead) <= world.knobs.max_staleness
+
+
+def test_marin_8936_waiting_rejects_no_tokens() -> None:
+    """Where groups are dropped at their deadline these are the slow ones."""
+    dropped = {}
+    for policy in ("wait", "drop"):
+        world = world_of("async-partial", num_fetches=60, at_deadline=policy)
+        run(world, random.Random(7), stragglers=0.999)
+        dropped[policy] = [event.ordinal for event in world.log if isinstance(event, events.Drop)]
+    assert dropped["wait"] == []
+    assert len(dropped["drop"]) > 5 and sum(ordinal % world.slow == 0 for ordinal in dropped["drop"]) > 4
+
+
+def test_nemo_rl_3238_a_straggler_wedges_nothing_at_a_resume() -> None:
+    """One of its samples was done at the kill; it begins again, and where it never ends another takes its place."""
+    world = world_of("async", num_fetches=6, save_interval=1, samples_per_group=2, max_tries=1)
+    finish(world, 1, 2)
+    world.happen(events.SampleDone(0))
+    world.happen(events.TrainDone())
+    for _ in range(3):
+        world.restart()
+        assert world.state.groups[0].phase == "running" and world.state.groups[0].num_running == 2
+    world.happen(events.GroupFailed(0, "its time limit"))
+    run(world, random.Random(8))
+    assert world.stopped == events.Stop() and sorted(world.trained) == list(range(1, 13))
+
+
+def test_openrlhf_1322_spare_groups_are_kept_over_a_resume() -> None:
+    world = world_of("stream", spare_groups=4, num_fetches=8, save_interval=1)
+    finish(world, *range(7))
+    train(world)
+    assert world.checkpoint is not None and len(world.state.of("ready")) == 5
+    world.restart()
+    ready = [group.ordinal for group in world.state.of("ready", "leased")]
+    assert sorted(ready) == [2, 3, 4, 5, 6] and world.state.next_ordinal == 12
+
+
+def test_verl_7759_a_resume_submits_nothing_beside_what_was_submitted() -> None:
+    """What was under way begins again, and the bound counts it: as much is drawn as without the kill."""
+    worlds = [world_of("async-partial", num_fetches=6, save_interval=1) for _ in range(2)]
+    for world in worlds:
+        finish(world, 0, 1)
+        world.happen(events.TrainDone())
+    going_on, killed = worlds
+    killed.restart()
+    for event in (events.Saved(), events.Pushed()):
+        going_on.happen(event)
+    assert killed.state.next_ordinal == going_on.state.next_ordinal
+    assert sorted(killed.state.groups) == sorted(going_on.state.groups)
+    run(killed, random.Random(9))
+    assert sorted(killed.trained) == list(range(12))
+
+
+def test_labs_molt_124_no_tail_straddles_a_push_that_drains() -> None:
+    world = world_of("async", num_fetches=10, samples_per_group=3)
+    finish(world, 0, 1)
+    world.happen(events.TrainDone())
+    while running := world.state.of("running"):
+        assert not world.state.pushing and why(world, "trainers").on == tuple(group.ordinal for group in running)
+        world.happen(events.SampleDone(running[0].ordinal))
+    assert world.state.pushing  # though rewards are missing yet
+    assert not world.state.of("running")
+
+
+def test_verl_7568_and_vllm_54443_a_group_is_as_old_as_its_oldest_token() -> None:
+    """The version at its admission says little: engines get weights one after the other."""
+    world = world_of("async-partial", num_fetches=10, lead=1.0)
+    finish(world, 0, 1)
+    train(world)
+    (young,) = [group.ordinal for group in world.state.of("running") if group.born == 1][:1]
+    world.happen(events.SampleDone(young))
+    world.happen(events.GroupReady(young, oldest=0))
+    assert world.state.groups[young].born == 0
+
+
+# Replayed where they happen: in the stream, in its thread, in an engine.
+ELSEWHERE = {
+    "prime-rl#2960": "buffer/test_stream.py::test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it",
+    "SkyRL#1173": "buffer/test_stream.py::test_a_sample_that_hangs_fails_and_its_group_is_trained_without_it",
+    "NeMo-RL#3488": "buffer/test_stream_thread.py::test_nobody_waits_for_a_thread_that_has_died",
+    "AReaL#1722": "control/test_known_bugs.py::"
+    "test_areal_602_a_straggler_is_waited_for_by_name_and_holds_no_more_than_its_place",
+    "sglang#33783": "engines/test_engine.py::test_nothing_is_answered_from_the_cache_of_weights_before",
+    "sglang#33784": "engines/test_engine.py::test_flushing_waits_for_requests_that_run",
+    "miles#1497": "engines/test_engine.py::test_flushing_waits_for_requests_that_run",
+}
+
+
+@pytest.mark.parametrize("report", ELSEWHERE)
+def test_what_is_replayed_elsewhere_is_there(report: str) -> None:
+    file, name = ELSEWHERE[report].split("::")
+    tree = ast.parse((Path(__file__).parents[1] / file).read_text(encoding="utf-8"))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    (function,) = (node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == name)
+    assert report in (ast.get_docstring(function) or ""), "its docstring names the report"
 
 
 def test_slime_2339_an_evaluation_sees_one_version() -> None:

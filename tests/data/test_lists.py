@@ -60,6 +60,21 @@ def test_a_list_that_a_hook_holds_grows_with_the_sample() -> None:
     assert sample.status == Status.TRUNCATED and sample.prefix_cache_info.total_prompt_tokens == 4
 
 
+def test_a_list_that_a_function_has_set_grows_in_its_own_variable() -> None:
+    """As slime's example of tool calls does: it begins with [], appends, and writes its own variable back."""
+    sample, sibling = Sample(tokens=[1, 2]), Sample(tokens=[1, 2])
+    sample.loss_mask, sample.rollout_log_probs = [], []
+    masks, log_probs = sample.loss_mask, sample.rollout_log_probs
+    sample.append_response_tokens(tokens=[3, 4], log_probs=[-0.5, -1.0])
+    sample.append_response_tokens(tokens=[5], trainable=False)
+    assert masks == [1, 1, 0] and log_probs == [-0.5, -1.0, 0.0]
+    sample.tokens, sample.loss_mask = [1, 2, 3, 4, 5], masks
+    sample.validate()
+    sibling.loss_mask = masks
+    sibling.loss_mask.append(1)
+    assert masks == [1, 1, 0], "another sample has a list of its own"
+
+
 def test_fusionrl_s_own_reading_makes_no_lists() -> None:
     sample = packed_sample()
     sample.validate()
@@ -136,6 +151,27 @@ def test_no_sample_changes_by_another_one_s_append() -> None:
         assert type(back.tokens) is list and back.tokens == first.tokens
 
 
+def test_a_deep_copy_shares_nothing_that_can_change() -> None:
+    sample = packed_sample()
+    sample.metadata, sample.prompt = {"a": [1]}, [{"role": "user", "content": "ab"}]
+    sample.reward, sample.label = {"score": 1.0}, ["x"]
+    vars(sample)["of_a_hook"] = {"seen": sample}
+    sample.loss_mask.append(0)  # type: ignore[union-attr]
+    twice = copy.deepcopy([sample, sample])
+    other = twice[0]
+    assert twice[1] is other and vars(other)["of_a_hook"]["seen"] is other, "one copy of each"
+    assert type(other) is Sample and vars(other).keys() == vars(sample).keys()
+    assert other.status is Status.COMPLETED and other.metadata == {"a": [1]} and other.loss_mask == [1, 1, 0]
+    for name, value in vars(sample).items():
+        if isinstance(value, list | dict | np.ndarray):
+            assert vars(other)[name] is not value, name
+    other.metadata["a"].append(2)
+    other.prompt[0]["content"] = "cd"  # type: ignore[index]
+    vars(other)["tokens"][0] = 99
+    assert sample.metadata == {"a": [1]} and sample.tokens[0] == 5
+    assert sample.prompt == [{"role": "user", "content": "ab"}]
+
+
 def test_a_mask_of_shares_has_a_sum_of_shares() -> None:
     sample = Sample(tokens=[1, 2, 3], loss_mask=[0.5, 1.0, 0.25], response_length=3)
     assert sample.effective_response_length == 1.75
@@ -154,6 +190,33 @@ def test_an_id_that_no_32_bits_hold_is_named(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"sample 4: tokens holds {wrong} at place 0"):
         sample.append_response_tokens(None, tokens=[wrong], log_probs=[0.0])
     assert sample.tokens == [1] and sample.response_length == 0
+    if abs(wrong) < 1 << 63:
+        sample = Sample(index=4, tokens=np.array([1, 2, wrong]))
+        with pytest.raises(ValueError, match=said):
+            sample.append_response_tokens(None, tokens=[5], log_probs=[0.0])
+        assert sample.response_length == 0 and sample.loss_mask is None
+
+
+def test_shares_stay_shares_where_a_response_grows() -> None:
+    sample = packed_sample()
+    sample.loss_mask = [0.5, 0.25]
+    sample.pack()
+    sample.append_response_tokens(None, tokens=[9], log_probs=[-1.0])
+    sample.append_response_tokens(None, tokens=[10], trainable=False)
+    assert sample.array("loss_mask").tolist() == [0.5, 0.25, 1, 0]  # type: ignore[union-attr]
+    again = Sample.from_dict(sample.to_dict())
+    assert again.loss_mask == [0.5, 0.25, 1, 0]
+    assert vars(Sample.from_dict(packed_sample().to_dict()))["loss_mask"].dtype == np.int32
+
+
+def test_versions_that_a_hook_holds_grow_with_the_sample() -> None:
+    sample, turns = packed_sample(), ["3"]
+    sample.weight_versions = turns
+    sample.append_response_tokens(None, tokens=[9], log_probs=[-1.0], versions=4)
+    assert sample.weight_versions is turns and turns == [-1, -1, 4, "3"]
+    numbers = sample.weight_versions = [3, 3, 4]
+    sample.append_response_tokens(None, tokens=[10], trainable=False)
+    assert sample.weight_versions is numbers and numbers == [3, 3, 4, 4]
 
 
 def test_versions_are_a_list_to_a_hook() -> None:
@@ -165,6 +228,6 @@ def test_versions_are_a_list_to_a_hook() -> None:
     sample.validate()
     other = copy.deepcopy(sample)
     sample.append_response_tokens(None, tokens=[10], log_probs=[-1.0], versions=5)
-    assert sample.weight_versions == [3, 3, -1, 5]
+    assert sample.weight_versions == [3, 3, -1, 5, "4"], "the text stays: `fill_versions` finds its token"
     other.update_from_meta_info(None, {"weight_version": "4", "finish_reason": {"type": "stop"}})
     assert other.weight_versions == [3, 3, 4]

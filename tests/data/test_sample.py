@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionrl.data.sample import Sample, reward_value, token_versions
+from fusionrl.data.sample import Sample, reward_value
+from fusionrl.data.token_versions import token_versions
 from fusionrl.observe.values import json_line
 
 

@@ -40,6 +40,9 @@ class Cluster:
         self._stops, self._left = stops, number
         self.trainers: Any = Trainers(self.train)
         self.weights = SimpleNamespace(version=0, push=self.push, restore_engines=lambda: None)
+        self.profiling = SimpleNamespace(begin=lambda step: None, end=lambda step: None)
+        self.clocks = SimpleNamespace(measure=lambda: None)
+        self.hardware = SimpleNamespace(begin=lambda: None, measure=lambda values, work: {})
         self.engines = SimpleNamespace(release_memory=lambda: None)
         self.buffer = SimpleNamespace(
             start_rollout=lambda rollout_id, version: rollout_id,
@@ -79,6 +82,7 @@ class Cluster:
 
     def push(self, version: int, to_evaluation: bool = False) -> dict[str, float]:
         self._note(f"push {version}" + " to all" * to_evaluation)
+        self.weights.version = version
         return {"sync/version": float(version)}
 
     def start_evaluation(self, step: int, version: int | None) -> int:
@@ -127,4 +131,5 @@ def run_of(cluster: Any, stop: StopSignal, num_rollout: int = 2, **flags: Any) -
     config = Config.from_flat({"eval_interval": 1, "skip_eval_before_train": True} | flags)
     bundles = ((2,),) if flags.get("eval_num_gpus") else ()
     plan: Any = SimpleNamespace(num_rollout=num_rollout, transport="broadcast", eval_bundles=bundles)
+    plan.engines_give_memory = False
     return Run(config, plan, Path(), cluster, diary, diary, stop, 0, -1), diary

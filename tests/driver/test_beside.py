@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fusionrl.cluster.buffer_handle import EvaluationLost
 from fusionrl.driver.loops import on_policy, streamed
 from fusionrl.driver.signals import StopSignal, Terminated
 from tests.driver.fakes import Cluster, run_of
@@ -89,6 +90,56 @@ def test_one_that_has_ended_at_a_stop_is_recorded() -> None:
         run.end_early()
     assert diary.log[-3:] == ["save 2", "evaluate 2", "record evaluation 2"]
     assert diary.lines == [] and run.beside.step is None
+
+
+def losing(cluster: Cluster, *counts: tuple[int, int]) -> None:
+    """Let the engines die: of the evaluation after a step, so many times."""
+    left, evaluate = dict(counts), cluster.buffer.wait_evaluation
+
+    def wait(step: int) -> dict[str, float]:
+        found = evaluate(step)
+        if left.get(step):
+            left[step] -= 1
+            raise EvaluationLost(1, RuntimeError("no engine answers"))
+        return dict(found)
+
+    cluster.buffer.wait_evaluation = wait
+
+
+@pytest.mark.parametrize("pipeline", ["on-policy", "async"])
+def test_one_whose_engines_died_has_failed_and_the_run_goes_on(pipeline: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has its weights any more."""
+    cluster = Cluster()
+    cluster.stream(interval=1)
+    losing(cluster, (2, 1))
+    run, diary = run_of(cluster, StopSignal(), 5, **OWN, pipeline=pipeline)
+    (on_policy if pipeline == "on-policy" else streamed)(run)
+    assert diary.rows[2]["eval/failed"] == diary.rows[2]["eval/engines_died"] == 1
+    assert "eval/x/accuracy" not in diary.rows[2]
+    assert (
+        "the evaluation after step 2 has failed, and the run goes on: 1 of its engines died: no engine" in caplog.text
+    )
+    assert diary.log.count("begin evaluation 2") == 1 and diary.log.count("push 2 to all") == 1
+    assert all("eval/x/accuracy" in diary.rows[step] for step in (4, 5))
+
+
+def test_the_last_one_is_made_again_as_its_weights_are_still_there(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster()
+    losing(cluster, (5, 1))
+    run, diary = run_of(cluster, StopSignal(), 5, **OWN)
+    on_policy(run)
+    again = ["evaluate 5", "push 5 to all", "begin evaluation 5", "evaluate 5", "record evaluation 5"]
+    assert diary.log[-5:] == again
+    assert diary.rows[5]["eval/x/accuracy"] == 1.0 and "eval/failed" not in diary.rows[5]
+    assert "the evaluation after step 5 is made again" in caplog.text
+
+
+def test_it_is_not_made_again_for_ever() -> None:
+    cluster = Cluster()
+    losing(cluster, (5, 9))
+    run, diary = run_of(cluster, StopSignal(), 5, **OWN)
+    on_policy(run)
+    assert diary.log.count("begin evaluation 5") == 3 and diary.rows[5]["eval/failed"] == 1
 
 
 def row(step: int, attempt: int = 1, is_due: bool = False) -> dict[str, float]:

@@ -120,9 +120,11 @@ def test_a_folder_that_is_not_there_is_warned_of_and_the_nearest_named(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A launch script may always pass --resume, but a typo starts a new run: that is said before anything starts."""
+    (tmp_path / "runs" / "a-model").mkdir()
+    (tmp_path / "runs" / "a-model" / "config.json").write_text('{"model_type": "qwen3"}')
     for name, nearest in {
         "runs/frist": f"the nearest one is {tmp_path}/runs/first",
-        "runs/xyz": f"{tmp_path}/runs has the runs first",
+        "runs/xyz": f"({tmp_path}/runs has the runs first)",
         "rnus/first": f"the nearest one is {tmp_path}/runs",
     }.items():
         assert cli.main(["plan", *run, "--resume", "--run-dir", str(tmp_path / name)]) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from fusionrl.driver.loops import on_policy
 from fusionrl.driver.signals import StopSignal, Terminated
 from fusionrl.driver.step import idle_shares
+from fusionrl.observe import spans
+from fusionrl.observe.timeline.records import read_attempt
 from tests.driver.fakes import Cluster, run_of
 
 
@@ -54,6 +58,23 @@ def test_an_error_records_nothing(stop: StopSignal) -> None:
     with pytest.raises(RuntimeError, match="rank 1"):
         on_policy(run)
     assert diary.log == ["push 0", "record 0", "generate 0"] and run.last_trained == -1
+
+
+def test_the_time_of_training_is_that_of_its_phase(stop: StopSignal, tmp_path: Path) -> None:
+    """Without the wait for rows of samples that a slow disk has not written yet: that has a phase of its own."""
+    run, diary = run_of(Cluster(), stop, 1)
+    run.actors.buffer.add_trained = lambda *_: time.sleep(0.2)
+    spans.record_to(tmp_path, "driver", 1)
+    try:
+        on_policy(run)
+    finally:
+        spans.stop_recording()
+    train, columns, record = (
+        read_attempt(tmp_path, 1).of("driver", name)[0] for name in ("train", "columns", "record")
+    )
+    assert diary.rows[1]["perf/time_train_s"] * 1e6 <= train.duration + 2
+    assert train.end <= columns.start and columns.duration >= 0.19e6 and columns.end <= record.start
+    assert [one.facts["step"] for one in (train, columns, record)] == [1, 1, 1]
 
 
 def test_the_idle_share_of_a_step() -> None:

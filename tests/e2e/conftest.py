@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def _begin_warm(request: pytest.FixtureRequest) -> None:
+    """Begin runs with forks of the session's nursery; those of a test that is marked cold make their own imports."""
+    if request.node.get_closest_marker("cold") is None:
+        request.getfixturevalue("warm")
+
+
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with model/, sft.jsonl, train.jsonl and eval.jsonl of the quickstart's task."""

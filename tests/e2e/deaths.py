@@ -12,7 +12,7 @@ import psutil
 from tests.e2e.launch import Launched
 
 
-def _writer_of(log: Path) -> int:
+def writer_of(log: Path) -> int:
     """The process whose output is this file. Ray's actors cannot be told apart by their command lines."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -31,7 +31,7 @@ def kill_and_check(launched: Launched, folder: Path, is_time: Callable[[], bool]
     path = folder / "logs" / log
     try:
         launched.wait_for(is_time)
-        os.kill(_router_of(launched) if log == "router.log" else _writer_of(path), signal.SIGKILL)
+        os.kill(_router_of(launched) if log == "router.log" else writer_of(path), signal.SIGKILL)
         assert launched.wait(90) == 1
     finally:
         for pid in launched.living() if launched.process.poll() is None else []:
@@ -50,3 +50,10 @@ def _router_of(launched: Launched) -> int:
     (minder,) = launched.find(r"minder\.py .* fusionrl\.engines\.launch_router")
     (router,) = psutil.Process(minder).children()
     return router.pid
+
+
+def stop_scheduler(launched: Launched, server: int) -> None:
+    """Stop (SIGSTOP) the scheduler of an engine's server, which goes on to answer requests about itself."""
+    children = psutil.Process(server).children(recursive=True)
+    (scheduler,) = (child.pid for child in children if "scheduler" in "".join(child.cmdline()))
+    os.kill(scheduler, signal.SIGSTOP)

@@ -12,6 +12,16 @@ async def partial_credit(args: Any, sample: Any, **kwargs: Any) -> float:
     return 0.5 * sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
 
 
+async def hangs(args: Any, sample: Any, **kwargs: Any) -> float:
+    """As `partial_credit`; hangs while there is the file that FUSIONRL_TEST_FILE names."""
+    import asyncio
+    import os
+
+    while os.path.exists(os.environ["FUSIONRL_TEST_FILE"]):
+        await asyncio.sleep(0.1)
+    return await partial_credit(args, sample)
+
+
 async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
     """As `partial_credit`; what this process has of secrets goes into the file that FUSIONRL_TEST_FILE names."""
     import json

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.deaths import stop_scheduler
 from tests.e2e.launch import Launched, launch, run, train_steps
 
 pytestmark = pytest.mark.e2e
@@ -49,10 +51,14 @@ def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) 
     folder = tmp_path / "run"
 
     record = ["--save-debug-rollout-data", str(recorded / "{rollout_id}.jsonl")]
-    first = launch([*_flags(rl_flags, folder, 100), *record], tmp_path)
+    first = launch([*_flags(rl_flags, folder, 100), *record, "--stall-warn-s", "1"], tmp_path)
     first.wait_for(lambda: _saved(folder) >= 2)
     servers = first.find(r"fusionrl\.engines\.launch_server")
-    assert servers
+    assert servers and first.find(r"fusionrl\.base\.nursery worker"), "its processes are forks of the tests' nursery"
+    stop_scheduler(first, servers[0])
+    first.wait_for(lambda: "engine-0 is stopped by a signal (pid " in first.output(), 60)
+    line = next(line for line in first.output().splitlines() if "engine-0 is stopped" in line)
+    assert re.search(r'"generate" has taken .* waits for .*; engine 0: \d+ running, .*0 tok/s; stacks in ', line), line
     os.kill(servers[0], signal.SIGKILL)
     assert first.wait(60) == 1
     text = first.output()
@@ -90,6 +96,7 @@ def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) 
     assert len(seen) == len(set(seen)) == 8 * (done + 1)
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_whole_group_leaves_nothing(
     rl_flags: list[str], tmp_path: Path, number: signal.Signals, code: int

@@ -41,6 +41,12 @@ def differing(one: Path, other: Path) -> list[str]:
     return []
 
 
+def untimed(folder: Path) -> list[dict[str, Any]]:
+    """Every row of a run's metrics, without seconds and what the machine did."""
+    left_out = ("perf/", "hardware/")
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(left_out)} for row in metrics_of(folder)]
+
+
 def attempts(folder: Path) -> set[int]:
     return {row["attempt"] for row in metrics_of(folder) if "train/loss" in row}
 
@@ -84,6 +90,10 @@ def test_rl_on_recorded_rollouts(rl_flags: list[str], recorded: Path, tmp_path: 
     flags = [*without, "--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01"]
     train = ["--debug-train-only", "--load-debug-rollout-data", template, "--num-steps-per-rollout", "2"]
     twice_and_killed([*flags, *train], tmp_path)
+    # Without Ray, in one process: every metric but the times.
+    alone = [*flags, *train, "--num-rollout", str(STEPS), "--in-process", "--run-dir", str(tmp_path / "alone")]
+    run([*alone, "--save-interval", "4", "--keep-checkpoints", "2", "--verify-checkpoints"], tmp_path)
+    assert untimed(tmp_path / "alone") == untimed(tmp_path / "whole"), differing(tmp_path / "whole", tmp_path / "alone")
 
 
 def test_a_resume_that_differs_is_an_error() -> None:

@@ -6,12 +6,22 @@ Then functions written for slime; a rollout function of its kind: test_security.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fusionrl.observe.rollouts import rollout_of_step
+from fusionrl.observe.timeline.check import faults
+from fusionrl.observe.timeline.record_check import read_measured_times, record_faults
+from fusionrl.observe.timeline.records import read_attempt
+from fusionrl.observe.timeline.shares import driver_shares, pools
+from fusionrl.observe.timeline.steps import steps_of
+from fusionrl.observe.timeline.trace_file import Choice, build
+from fusionrl.observe.view.packing import unpack
+from fusionrl.observe.view.run_block import build_run, vocabulary_of
+from fusionrl.observe.view.terminal import column_of, token_texts
 from tests.e2e.launch import metrics_of, run, show, undocumented_files
 
 pytestmark = pytest.mark.e2e
@@ -22,7 +32,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["apart-broadcast", pytest.param("colocated-ipc", marks=pytest.mark.cold)])
 def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> None:
     """Two trainers and two engines: every push is confirmed, every token is stamped, the files are all there."""
     transport, flags = PLACEMENTS[placement]
@@ -31,7 +41,8 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
     launched = run(
         [*rl_flags, *flags, *evaluation, "--actor-num-gpus-per-node", "2", "--num-rollout", "3"]
         + ["--verify-weights", "always", "--run-dir", str(folder), "--num-steps-per-rollout", "2"]
-        + ["--save-interval", "1", "--keep-checkpoints", "1", "--keep-best", "eval/held-out/accuracy"],
+        + ["--save-interval", "1", "--keep-checkpoints", "1", "--keep-best", "eval/held-out/accuracy"]
+        + ["--save-token-values", "--profile-steps", "2", "--peak-tflops", "0.05"],
         tmp_path,
     )
     rows = metrics_of(folder)
@@ -63,11 +74,64 @@ def test_rl(placement: str, task: Path, rl_flags: list[str], tmp_path: Path) -> 
             assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"]
             assert 0 <= sample["reward"] <= 1
     _check_shown(folder, rows)
+    _check_viewed(folder, rows)
+    _check_timeline(folder)
+    _check_hardware(folder, rows[1:])
     assert "step 3/3" in launched.output()
     api_key_shown = [
         path.name for path in (folder / "logs").iterdir() if "api_key='" in path.read_text(errors="replace")
     ]
     assert not api_key_shown
+
+
+def _check_hardware(folder: Path, rows: list[dict]) -> None:
+    """Host memory of every group of processes, and speeds of one device; on a CPU nothing of GPUs."""
+    for row in rows:
+        assert 0 < row["perf/mfu"] < 1
+        assert row["perf/train_tokens_per_s_per_device"] > row["perf/tokens_per_s"] / 100
+        assert row["perf/generate_tokens_per_s_per_device"] > 0
+        groups = {name: row.get(f"hardware/host_bytes/{name}", 0.0) for name in ("trainers", "engines", "buffer")}
+        assert all(100 << 20 < size < 100 << 30 for size in groups.values()), groups
+        assert row["hardware/host_bytes/driver"] > 50 << 20 and row["hardware/host_bytes/ray"] > 10 << 20
+        assert row["hardware/host_peak_bytes/trainers"] >= row["hardware/host_bytes/trainers"] / 2
+        assert not any(name.startswith("hardware/utilisation") for name in row)
+    written = json.loads((folder / "hardware.a1.json").read_text())
+    assert [len(written[name]) for name in ("trainers", "engines")] == [2, 2]
+    assert all(facts["pid"] and facts["gpus"] == [] for facts in written["engines"])
+
+
+def _check_timeline(folder: Path) -> None:
+    """The file keeps the format's rules, clocks of all processes agree within 5 ms, times are the metrics'."""
+    recorded = read_attempt(folder, 1)
+    assert set(recorded.machines) == {
+        *("driver", "buffer", "trainer-0", "trainer-1", "engine-actor-0", "engine-actor-1")
+    }
+    by_step = steps_of(folder, recorded)
+    assert {step: len(courses) for step, courses in by_step.items() if step} == dict.fromkeys((1, 2, 3), 32)
+    trace = build(folder, recorded, by_step, Choice())
+    assert faults({"traceEvents": trace.events}) == []
+    spans = {event["name"] for event in trace.events if event["ph"] == "X"}
+    assert {"wait", "turn", "reward", "forward", "backward", "optimizer", "gather", "cut", "save", "pause"} <= spans
+    assert "aten::mm" in spans, "the profile of step 2"
+    curves = {event["name"] for event in trace.events if event["ph"] == "C"}
+    assert {"running", "queued", "kv_used", "at engines", "host memory"} <= curves
+    last_stops = {event["id"]: event["pid"] for event in trace.events if event["ph"] == "f"}
+    assert trace.pids["samples"] in last_stops.values(), "arrows lead to the first token of new weights"
+    slack = 5_000  # µs: what a process does for the driver lies within the driver's phase
+    for name in ("train", "push"):
+        phases = recorded.of("driver", name)
+        for process in ("trainer-0", "trainer-1"):
+            for inner in recorded.of(process, name):
+                assert any(p.start - slack <= inner.start and inner.end <= p.end + slack for p in phases), inner
+    for one in recorded.of("buffer", "rollout"):
+        phases = recorded.of("driver", "generate")
+        assert any(p.start - slack <= one.start and one.end <= p.end + slack for p in phases), one
+    measured = read_measured_times(folder, 1)
+    assert len(measured.seconds) == 4 and len(measured.written) == 3
+    assert record_faults(recorded, measured) == []
+    assert driver_shares(recorded, 0, recorded.end)["other"] <= 0.1 * recorded.end
+    for pool in pools(recorded, *(recorded.of("driver", "step")[i].start for i in (0, -1))):
+        assert 0 <= pool.idle <= pool.total and pool.busy > 0
 
 
 def _check_shown(folder: Path, rows: list[dict]) -> None:
@@ -87,6 +151,24 @@ def _check_shown(folder: Path, rows: list[dict]) -> None:
         assert (np.abs(advantages[is_mean]) < 1e-6).all()
     worst = show(folder, "--worst", "-n", "1", "--eval", "held-out")
     assert "evaluation held-out at step 3" in worst and "advantage" not in worst
+
+
+def _check_viewed(folder: Path, rows: list[dict]) -> None:
+    """The page of `fusionrl view` has the trainers' values of every token, and the text of the engine from its ids."""
+    block = build_run(folder, 0, 5_000_000)
+    vocabulary = vocabulary_of(folder, "")
+    assert block.num_kept == block.num_samples >= 3 * 32, "and those of evaluations"
+    for row in rows[1:]:
+        file = next(one for one in block.facts["files"] if (one["step"], one["kind"]) == (row["step"], "train"))
+        packed = unpack(block.blocks[file["block"]])
+        entropies = []
+        for line, mismatch in zip(packed["samples"]["line"], packed["samples"]["mismatch"], strict=True):
+            sample = packed["rows"][str(line)]
+            text = "".join(token_texts(sample["tokens"], vocabulary))
+            assert sample["response"] == re.sub(r"<\|\w+\|>", "", text), "the engine's has no special tokens"
+            assert np.abs(sample["gap"]).mean() == pytest.approx(mismatch, rel=0.02, abs=1e-9)
+            entropies += column_of(sample, "entropy")
+        assert np.mean(entropies) == pytest.approx(row["train/entropy"], rel=1e-3)
 
 
 def _samples(folder: Path, rollout_id: int) -> list[dict]:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fusionrl.base.births import FOLDER_VARIABLE
+from fusionrl.base.nursery import Branch, Order
 from fusionrl.base.signal_names import signal_name
+from fusionrl.base.title import ROOM
+from fusionrl.cluster.nursery_order import engine_branch
+from fusionrl.engines.forked import MODULE, SOCKET, ForkedMinder, fork_server
 from fusionrl.engines.process import (
     ChildExited,
     ChildProcess,
     PortReservation,
-    interface_of,
     start_on_free_ports,
 )
+from fusionrl.engines.spec import EngineSpec, server_environment
 
 # A child that starts a grandchild in a session of its own (which no signal to a process group reaches),
 # writes both pids and sleeps.
@@ -34,12 +44,65 @@ time.sleep(600)
 
 STARTER = """
 import os, subprocess, sys, time
+from fusionrl.engines.forked import fork_server
 from fusionrl.engines.process import ChildProcess
-child = ChildProcess([sys.executable, "-c", sys.argv[1], sys.argv[2]], sys.argv[3])
+child = ChildProcess(sys.argv[2:], sys.argv[1], fork=fork_server)
 subprocess.Popen(["sleep", "20"])                 # a later child by exec ...
 if os.fork() == 0: time.sleep(20); os._exit(0)    # ... and one by fork must not keep the socket open
 time.sleep(600)
 """
+
+
+# In the place of SGLang's server in a nursery: it runs the Python program of its first argument.
+SERVER = """
+import sys, types
+
+def main(arguments):
+    sys.argv = ["-c", *arguments[1:]]
+    exec(arguments[0], {"__name__": "__main__"})
+
+sys.modules["fusionrl.engines.launch_server"] = types.ModuleType("fusionrl.engines.launch_server")
+sys.modules["fusionrl.engines.launch_server"].main = main
+"""
+TOKEN = "t" * 64
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a nursery whose servers run any Python program."""
+    folder = tmp_path_factory.mktemp("nursery")
+    (folder / "any_program.py").write_text(SERVER)
+    paths = [str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    branch = Branch(str(folder / SOCKET), ["any_program", "torch"], "fusionrl.engines.forked:mind_server", kept=["HF_"])
+    with subprocess.Popen(
+        [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(Order(TOKEN, [], [branch]).to_line())
+        process.stdin.flush()
+        assert _wait((folder / SOCKET).exists)
+        yield folder
+        process.kill()
+
+
+def _start(log: Path, *arguments: str, command: Sequence[str], **options: Any) -> ChildProcess:
+    return ChildProcess([*command, *arguments], log, fork=fork_server, **options)
+
+
+Start = functools.partial[ChildProcess]
+
+
+@pytest.fixture(params=["started", "forked"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts a Python program: as a command, and as a fork of a nursery."""
+    if request.param == "started":
+        return functools.partial(_start, command=[sys.executable, "-c"])
+    monkeypatch.setenv(FOLDER_VARIABLE, str(request.getfixturevalue("nursery")))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return functools.partial(_start, command=[sys.executable, "-m", MODULE])
 
 
 def _running(pid: int) -> bool:
@@ -63,9 +126,10 @@ def _family_pids(path: Path) -> list[int]:
     return [int(pid) for pid in path.read_text().split()]
 
 
-def test_sigkill_of_the_starter_leaves_no_descendant(tmp_path: Path) -> None:
+def test_sigkill_of_the_starter_leaves_no_descendant(start: Start, tmp_path: Path) -> None:
     pids_file, log = tmp_path / "pids", tmp_path / "log"
-    starter = subprocess.Popen([sys.executable, "-c", STARTER, FAMILY, str(pids_file), str(log)])
+    command = start.keywords["command"]
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(log), *command, FAMILY, str(pids_file)])
     pids = _family_pids(pids_file)
     assert all(_running(pid) for pid in pids)
     starter.kill()
@@ -73,9 +137,9 @@ def test_sigkill_of_the_starter_leaves_no_descendant(tmp_path: Path) -> None:
     assert _wait(lambda: not any(_running(pid) for pid in pids), 5.0)
 
 
-def test_a_child_may_end_by_any_signal(tmp_path: Path) -> None:
+def test_a_child_may_end_by_any_signal(start: Start, tmp_path: Path) -> None:
     """Python has no name for most real-time signals; a child that one of them ended is told all the same."""
-    with ChildProcess([sys.executable, "-c", "import os; os.kill(os.getpid(), 40)"], tmp_path / "log") as child:
+    with start(tmp_path / "log", "import os; os.kill(os.getpid(), 40)") as child:
         assert child.wait_exit(60.0)
         assert child.exit_status() == "killed by SIGRTMIN+6"
     assert [signal_name(number) for number in (9, 33, 34, 64, 99)] == [
@@ -83,9 +147,9 @@ def test_a_child_may_end_by_any_signal(tmp_path: Path) -> None:
     ]
 
 
-def test_sigkill_of_the_minder_ends_the_child(tmp_path: Path) -> None:
+def test_sigkill_of_the_minder_ends_the_child(start: Start, tmp_path: Path) -> None:
     pids_file = tmp_path / "pids"
-    child = ChildProcess([sys.executable, "-c", FAMILY, str(pids_file)], tmp_path / "log")
+    child = start(tmp_path / "log", FAMILY, str(pids_file))
     pid, grandchild = _family_pids(pids_file)
     try:
         os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
@@ -96,10 +160,10 @@ def test_sigkill_of_the_minder_ends_the_child(tmp_path: Path) -> None:
         os.kill(grandchild, signal.SIGKILL)  # in a session of its own and without its minder
 
 
-def test_terminate_kills_what_ignores_sigterm(tmp_path: Path) -> None:
+def test_terminate_kills_what_ignores_sigterm(start: Start, tmp_path: Path) -> None:
     pids_file = tmp_path / "pids"
     ignoring = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
-    child = ChildProcess([sys.executable, "-c", ignoring, str(pids_file)], tmp_path / "log")
+    child = start(tmp_path / "log", ignoring, str(pids_file))
     pids = _family_pids(pids_file)
     assert child.pid == pids[0]
     assert child.alive()
@@ -111,46 +175,44 @@ def test_terminate_kills_what_ignores_sigterm(tmp_path: Path) -> None:
     child.terminate()
 
 
-def test_terminate_lets_the_child_end_by_itself(tmp_path: Path) -> None:
+def test_terminate_lets_the_child_end_by_itself(start: Start, tmp_path: Path) -> None:
     code = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('goodbye', flush=True), sys.exit(7)))\n"
         "print('ready', flush=True); time.sleep(600)"
     )
-    child = ChildProcess([sys.executable, "-c", code], tmp_path / "log")
+    child = start(tmp_path / "log", code)
     child.wait_until(lambda: "ready" in child.log_tail(), 10.0, "ready")
     child.terminate(timeout_s=10.0)
     assert child.exit_status() == "exit code 7"
     assert child.log_tail(1) == "goodbye"
 
 
-def test_terminate_without_a_grace_asks_nobody(tmp_path: Path) -> None:
+def test_terminate_without_a_grace_asks_nobody(start: Start, tmp_path: Path) -> None:
     code = (
         "import signal, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
         "print('ready', flush=True); time.sleep(600)"
     )
-    child = ChildProcess([sys.executable, "-c", code], tmp_path / "log")
+    child = start(tmp_path / "log", code)
     child.wait_until(lambda: "ready" in child.log_tail(), 10.0, "ready")
     child.terminate(timeout_s=0.0)
     assert child.exit_status() == "killed by SIGKILL"
     assert child.log_tail() == "ready"
 
 
-def test_end_of_the_main_process_ends_its_orphans(tmp_path: Path) -> None:
+def test_end_of_the_main_process_ends_its_orphans(start: Start, tmp_path: Path) -> None:
     pids_file = tmp_path / "pids"
-    child = ChildProcess(
-        [sys.executable, "-c", FAMILY.replace("time.sleep(600)\n", ""), str(pids_file)], tmp_path / "l"
-    )
+    child = start(tmp_path / "log", FAMILY.replace("time.sleep(600)\n", ""), str(pids_file))
     _, grandchild = _family_pids(pids_file)
     assert _wait(lambda: not child.alive() and not _running(grandchild), 5.0)
     assert child.exit_status() == "exit code 0"
 
 
-def test_wait_until_shows_status_and_log_of_a_dead_child(tmp_path: Path) -> None:
+def test_wait_until_shows_status_and_log_of_a_dead_child(start: Start, tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     log.write_text("from an earlier start\n")
-    child = ChildProcess([sys.executable, "-c", "import sys; sys.exit('no such weights')"], log)
+    child = start(log, "import sys; sys.exit('no such weights')")
     begin = time.monotonic()
     with pytest.raises(ChildExited) as error:
         child.wait_until(lambda: False, 60.0, "start of X")
@@ -163,9 +225,9 @@ def test_wait_until_shows_status_and_log_of_a_dead_child(tmp_path: Path) -> None
     assert not error.value.address_in_use
 
 
-def test_wait_until_times_out(tmp_path: Path) -> None:
+def test_wait_until_times_out(start: Start, tmp_path: Path) -> None:
     code = "import time; print('still loading', flush=True); time.sleep(600)"
-    with ChildProcess([sys.executable, "-c", code], tmp_path / "log") as child:
+    with start(tmp_path / "log", code) as child:
         assert _wait(lambda: bool(child.log_tail()))
         with pytest.raises(RuntimeError, match="start of X: not there after 0 s(.|\n)*still loading"):
             child.wait_until(lambda: False, 0.1, "start of X")
@@ -220,18 +282,13 @@ def test_a_stolen_port_leads_to_a_start_on_another(tmp_path: Path) -> None:
             thief.close()
 
 
-def test_interface_of_loopback_and_of_an_unknown_address() -> None:
-    assert interface_of("127.0.0.1") in ("lo", "lo0")
-    assert interface_of("203.0.113.77") is None
-
-
 def test_the_error_survives_the_way_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(ChildExited("engine 0: the process ended", "bind: Address already in use")))
     assert isinstance(error, ChildExited)
     assert str(error) == "engine 0: the process ended" and error.address_in_use
 
 
-def test_a_secret_is_read_by_the_command_and_shown_by_nothing(tmp_path: Path) -> None:
+def test_a_secret_is_read_by_the_command_and_shown_by_nothing(start: Start, tmp_path: Path) -> None:
     """Its standard input has it, its log *** in its place, also if it comes in pieces; the system shows none."""
     secret = "s3cr3t-" * 6
     program = """
@@ -247,7 +304,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
     log = tmp_path / "log"
-    with ChildProcess([sys.executable, "-c", program], log, secret=secret) as child:
+    with start(log, program, secret=secret) as child:
         assert _wait(lambda: "ready" in log.read_text())
         minder = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
         for pid in (child.pid, minder):
@@ -258,11 +315,104 @@ time.sleep(600)
     assert text.count("***") == 5 and "x" * 300_000 + " ***\nready\n" in text
 
 
-def test_what_a_command_with_a_secret_writes_last_is_in_the_log(tmp_path: Path) -> None:
+def test_what_a_command_with_a_secret_writes_last_is_in_the_log(start: Start, tmp_path: Path) -> None:
     """Also the beginning of the secret, if no more of it came, and the exit code."""
     log = tmp_path / "log"
     code = "import sys; sys.stderr.write(sys.stdin.read()[:4]); sys.exit(3)"
-    child = ChildProcess([sys.executable, "-c", code], log, secret="abcdefgh")
+    child = start(log, code, secret="abcdefgh")
     assert child.wait_exit(15)
     assert child.exit_status() == "exit code 3"
     assert log.read_text() == "abcd"
+
+
+def test_a_fork_is_shown_as_the_server_that_it_is(start: Start, tmp_path: Path) -> None:
+    """By its command line, which the tests of whole runs look for; it has the threads that it was asked for."""
+    program = "import torch, time; print('threads', torch.get_num_threads(), flush=True); time.sleep(600)"
+    with start(tmp_path / "log", program, "--random-seed", "43") as child:
+        child.wait_until(lambda: "threads" in child.log_tail(), 60.0, "ready")
+        shown = Path(f"/proc/{child.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        is_forked = isinstance(child._minder, ForkedMinder)
+        assert is_forked == (start.keywords["command"][-1] == MODULE)
+        if is_forked:
+            assert shown.startswith(f"{sys.executable} -m {MODULE} ") and " --random-seed 43 " in shown
+            assert child.log_tail() == "threads 1"
+
+
+@pytest.mark.parametrize(
+    "change", [{"RAY_AUTH_TOKEN": "another"}, {FOLDER_VARIABLE: "/nowhere"}, {"HF_HUB_OFFLINE": "x"}]
+)
+def test_without_a_nursery_it_is_started_as_usual(
+    nursery: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    for name, value in {FOLDER_VARIABLE: str(nursery), "RAY_AUTH_TOKEN": TOKEN, **change}.items():
+        monkeypatch.setenv(name, value)
+    with open(tmp_path / "log", "ab") as log, socket.socketpair()[0] as control:
+        assert fork_server([sys.executable, "-m", MODULE], control, log, dict(os.environ)) is None
+
+
+def test_many_threads_may_wait_for_one_end(start: Start, tmp_path: Path) -> None:
+    """As the calls of an engine's actor do: all are told how it ended, and no file of somebody else's is closed."""
+    with start(tmp_path / "log", "import sys; sys.stdin.read(); import time; time.sleep(0.3); sys.exit(3)") as child:
+        with ThreadPoolExecutor(8) as pool:
+            ended = [pool.submit(child.wait_exit, 60.0) for _ in range(8)]
+            assert all(one.result(60) for one in ended)
+        assert child.exit_status() == "exit code 3"
+
+
+def test_an_end_is_read_once() -> None:
+    """Another thread that looks at the same moment waits, and finds the same."""
+    ours, theirs = os.pipe()
+    forked = ForkedMinder(2**22 + 1, ours)  # no such process
+    os.write(theirs, b"%d" % (3 << 8))
+    os.close(theirs)
+    is_reading, may_go_on = threading.Event(), threading.Event()
+    usual = os.close
+
+    def slow(descriptor: int) -> None:
+        if descriptor == ours:
+            is_reading.set()
+            may_go_on.wait(10)
+        usual(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(os, "close", slow)
+        first = pool.submit(forked.poll)
+        assert is_reading.wait(10)
+        second = pool.submit(forked.poll)
+        time.sleep(0.1)
+        may_go_on.set()
+        assert (first.result(10), second.result(10)) == (3, 3)
+
+
+def test_a_minder_that_ends_at_that_moment_is_killed_all_the_same() -> None:
+    ours, theirs = os.pipe()
+    forked = ForkedMinder(2**22 + 1, ours)  # no such process, and no word of its end yet
+    forked.kill()
+    del forked
+    os.set_blocking(theirs, False)
+    with pytest.raises(BrokenPipeError):  # the other end is closed
+        os.write(theirs, b"0")
+    os.close(theirs)
+
+
+def test_a_minder_that_fails_says_so(nursery: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not told as one that was killed."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(nursery))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(tmp_path / "log", "ab") as log:
+        forked = fork_server([sys.executable, "-m", MODULE], theirs, log, dict(os.environ))
+        assert forked is not None
+        ours.sendall(b"no number\n")
+        assert _wait(lambda: forked.poll() is not None)
+    assert forked.returncode == 1 and "ValueError" in (tmp_path / "log").read_text()
+
+
+def test_an_engine_of_several_ranks_is_forked(tmp_path: Path, tiny_model: Path) -> None:
+    """Its environment differs from that of the branch in what each rank reads when it begins."""
+    branch = engine_branch(str(tiny_model), tmp_path)
+    options = {"index": 0, "model_path": str(tiny_model), "device": "cpu", "dtype": "float32", "gpu_ids": ()}
+    options |= {"host": "127.0.0.1", "api_key": None, "log_dir": "", "seed": 0}
+    one, two = (server_environment(EngineSpec(tp_size=size, **options)) for size in (1, 2))
+    names = {name for name in (*one, *two) if name.startswith(tuple(branch.kept)) and one.get(name) != two.get(name)}
+    assert names == set(branch.free) != set()

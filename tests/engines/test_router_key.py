@@ -50,6 +50,7 @@ def test_what_is_refused_is_explained(router: Router, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("router", [None], indirect=True)
 def test_a_router_without_a_key_lets_any_client_in(router: Router, tiny_model: Path, tmp_path: Path) -> None:
     """The engine behind it keeps its key, which the router sends."""

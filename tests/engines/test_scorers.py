@@ -40,7 +40,7 @@ def engine(role: Any, folder: Path, log_dir: Path) -> EngineActor:
 
 
 @pytest.fixture(scope="module")
-def args(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def args(forked_engines: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("scorers")
     rm, teacher = make_classifier(tiny_model, folder / "rm", 3), make_tiny_qwen3(folder / "teacher", 4)
     flags = {"rm_model": str(rm), "rm_type": "reward_model", "opd_teacher_load": str(teacher), "use_opd": True}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fusionrl.engines.spec import LOADER, EngineSpec, server_command, server_environment, to_flags
+from fusionrl.plan.checks import FP32_ATTENTION
 
 
 def make_spec(**changes: Any) -> EngineSpec:
@@ -39,7 +42,7 @@ def test_flags_of_every_kind_of_value() -> None:
 
 
 def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g")
     command = server_command(make_spec(), 1234, 1235)
     options = _options(command)
     assert options["--base-gpu-id"] == "4"
@@ -49,8 +52,43 @@ def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.
     assert "--custom-weight-loader" not in options
     assert "secret" not in " ".join(command)  # `ps` shows command lines to everybody
     env = server_environment(make_spec())
-    assert "CUDA_VISIBLE_DEVICES" not in env
+    assert env["CUDA_VISIBLE_DEVICES"].startswith("GPU-a,")  # the list by which its actor counts, and the trainers
     assert "secret" not in env.values()  # it goes by standard input
+
+
+def test_a_gpu_engine_in_fp32_takes_no_kernel_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang itself would take FlashAttention 3 on Hopper, and norms that know no fp32."""
+    monkeypatch.delenv("SGLANG_FORCE_FUSED_OP_BACKEND", raising=False)
+    spec = make_spec(dtype="float32")
+    command = server_command(spec, 1, 2)
+    options = _options(command)
+    assert (options["--attention-backend"], options["--sampling-backend"]) == ("torch_native", "pytorch")
+    assert "--disable-cuda-graph" in command and "--max-total-tokens" not in command
+    assert server_environment(spec)["SGLANG_FORCE_FUSED_OP_BACKEND"] == "torch"
+    own = server_command(make_spec(dtype="float32", server_args={"attention_backend": "triton"}), 1, 2)
+    assert _options(own)["--attention-backend"] == "triton"
+    assert "SGLANG_FORCE_FUSED_OP_BACKEND" not in server_environment(make_spec())
+
+
+def test_sglang_has_what_fp32_needs() -> None:
+    """Names of its own, as its sources have them: back ends, and the variable that puts torch in a kernel's place."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.origin is not None
+    root = Path(package.origin).parent
+    registry = (root / "srt/layers/attention/attention_registry.py").read_text()
+    assert all(f'register_attention_backend("{name}")' in registry for name in FP32_ATTENTION)
+    assert 'TORCH = "torch"' in (root / "kernels/spec.py").read_text()
+    assert "SGLANG_FORCE_FUSED_OP_BACKEND" in (root / "srt/environ.py").read_text()
+    for file, name in (
+        ("layernorm", "RMSNorm"),
+        ("activation", "SiluAndMul"),
+        ("rotary_embedding/base", "RotaryEmbedding"),
+    ):
+        assert f"class {name}(BaseFusedOp)" in (root / "srt/layers" / f"{file}.py").read_text()
+
+
+def test_an_engine_on_a_cpu_attends_whole_batches() -> None:
+    assert _options(server_command(make_spec(device="cpu"), 1, 2))["--attention-backend"] == "torch_batched"
 
 
 def test_user_arguments_win_over_defaults() -> None:
@@ -70,6 +108,10 @@ def test_user_arguments_win_over_defaults() -> None:
         ({"server_args": {"port": 1, "tp_size": 2}}, "--sglang-port, --sglang-tp-size"),
         ({"gpu_ids": (0,)}, "gpu_ids"),
         ({"gpu_ids": (0, 1, 5), "tp_size": 3}, "evenly spaced"),
+        ({"gpu_ids": (0, 1), "tp_size": 2, "num_nodes": 2}, "1 devices on this node"),
+        ({"tp_size": 3, "num_nodes": 2}, "shared out evenly to 2 nodes"),
+        ({"server_args": {"nnodes": 2}}, "--sglang-nnodes"),
+        ({"server_args": {"dp_size": 2, "pp_size": 2}}, "--sglang-dp-size, --sglang-pp-size"),
         ({"device": "npu"}, "npu"),
     ],
 )
@@ -99,6 +141,27 @@ def test_cpu_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "qwen3" not in skipped
     assert "transformers" not in skipped
     assert "llama" in skipped
+    assert "internvl" in skipped, "it only names the architecture; qwen3 has it"
+
+
+def test_an_architecture_that_no_file_serves_leaves_those_that_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that a file takes over from another one."""
+    monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
+    models = tmp_path / "sglang" / "srt" / "models"
+    models.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    (models / "one.py").write_text("class One:\n    pass\n\n\nEntryClass = [One]\n")
+    (models / "two.py").write_text("from one import One\n\n\nclass Two(One):\n    pass\n\n\nEntryClass = Two\n")
+    (models / "three.py").write_text("from two import Two, Other\n\nEntryClass = [Other]\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(models.parents[1] / "x")))
+    found = {}
+    for name in ("One", "Two", "Other", "None"):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+        env = server_environment(make_spec(device="cpu", model_path=str(tmp_path), num_threads=1))
+        found[name] = env.get("SGLANG_DISABLED_MODEL_ARCHS")
+    assert found == {"One": "three,two", "Two": "one,three", "Other": "one,two", "None": None}
 
 
 def test_a_model_that_only_reads_takes_as_many_tokens_as_it_has_positions(tiny_model: Path) -> None:
@@ -111,3 +174,33 @@ def test_a_model_that_only_reads_takes_as_many_tokens_as_it_has_positions(tiny_m
     policy = make_spec(model_path=str(tiny_model))
     assert "--context-length" not in _options(server_command(policy, 1, 2))
     assert spec.name == "teacher 0" and policy.name == "engine 0"
+
+
+def test_an_engine_over_two_nodes_is_told_its_place_and_where_its_ranks_meet() -> None:
+    changes: dict[str, Any] = {"tp_size": 4, "num_nodes": 2}
+    head = make_spec(**changes, gpu_ids=(6, 7))
+    part = make_spec(**changes, gpu_ids=(0, 1), node_rank=1, host="10.0.0.2")
+    wanted = {"--tp-size": "4", "--nnodes": "2", "--dist-init-addr": "10.0.0.1:77"}
+    for spec, rank, base in ((head, "0", "6"), (part, "1", "0")):
+        options = _options(server_command(spec, 1, 2, "10.0.0.1:77"))
+        assert {name: options[name] for name in wanted} == wanted
+        assert (options["--node-rank"], options["--base-gpu-id"], options["--gpu-id-step"]) == (rank, base, "1")
+        assert server_environment(spec)["FUSIONRL_ENGINE_NODES"] == "2"
+    assert (head.name, part.name) == ("engine 0", "engine 0 part 1")
+    assert (head.log_name, part.log_name) == ("engine-0.log", "engine-0-part-1.log")
+
+
+def test_an_engine_on_one_node_has_no_flags_of_several() -> None:
+    command = server_command(make_spec(), 1, 2)
+    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(command)
+    assert "FUSIONRL_ENGINE_NODES" not in server_environment(make_spec())
+
+
+def test_each_part_binds_the_threads_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang numbers a node's ranks from 0 when it looks for their cores."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    parts = [
+        make_spec(device="cpu", tp_size=4, gpu_ids=(), num_nodes=2, node_rank=rank, num_threads=2) for rank in (0, 1)
+    ]
+    assert [server_environment(part)["SGLANG_CPU_OMP_THREADS_BIND"] for part in parts] == ["0,1|2,3", "4,5|6,7"]

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import plugins.models
 from fusionrl.models import convert, families
 from fusionrl.models.hf_io import HFReader, read_part
 from fusionrl.models.shape import ModelShape, read_model_shape, shape_from_hf_config
 from tests.trainer import hf_models
 
-NAMES = list(hf_models.FAMILIES)
+NAMES = [*hf_models.FAMILIES, *hf_models.PLUGINS]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,22 @@ def shape_of(family: str, tied: bool = False, **values: object) -> ModelShape:
 
 
 def test_every_family_is_tested() -> None:
-    assert set(families.BUILT_IN) == set(NAMES)
+    assert set(families.BUILT_IN) == set(hf_models.FAMILIES)
+    files = {path.stem for path in Path(plugins.models.__file__).parent.glob("[a-z]*.py")}
+    assert files == set(hf_models.PLUGINS)
+
+
+def test_the_example_refuses_what_it_does_not_compute() -> None:
+    """Mistral 7B v0.1 has a window shorter than its positions; one that is as long changes nothing."""
+    assert shape_of("mistral", sliding_window=128).head_dim == 16
+    with pytest.raises(ValueError, match="sliding_window 64 is not supported for mistral"):
+        shape_of("mistral", sliding_window=64)
+
+
+def test_the_example_writes_out_what_the_parts_yield() -> None:
+    shape = shape_of("mistral")
+    written = list(families.get_family("mistral").layer(shape, 1))
+    assert written == list(families.get_family("llama").layer(shape, 1))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -162,8 +178,6 @@ def test_a_family_of_ones_own(tmp_path, monkeypatch):
         "from fusionrl.models.families import Family, llama\nFAMILY = Family('mymodel', llama.read, llama.layer)\n"
     )
     (package / "empty.py").write_text("")
-    import plugins.models
-
     monkeypatch.setattr(plugins.models, "__path__", [*plugins.models.__path__, str(package)])
     raw = json.loads(hf_models.config_of("llama", False).to_json_string(use_diff=False))
     shape = shape_from_hf_config(raw | {"model_type": "mymodel"})

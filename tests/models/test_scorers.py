@@ -151,7 +151,7 @@ def test_models_that_are_no_reward_models(
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-9])
     one(errors(rm_model=cut), "--rm-model", "cut off or damaged")
     one(errors(rm_model=rm, rm_num_gpus_per_engine=3), "--rm-num-gpus-per-engine 3 does not divide", "4 attention")
-    one(errors(rm_model=rm, rm_num_gpus_per_engine=4, num_gpus_per_node=2), "an engine over several nodes")
+    one(errors(rm_model=rm, rm_num_gpus_per_engine=4, num_gpus_per_node=3), "an engine over several nodes")
     short = changed(rm, max_position_embeddings=100)
     one(errors(rm_model=short, rollout_max_context_len=200), "--rollout-max-context-len 200 is over the 100 positions")
     one(errors(rm_model=rm, rm_server_args={"dtype": "half"}), "--rm-server-args dtype", "set by fusionrl")

@@ -33,7 +33,7 @@ HOW = (
     "add an entry in fusionrl/observe/metric_entries/, or correct the one of the old name, "
     "and run: python -m fusionrl.cli metrics > docs/metrics.md"
 )
-_METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm)/[\w{}/@]+")
+_METRIC = re.compile(r"(rollout|train|eval|perf|sync|critic|prm|hardware)/[\w{}/@]+")
 # `PolicyTrainer.evaluate_loss` answers with the first two; the driver reports them with the set's name. The last one is
 # filled in with "timeout" and "crash", see `RewardPool`.
 NO_METRICS = {"eval/loss", "eval/num_tokens", "eval/reward_{}"}

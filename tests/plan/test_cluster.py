@@ -168,3 +168,36 @@ def test_what_stands_on_the_clusters_disks_is_listed(capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "--critic-load (taken for a model of --hf-checkpoint's shape)" in text
     assert "critic, stage 0, backward" in text
+
+
+def test_an_fp8_checkpoint_counts_as_fp8_in_the_engines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Half of the projections' bytes, and a scale of 4 bytes for each block; embeddings stay in bf16."""
+    raw = json.loads(FILE.read_text())
+    found = {}
+    for name, quantization in {
+        "bf16": None,
+        "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "attention in bf16": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["self_attn"],
+        },
+    }.items():
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+        assert command(*EXAMPLE, file=tmp_path / "config.json") == 0
+        (line,) = re.findall(r"weights    ([\d.]+) MB", capsys.readouterr().out)
+        found[name] = float(line)
+    rest = 2 * 151936 * 2048 + 48 * 128 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048  # embeddings, routers, norms
+    projections = 30532122624 - rest
+    assert found["fp8"] == pytest.approx((2 * rest + projections + 4 * projections / 128**2) / 1e6, rel=1e-5)
+    assert found["bf16"] == pytest.approx(2 * (rest + projections) / 1e6, rel=1e-5)
+    attention = 48 * 2048 * 128 * (32 + 4 + 4 + 32)
+    assert found["attention in bf16"] - found["fp8"] == pytest.approx(attention * (1 - 4 / 128**2) / 1e6, rel=1e-3)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "awq"}}))
+    assert command(*EXAMPLE, file=tmp_path / "config.json") == 2
+    assert "quant_method 'awq'" in capsys.readouterr().err
+
+
+def test_epochs_of_data_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--mode", "sft", "--rollout-batch-size", "64", "--num-epoch", "2", cluster="8x8xh200") == 0
+    assert "number of rollout steps not given" in capsys.readouterr().out

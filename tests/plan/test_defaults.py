@@ -16,17 +16,19 @@ def test_precision(wanted: str, device: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "has_fused_layers", "impl"),
+    ("wanted", "device", "has_fused_layers", "precision", "impl"),
     [
-        ("auto", "cpu", True, "local"),
-        ("auto", "cuda", True, "transformer_engine"),
-        ("auto", "cuda", False, "local"),
-        ("local", "cuda", True, "local"),
-        ("transformer_engine", "cuda", False, "transformer_engine"),
+        ("auto", "cpu", True, "fp32", "local"),
+        ("auto", "cpu", True, "bf16", "local"),
+        ("auto", "cuda", True, "bf16", "transformer_engine"),
+        ("auto", "cuda", True, "fp32", "local"),  # Transformer Engine has no packed attention in it
+        ("auto", "cuda", False, "bf16", "local"),
+        ("local", "cuda", True, "bf16", "local"),
+        ("transformer_engine", "cuda", False, "bf16", "transformer_engine"),
     ],
 )
-def test_layers(wanted: str, device: str, has_fused_layers: bool, impl: str) -> None:
-    assert layer_impl(wanted, device, has_fused_layers) == impl
+def test_layers(wanted: str, device: str, has_fused_layers: bool, precision: str, impl: str) -> None:
+    assert layer_impl(wanted, device, has_fused_layers, precision) == impl
 
 
 @pytest.mark.parametrize(("given", "cores", "ranks", "threads"), [(None, 8, 2, 4), (None, 2, 4, 1), (3, 8, 8, 3)])

@@ -100,8 +100,7 @@ def test_two_flags_for_one_thing() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"rollout_all_samples_process_path": "mine.py:look"}, "--rollout-all-samples-process-path sees all groups"),
-        ({"partial_rollout": True}, "--partial-rollout belongs to"),
+        ({"partial_rollout": True}, "--partial-rollout belongs to --pipeline on-policy: it keeps"),
         ({"colocate": True}, "nothing can run ahead; take --pipeline on-policy or stream"),
         ({"update_weights_interval": 3, "eval_interval": 4}, "--eval-interval 4 is no multiple of the 3 rollouts"),
         ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 16: prompts that run ahead"),
@@ -121,6 +120,7 @@ def test_more_samples_than_engines_take() -> None:
     "values",
     [
         {"use_fault_tolerance": True},
+        {"rollout_all_samples_process_path": "mine.py:look"},
         {"data_source_path": "mine.py:Source"},
         {"advantage_estimator": "remax"},
         {"pipeline": "stream", "colocate": True},

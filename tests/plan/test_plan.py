@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.models.quantization import BlockFp8
 from fusionrl.models.shape import shape_from_hf_config
 from fusionrl.plan.auxiliary import auxiliary_config
+from fusionrl.plan.checks import check_device
 from fusionrl.plan.plan import Plan, make_plan, plan_errors
 from fusionrl.plan.render import render_plan
 
@@ -88,6 +90,26 @@ def test_the_optimizer_has_no_gpu_to_leave_on_a_cpu() -> None:
     make_plan(config, SHAPE, device="cuda", num_prompts=100)
 
 
+def test_engines_on_a_cpu_speculate_with_n_grams_alone() -> None:
+    def plan(device: Any, group: str = "", **sglang: str) -> Plan:
+        flags: dict[str, Any] = {"rollout_batch_size": 8, "num_rollout": 3, "rollout_num_gpus": 1}
+        flags |= {"engine_group": [f"g:num_gpus=1,{group}"]} if group else {}
+        config = Config.from_flat(flags, PassThrough(sglang=dict(sglang)))
+        return make_plan(config, SHAPE, device=device, num_prompts=100)
+
+    with pytest.raises(ValueError, match="--sglang-speculative-algorithm EAGLE: .* use NGRAM, or leave it out"):
+        plan("cpu", speculative_algorithm="EAGLE")
+    with pytest.raises(ValueError, match="--sglang-attention-backend torch_native: on a CPU only torch_batched"):
+        plan("cpu", speculative_algorithm="NGRAM", attention_backend="torch_native")
+    with pytest.raises(ValueError, match="--engine-group g: speculative-algorithm EAGLE: .* use NGRAM, or leave it"):
+        plan("cpu", "speculative-algorithm=EAGLE")
+    with pytest.raises(ValueError, match="--engine-group g: .* torch_native: on a CPU only torch_batched"):
+        plan("cpu", "attention-backend=torch_native", speculative_algorithm="NGRAM")
+    plan("cpu", "speculative-algorithm=NGRAM")
+    plan("cpu", speculative_algorithm="NGRAM")
+    plan("cuda", speculative_algorithm="EAGLE")
+
+
 def test_engines_record_their_experts_on_a_gpu_alone() -> None:
     flags = {"rollout_batch_size": 8, "num_rollout": 3, "use_rollout_routing_replay": True}
     with pytest.raises(
@@ -109,6 +131,50 @@ def test_colocated() -> None:
     assert made.backend == "nccl"
     assert made.precision == "bf16"
     assert made.rollout_dtype == "bf16"
+    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8}))
+    assert "turns      engines start alone, then trainers; in a push and its check each side holds its weights" in text
+    assert "turns " not in render_plan(plan(rollout_num_gpus=1), Config.from_flat({"rollout_batch_size": 8}))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"colocate": True, "update_weight_transport": "broadcast"}, "NCCL takes no two ranks on one GPU"),
+        ({"colocate": True, "rollout_num_gpus": 2}, "only 1 devices have a trainer to share"),
+        ({"rollout_num_gpus": 1, "update_weight_transport": "ipc"}, "these have none; use broadcast"),
+    ],
+)
+def test_placements_that_gpus_refuse(values: dict[str, Any], told: str) -> None:
+    """Whatever --device says: with auto a GPU is found, and the run would end at its first push."""
+    for device in ("auto", "cuda"):
+        flags = {"rollout_batch_size": 8, "num_rollout": 3, "device": device} | values
+        assert [error for error in plan_errors(Config.from_flat(flags), 4, SHAPE, "cuda") if told in error]
+        with pytest.raises(ValueError, match=told):
+            make_plan(Config.from_flat(flags), SHAPE, device="cuda", num_prompts=4)
+    plan("cpu", **values)
+    assert plan_errors(Config.from_flat(values | {"rollout_batch_size": 8, "num_rollout": 3}), 4, SHAPE) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "sglang", "told"),
+    [
+        ({"transformer_impl": "transformer_engine"}, {}, "--transformer-impl transformer_engine with --precision fp32"),
+        ({}, {"attention_backend": "fa3"}, "--sglang-attention-backend fa3: the engines are in fp32"),
+        ({}, {"decode_attention_backend": "flashinfer"}, "--sglang-decode-attention-backend flashinfer"),
+        ({}, {"attention_backend": "triton"}, None),
+        ({"rollout_dtype": "bf16"}, {"attention_backend": "torch_batched"}, "torch_batched: it is for engines on a"),
+        ({"rollout_dtype": "bf16"}, {"attention_backend": "fa3"}, None),
+        ({"precision": "bf16", "transformer_impl": "transformer_engine"}, {"attention_backend": "fa3"}, None),
+    ],
+)
+def test_fp32_on_a_gpu(values: dict[str, Any], sglang: dict[str, Any], told: str | None) -> None:
+    flags = {"rollout_batch_size": 8, "num_rollout": 3, "rollout_num_gpus": 1, "precision": "fp32"} | values
+    config = Config.from_flat(flags).model_copy(update={"passthrough": PassThrough(sglang=sglang)})
+    if told is None:
+        make_plan(config, SHAPE, device="cuda", num_prompts=4)
+        return
+    with pytest.raises(ValueError, match=told):
+        make_plan(config, SHAPE, device="cuda", num_prompts=4)
 
 
 SCORERS = {"rm_model": "RM", "use_opd": True, "opd_teacher_load": "TEACHER"}
@@ -116,6 +182,16 @@ SCORERS = {"rm_model": "RM", "use_opd": True, "opd_teacher_load": "TEACHER"}
 
 def scorers(made: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     return {scorer.role: scorer.bundles for scorer in made.scorers}
+
+
+def test_weights_in_fp8_need_a_gpu_and_bf16() -> None:
+    fp8 = BlockFp8((128, 128), False, frozenset())
+    config: Any = Config.from_flat({"hf_checkpoint": "m", "rollout_batch_size": 8, "rollout_num_gpus": 1})
+    check_device(config, "cuda", "bf16", "bf16", fp8)
+    for device, rollout_dtype in (("cuda", "fp32"), ("cpu", "fp32")):
+        told = f"its weights are in fp8, .* this would be on {device} with --rollout-dtype fp32"
+        with pytest.raises(ValueError, match=told):
+            check_device(config, device, "fp32", rollout_dtype, fp8)  # type: ignore[arg-type]
 
 
 def test_engines_that_only_read_come_after_the_policy_s() -> None:
@@ -138,7 +214,9 @@ def test_no_engine_that_reads_spans_two_nodes() -> None:
     assert made.engine_bundles == ((4,),)
     assert scorers(made) == {"reward-model": ((5, 6), (8, 9)), "teacher": ((12, 13, 14, 15),)}
     assert made.num_bundles == 16
-    assert "idle [7, 10, 11] so that no engine spans two nodes" in render_plan(made, Config.from_flat(SCORERS))
+    assert "idle [7, 10, 11] so that no engine spans more nodes than it needs" in render_plan(
+        made, Config.from_flat(SCORERS)
+    )
 
 
 def test_a_process_reward_model_s_trainers() -> None:
@@ -171,6 +249,22 @@ def test_a_process_reward_model_s_trainers() -> None:
 )
 def test_modes_that_have_them(values: dict[str, Any], roles: list[str]) -> None:
     assert list(scorers(plan(**SCORERS | {"use_opd": False} | values))) == roles
+
+
+@pytest.mark.parametrize(
+    ("device", "sglang", "attention"),
+    [
+        ("cpu", {}, "; attention torch_batched"),
+        ("cpu", {"attention_backend": "torch_native"}, "; attention torch_native"),
+        ("cuda", {}, ""),
+    ],
+)
+def test_the_text_names_the_attention_backend_of_engines_on_a_cpu(
+    device: str, sglang: dict[str, Any], attention: str
+) -> None:
+    config = Config.from_flat({"rollout_batch_size": 8}, PassThrough(sglang=sglang))
+    (line,) = (line for line in render_plan(plan(device), config).splitlines() if line.startswith("engines "))
+    assert line == f"engines    1 x TP 1: engine 0 on [1]{attention}"
 
 
 def test_engines_that_evaluate_alone_come_last() -> None:
@@ -285,3 +379,56 @@ def test_trainers_and_hooks_get_the_plans_answers() -> None:
     assert (own.answers["device"], own.answers["precision"]) == ("cpu", "fp32")
     critic = plan(advantage_estimator="ppo", critic_num_gpus=2).trainer_plan("critic")
     assert critic.layout.world_size == 2
+
+
+def test_groups_of_engines_have_their_own_sizes_flags_and_numbers() -> None:
+    groups = ["wide:num_gpus=4,per_engine=2,max-running-requests=8", "small:num_gpus=1", "tests:num_gpus=2,role=eval"]
+    values = {"engine_group": groups, "rollout_num_gpus": 5, "eval_num_gpus": 2}
+    made = plan(**values)
+    assert made.engine_bundles == ((1, 2), (3, 4), (5,)) and made.eval_bundles == ((6,), (7,))
+    assert (made.num_engines, made.engine_size, made.num_bundles) == (3, 1, 8)
+    numbered = [made.group_of(engine) for engine in range(5)]
+    assert [group.name for group in numbered if group] == ["wide", "wide", "small", "tests", "tests"]
+    text = render_plan(made, Config.from_flat({"rollout_batch_size": 8, **values}))
+    assert "engines    3 in groups: engine 0 on [1, 2], engine 1 on [3, 4], engine 2 on [5]" in text
+    assert "           wide: 2 x TP 2, generate, --max-running-requests 8\n" in text
+    assert made.answers["rollout_num_engines"] == 3
+    assert plan().group_of(0) is None
+
+
+def test_devices_that_contradict_the_groups_are_refused() -> None:
+    group = {"engine_group": ["a:num_gpus=4,per_engine=2"]}
+    with pytest.raises(ValueError, match="--rollout-num-gpus 6: the groups of --engine-group have 4 devices"):
+        plan(**group, rollout_num_gpus=6)
+    tests = {"engine_group": ["a:num_gpus=2,role=eval"]}
+    with pytest.raises(ValueError, match="--eval-num-gpus 1: --engine-group a has 2 devices"):
+        plan(**tests, eval_num_gpus=1)
+
+
+def test_engines_that_prefill_are_for_gpus() -> None:
+    pair = ["first:num_gpus=2,per_engine=2,role=prefill", "then:num_gpus=4,per_engine=4,role=decode"]
+    made = plan("cuda", engine_group=pair, rollout_num_gpus=6)
+    assert made.has_pairs and made.engine_bundles == ((1, 2), (3, 4, 5, 6))
+    with pytest.raises(ValueError, match="--engine-group first: role=prefill on a CPU"):
+        plan("cpu", engine_group=pair, rollout_num_gpus=6)
+
+
+def test_an_engine_larger_than_a_node_begins_where_a_node_does() -> None:
+    made = plan(
+        "cuda", actor_num_gpus_per_node=2, num_gpus_per_node=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4
+    )
+    assert made.engine_bundles == ((2, 3, 4, 5),)
+    with pytest.raises(ValueError, match="--rollout-num-gpus-per-engine 3: an engine over several nodes takes whole"):
+        plan("cuda", num_gpus_per_node=2, rollout_num_gpus=3, rollout_num_gpus_per_engine=3)
+
+
+def test_a_group_s_attention_takes_what_the_engines_compute_in() -> None:
+    group = {"engine_group": ["a:num_gpus=1,attention-backend=fa3"], "rollout_num_gpus": 1}
+    with pytest.raises(ValueError, match="--engine-group a: attention-backend fa3: the engines are in fp32"):
+        plan("cuda", **group, precision="fp32")
+    assert plan("cuda", **group, precision="bf16").num_engines == 1
+    with pytest.raises(ValueError, match="--engine-group a: attention-backend torch_batched: it is for engines on a C"):
+        plan("cuda", engine_group=["a:num_gpus=1,attention-backend=torch_batched"], rollout_num_gpus=1)
+    pair = ["first:num_gpus=1,role=prefill", "then:num_gpus=1,role=decode"]
+    with pytest.raises(ValueError, match="--use-rollout-routing-replay with --engine-group role=prefill"):
+        plan("cuda", engine_group=pair, rollout_num_gpus=2, use_rollout_routing_replay=True)

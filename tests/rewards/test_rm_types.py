@@ -415,13 +415,25 @@ def test_instruction_following_strict(asked, responses):
 
 def test_ifbench_asks_its_own_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = {"instruction_id_list": ["count:numbers", "words:last"], "record_id": "3", "prompt_text": "Two numbers."}
-    metadata["kwargs"] = [{"N": 2, "word": None}]  # parquet's nulls; and none for the last
+    metadata["kwargs"] = [{"N": 2, "word": None}, {"word": None}]  # parquet's nulls
     with pytest.raises(ValueError, match="clone https://github.com/allenai/IFBench"):
         RM_TYPES["ifbench"]("1 2", None, metadata)
     (tmp_path / "evaluation_lib.py").write_text(IFBENCH)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert RM_TYPES["ifbench"]("1 2", None, metadata) == 1.0
     assert RM_TYPES["ifbench"]("1", None, metadata) == 0.0
-    with pytest.raises(ValueError, match="instruction_id_list None"):
-        RM_TYPES["ifbench"]("1", None, {})
+    for empty in (None, [], [" "], "count:numbers"):
+        with pytest.raises(ValueError, match="instruction_id_list"):
+            RM_TYPES["ifbench"]("1", None, {"instruction_id_list": empty})
+    spaced = {**metadata, "instruction_id_list": [" count:numbers", None, "words:last\n"], "kwargs": [{"N": 2}, {}, {}]}
+    assert RM_TYPES["ifbench"]("1 2", None, spaced) == 1.0
+    library, seen = sys.modules["evaluation_lib"], []
+
+    def grade(asked: Any, _: object) -> Any:
+        seen.append(asked.kwargs)
+        return library.Found(True)
+
+    monkeypatch.setattr(library, "test_instruction_following_strict", grade)
+    RM_TYPES["ifbench"]("1", None, {**metadata, "kwargs": [{"N": 2}]})
+    assert seen == [[{"N": 2}, {"N": 2}]], "the last arguments are those of the rest, as in slime"
     sys.modules.pop("evaluation_lib")

@@ -14,27 +14,28 @@ import torch
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.engine import EngineActor
 from fusionrl.rollout.agent import append_text, begin, end_of_turn
 from fusionrl.rollout.sglang_rollout import generate_turn, sampling_params
-from tests.rollout.engine import KEY, sglang_engine
+from tests.rollout.engine import KEY
 
 
 @pytest.mark.engine
+@pytest.mark.xdist_group("served")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
-def test_turns_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Path) -> None:
+def test_turns_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
     from transformers import AutoModelForCausalLM
 
     args: Any = Config.from_flat(
         {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 500}
     ).to_args()
-    engine = sglang_engine(tiny_model, tmp_path, 4096)
 
     async def turns() -> tuple[Sample, list[int | None], list[str]]:
         sample = Sample(prompt="Where is it? ")
         begin(args, sample)
         ends, finishes = [], []
-        async with GenerateClient(engine.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client:
+        async with GenerateClient(served.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client:
             for number in range(4):
                 # Every second turn is ended by a token, the others by their length.
                 params = sampling_params(args) | {"ignore_eos": number % 2 == 0}
@@ -46,11 +47,7 @@ def test_turns_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Path) -> N
                 assert append_text(args, sample, params, f"\n<result {number}>\n")
         return sample, ends, finishes
 
-    try:
-        engine.start()
-        sample, ends, finishes = asyncio.run(turns())
-    finally:
-        engine.shutdown()
+    sample, ends, finishes = asyncio.run(turns())
     assert finishes[0::2] == ["length"] * 2 and finishes[1::2] == ["stop"] * 2
     assert ends[0::2] == [None, None]
     assert all(isinstance(end, int) and end >= 40 for end in ends[1::2])

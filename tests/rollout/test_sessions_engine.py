@@ -14,9 +14,10 @@ import torch
 from fusionrl.config.config import Config
 from fusionrl.data.sample import Sample
 from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.engine import EngineActor
 from fusionrl.rollout.sessions import open_session
 from fusionrl.rollout.sglang_rollout import sampling_params
-from tests.rollout.engine import KEY, sglang_engine
+from tests.rollout.engine import KEY
 
 NEEDED = ("sglang", "openai", "anthropic")
 
@@ -55,29 +56,25 @@ async def by_anthropic(base_url: str, api_key: str) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.xdist_group("served")
 @pytest.mark.slow
 @pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in NEEDED), reason="a package is missing")
-def test_sessions_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Path) -> None:
+def test_sessions_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
     from transformers import AutoModelForCausalLM
 
     flags = {"hf_checkpoint": str(tiny_model), "rollout_max_response_len": 12, "rollout_max_context_len": 900}
     args: Any = Config.from_flat(flags | {"rollout_ignore_eos": True}).to_args()
-    engine = sglang_engine(tiny_model, tmp_path, 8192)
 
     async def sessions() -> list[list[Sample]]:
         made = []
-        async with GenerateClient(engine.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client:
+        async with GenerateClient(served.url, KEY, 120.0, 4, vocab_size=512) as args.generate_client:
             for agent in (by_openai, by_anthropic):
                 async with open_session(args, Sample(prompt="?"), sampling_params(args)) as session:
                     await agent(session.base_url, session.api_key)
                 made.append(session.samples(1.0))
         return made
 
-    try:
-        engine.start()
-        found = asyncio.run(sessions())
-    finally:
-        engine.shutdown()
+    found = asyncio.run(sessions())
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     for samples in found:
         assert [sample.metadata["session"]["num_turns"] for sample in samples] == [3, 1]

@@ -23,9 +23,10 @@ from fusionrl.data.prompts import PromptColumns, load_prompts
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import GenerateClient
+from fusionrl.engines.engine import EngineActor
 from fusionrl.rollout.sglang_rollout import sampling_params
 from plugins.rewards.rubric import reward
-from tests.rollout.engine import KEY, Engine, Turn, check_sample, sglang_engine
+from tests.rollout.engine import KEY, Engine, Turn, check_sample
 from tests.rollout.test_agent import call, folder, response  # noqa: F401
 
 pytest.importorskip("verifiers", reason="needs the package verifiers: scripts/setup-env.sh examples")
@@ -223,8 +224,9 @@ def test_the_hooks_fit_their_flags() -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.xdist_group("served")
 @needs_sglang
-def test_real_rollouts_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Path) -> None:
+def test_real_rollouts_have_the_model_s_log_probs(tiny_model: Path, served: EngineActor) -> None:
     """Sixteen rollouts of two environments at once by one SGLang server, scored again by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -235,19 +237,14 @@ def test_real_rollouts_have_the_model_s_log_probs(tiny_model: Path, tmp_path: Pa
     args: Any = Config.from_flat(values | {"rollout_max_context_len": 1500}).to_args()
     rows = [make_sample(OWN, OWN_ARGS, number) for number in range(8)]
     rows += [make_sample("hotter", {"max_turns": 4}, number % 2) for number in range(8)]
-    engine = sglang_engine(tiny_model, tmp_path, 16384)
     ends = [258, *range(460, 512)]  # a tenth of all tokens: some turns end by one, others by their limit
 
     async def rollouts() -> list[Any]:
         params = sampling_params(args) | {"stop_token_ids": ends[1:]}
-        async with GenerateClient(engine.url, KEY, 120.0, 16, vocab_size=512) as args.generate_client:
+        async with GenerateClient(served.url, KEY, 120.0, 16, vocab_size=512) as args.generate_client:
             return await asyncio.gather(*(generate(args, row, params) for row in rows))
 
-    try:
-        engine.start()
-        samples = asyncio.run(rollouts())
-    finally:
-        engine.shutdown()
+    samples = asyncio.run(rollouts())
     assert [sample.metadata["num_turns"] for sample in samples] == [1] * 8 + [4] * 8
     assert [score(sample) for sample in samples[8:]] == [0.75] * 8
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()

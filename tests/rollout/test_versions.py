@@ -156,6 +156,17 @@ def test_a_text_for_a_turn_is_of_that_turn_alone() -> None:
     assert filled(unknown, answer([7], "4"), before=Before.of(by_hand(([5, 6], 1)))) == [-1, -1, 4]
 
 
+def test_a_text_of_a_turn_outlives_the_tokens_of_a_tool() -> None:
+    sample = by_hand(([5, 6], 1))
+    sample.weight_versions = ["3"]  # type: ignore[list-item]
+    sample.append_response_tokens(tokens=[7], trainable=False)
+    assert filled(copy.deepcopy(sample)) == [3, 3, 3]
+    sample.append_response_tokens(tokens=[8], log_probs=[-1.0])
+    sample.weight_versions.append("4")  # type: ignore[union-attr]
+    sample.append_response_tokens(tokens=[9], trainable=False, versions=4)
+    assert filled(sample) == [3, 3, 3, 4, 4]
+
+
 def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: Path) -> None:
     path = tmp_path / "turns.py"
     path.write_text(

@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[LocalRanks]]:
+def ranks(forkserver: None) -> Iterator[list[LocalRanks]]:
     """Two ranks twice: those that are killed, and those after them."""
     pools = [LocalRanks(2), LocalRanks(2)]
     yield pools
@@ -91,7 +91,7 @@ def assert_serves(engine: EngineActor, path: Path, version: int) -> None:
 
 
 def test_whoever_is_killed_in_the_middle_of_a_push_the_next_one_works(
-    models: list[Path], ranks: list[LocalRanks], tmp_path: Path
+    forked_engines: None, models: list[Path], ranks: list[LocalRanks], tmp_path: Path
 ) -> None:
     """Before and after by either executor, from two stages, over the weights of another model: first the engine is
     killed, and starts again; then a trainer rank, whose engine goes on with the ranks after it."""

@@ -6,16 +6,22 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from fusionrl.base.meeting import CalledOff
 from fusionrl.models.families.rules import Rule
-from fusionrl.plan.push import Bucket, PushTensor
+from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
+from fusionrl.sync import send
+from fusionrl.sync.broadcast import Broadcast, _leave
 from fusionrl.sync.calls import Threaded, wait_all
 from fusionrl.sync.gather import convert_in_place, views_of
-from fusionrl.sync.group import create_group_store
+from fusionrl.sync.group import create_group_store, init_external_group
 from fusionrl.sync.turns import PushStopped, Turns
 
 
@@ -103,3 +109,132 @@ def test_the_first_failure_ends_the_wait_for_the_others() -> None:
         wait_all([("engine 0", never), ("engine 1", engine.bad.remote())], 10.0)
     with pytest.raises(RuntimeError, match=r"engine 0: no end after 0 s \(--update-weight-timeout-s\)"):
         wait_all([("engine 0", never)], 0.05)
+
+
+class Joining:
+    """An engine that joins a group as SGLang does, with a limit of half an hour."""
+
+    def init_weights_update_group(self, **values: Any) -> None:
+        sizes = (values["world_size"], values["rank_offset"], values["group_name"])
+        init_external_group(values["backend"], values["master_address"], values["master_port"], *sizes, 1800.0)
+
+
+class Unwilling:
+    def init_weights_update_group(self, **values: Any) -> None:
+        raise RuntimeError("no group today")
+
+
+def test_an_engine_that_refuses_to_join_sets_the_others_free() -> None:
+    """Before, they sat in the constructor of their group, and answered nothing, up to torch's own limit."""
+    joining, start = Threaded(Joining()), time.monotonic()
+    calls: list[Future[Any]] = []
+
+    class Noting:
+        """Keeps the call, to see how it ends."""
+
+        def remote(self, **values: Any) -> Future[Any]:
+            calls.append(joining.init_weights_update_group.remote(**values))
+            return calls[-1]
+
+    handles = [SimpleNamespace(init_weights_update_group=Noting()), Threaded(Unwilling())]
+    targets = [EngineTarget(index, handle, "", (index,)) for index, handle in enumerate(handles)]
+    with pytest.raises(RuntimeError, match="engine 1: joining the group: no group today"):
+        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(targets)
+    with pytest.raises(CalledOff, match="no group today"):
+        calls[0].result(20)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(("backend", "way"), [("nccl", "aborted"), ("gloo", "destroyed")])
+def test_how_a_group_is_left(backend: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for a broadcast that an engine never joined, and its watchdog end the trainer."""
+    found: list[tuple[str, object]] = []
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: found.append(("destroyed", group)))
+    monkeypatch.setattr(c10d, "_abort_process_group", lambda group: found.append(("aborted", group)))
+    group: Any = object()
+    _leave(group)
+    assert found == [(way, group)]
+
+
+def test_a_group_with_engines_that_came_or_went_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each guest that joins would leave one more group open, on all sides."""
+
+    class Noted(Broadcast):
+        def connect(self, targets: Any) -> None:
+            self._targets = tuple(targets)
+
+        def close(self) -> None:
+            closed.append([target.index for target in self._targets])
+
+    monkeypatch.setattr(send, "Broadcast", Noted)
+    closed: list[list[int]] = []
+    sender: Any = SimpleNamespace(
+        rank=0, backend="gloo", host="h", timeout_s=1.0, exporter=SimpleNamespace(device="cpu")
+    )
+    sender._broadcasts = {}
+    turns = SimpleNamespace(wait=lambda names: None, done=lambda name: None)
+    plan = SimpleNamespace(sources=[0], engines_of=lambda rank: range(99))
+
+    def push(*indices: int) -> None:
+        targets = [EngineTarget(index, None, "n", (0,), host="" if index < 3 else "other") for index in indices]
+        order: Any = SimpleNamespace(transport="broadcast", plan=plan, turns=turns, targets=targets)
+        send.WeightSender._connect(sender, order)
+
+    push(0, 1, 2)
+    push(0, 1)  # without the one that evaluates: both stay
+    push(0, 1, 2)
+    assert closed == [] and len(sender._broadcasts) == 2
+    for guest in range(3, 9):
+        push(0, 1, guest)
+        assert [*sender._broadcasts] == [(0, 1, guest)]
+    push(0, 1)
+    assert closed == [[0, 1, 2], [0, 1], *([0, 1, guest] for guest in range(3, 9))]
+
+
+def test_engines_of_others_are_asked_before_anybody_joins() -> None:
+    class Engine:
+        def fault(self) -> str:
+            return "connection refused"
+
+        def init_weights_update_group(self, **values: Any) -> None:
+            raise AssertionError("own ranks wait for it until their time is up")
+
+    targets = [
+        EngineTarget(0, Threaded(Engine()), "n", (0,)),
+        EngineTarget(5, Threaded(Engine()), "n", (0,), host="127.0.0.1"),
+    ]
+    with pytest.raises(RuntimeError, match="engine 5: connection refused"):
+        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(targets)
+
+
+def test_a_guest_that_dies_while_it_joins_sets_the_runs_own_engines_free() -> None:
+    """They sat in gloo's constructor, since the guest was said to be there, for SGLang's limit of half an hour."""
+    calls: list[Future[Any]] = []
+
+    class Own(Joining):
+        def init_weights_update_group(self, **values: Any) -> None:
+            calls.append(Future())
+            try:
+                super().init_weights_update_group(**values)
+            except RuntimeError as error:
+                calls[0].set_exception(error)
+                raise
+
+    class Guest:
+        def fault(self) -> None:
+            return None
+
+        def init_weights_update_group(self, **values: Any) -> None:
+            time.sleep(1.0)  # the others are in the constructor meanwhile
+            raise RuntimeError("the connection was reset")
+
+    targets = [
+        EngineTarget(0, Threaded(Own()), "n", (0,)),
+        EngineTarget(5, Threaded(Guest()), "guest 127.0.0.1", (-1,), host="127.0.0.1"),
+    ]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="engine 5: joining the group: the connection was reset"):
+        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(targets)
+    assert isinstance(calls[0].exception(20), RuntimeError)
+    assert time.monotonic() - start < 20

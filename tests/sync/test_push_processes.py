@@ -55,7 +55,7 @@ def push(ranks: Ranks, targets: list[EngineTarget], transport: str, version: int
 
 
 @pytest.fixture(scope="module")
-def receivers() -> Iterator[Receivers]:
+def receivers(forkserver: None) -> Iterator[Receivers]:
     """An engine of two ranks that divides its experts, and one of one rank."""
     with Receivers([2, 1], hashes=True, ep_size=1) as made:
         yield made

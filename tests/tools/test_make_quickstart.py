@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.forked_program import ForkedProgram
 from tools.make_quickstart import NUM_EVAL, split_sums
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,13 +84,14 @@ def test_model_loads_knows_its_end_token_and_starts_near_a_uniform_guess(quickst
     assert probabilities.max() < 0.5
 
 
-def test_the_seed_alone_decides_every_byte(quickstart: Path, tmp_path: Path) -> None:
+def test_the_seed_alone_decides_every_byte(forkserver: None, quickstart: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     write = "from pathlib import Path; from tools.make_quickstart import write_quickstart as write; "
     code = (
         write + f"write(Path({str(other)!r}), 1); write(Path({str(again)!r}), 0)"
     )  # one process: it imports for seconds
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    done = ForkedProgram(["-c", code], tmp_path).wait(300)
+    assert done.returncode == 0, done.stderr
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl", "eval.jsonl"):
         assert (again / name).read_bytes() == (quickstart / name).read_bytes(), name
     for name in ("model/model.safetensors", "train.jsonl", "eval.jsonl"):

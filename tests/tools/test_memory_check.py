@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.forked_program import ForkedProgram
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,6 +23,11 @@ def check(folder: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return rows_of(file)
+
+
+def rows_of(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """They all hold."""
     found: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
     assert all(row["holds"] for rows in found.values() for row in rows)
     return found
@@ -40,10 +47,14 @@ ACTIVATIONS = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """The rows of both choices, from one process: each would import Megatron anew."""
-    flags = ["--states", "--activations", "--only", *STATES, *ACTIVATIONS]
-    return check(tmp_path_factory.mktemp("memory"), *flags)
+def found(forkserver: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The rows of both choices, from one process that has Megatron already, as a trainer's has."""
+    folder = tmp_path_factory.mktemp("memory")
+    file = folder / "found.json"
+    words = [str(ROOT / "tools" / "memory_check.py"), "--states", "--activations", "--only", *STATES, *ACTIVATIONS]
+    done = ForkedProgram([*words, "--json", str(file)], folder).wait(300)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return rows_of(file)
 
 
 @pytest.mark.slow

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from scripts.uv_arguments import arguments, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,3 +78,38 @@ def test_nothing_is_done_while_the_stamp_fits_and_an_install_is_tried_when_it_do
     done = run(**environment, **no_packages)
     assert done.returncode == 1
     assert "No matching distribution" in done.stderr
+
+
+def test_what_is_compiled_does_not_go_by_where_the_checkout_is(tmp_path: Path) -> None:
+    """A folder of packages within one named test, with what is left out and what is not."""
+    packages = tmp_path / "test" / "pip" / ".venv" / "lib" / "site-packages"
+    files = {"torch/a.py": True, "torch/b/contest/c.py": True, "torch/b/test/d.py": False, "pip/e.py": False}
+    files |= {"transformers/models/auto/f.py": True, "transformers/models/bert/g.py": False, "my_pip/h.py": True}
+    for name in files:
+        (packages / name).parent.mkdir(parents=True)
+        (packages / name).write_text("pass\n")
+    (pattern,) = re.findall(r"^left_out='([^']+)'", (ROOT / "scripts" / "setup-env.sh").read_text(), re.MULTILINE)
+    subprocess.run([sys.executable, "-m", "compileall", "-qq", "-x", pattern, str(packages)], check=True)
+    compiled = {name: (packages / name).parent.joinpath("__pycache__").exists() for name in files}
+    assert compiled == files
+
+
+def test_uv_looks_where_pip_looks() -> None:
+    """Later sections count more; lists keep their order; what concerns another command is left."""
+    listing = "\n".join(
+        [
+            "global.index-url='https://one/simple'",
+            "global.extra-index-url='https://two/simple\\nfile:///three'",
+            "download.index-url='https://other/simple'",
+            "install.find-links='/wheels'",
+            ":env:.index-url='https://four/simple'",
+            ":env:.cert='/etc/certificates.pem'",
+            ":env:.no-index='0'",
+        ]
+    )
+    assert arguments(read_settings(listing)) == [
+        *("--index-url", "https://four/simple"),
+        *("--extra-index-url", "https://two/simple", "--extra-index-url", "file:///three"),
+        *("--find-links", "/wheels", "SSL_CERT_FILE=/etc/certificates.pem"),
+    ]
+    assert arguments(read_settings(":env:.no-index='1'\n")) == ["--no-index"]

@@ -8,7 +8,7 @@ from fusionrl.trainer.local_ranks import LocalRanks
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[LocalRanks]:
+def workers(forkserver: None) -> Iterator[LocalRanks]:
     """Two processes that all tests share; each test starts its own actors in them."""
     pool = LocalRanks(2)
     yield pool

@@ -75,10 +75,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | SIGMOID | {"rope_parameters": YARN},
 }
 
+# Those of plugins/models; the same tests run for them.
+PLUGINS: dict[str, dict[str, Any]] = {"mistral": {"head_dim": 16, "sliding_window": None}}
+
 
 def config_of(family: str, tied: bool, **values: Any) -> Any:
     """transformers' configuration of a tiny model."""
-    sizes = COMMON | FAMILIES[family] | {"tie_word_embeddings": tied} | values
+    sizes = COMMON | (FAMILIES | PLUGINS)[family] | {"tie_word_embeddings": tied} | values
     config = AutoConfig.for_model(family, **sizes)
     config._attn_implementation = "eager"
     return config

@@ -36,7 +36,7 @@ def sizes_of(layout):
 
 
 @pytest.fixture(scope="module")
-def fresh():
+def fresh(forkserver):
     """Processes that have trained nothing, for loading what others saved."""
     pool = LocalRanks(2)
     yield pool

@@ -147,7 +147,7 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def running(workers: LocalRanks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def running(forked_engines: None, workers: LocalRanks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(workers, tmp_path_factory.mktemp("push"))
     try:
         stack.engine.start()
@@ -183,7 +183,8 @@ def test_full_and_delta(stack: Stack) -> None:
         assert metrics["sync/full_hosts"] == full_hosts, "a host that was left out of a push has no base"
         wire = metrics["perf/update_weights_wire_bytes"] - full_hosts * full
         assert 0 < wire < 0.7 * full
-        assert metrics["sync/prepare_s"] + metrics["sync/pause_s"] == pytest.approx(metrics["perf/time_sync_s"])
+        assert 0 < metrics["sync/prepare_s"] < metrics["sync/prepare_s"] + metrics["sync/pause_s"]
+        assert metrics["sync/prepare_s"] + metrics["sync/pause_s"] <= metrics["perf/time_sync_s"]
         assert set(stack.versions()) == {f"weight_v{stack.version:06d}{s}" for s in ("", "_full")[: 1 + full_hosts]}
     drop_files([Threaded(stack.ranks)], [stack.target], str(stack.local))
     assert stack.versions() == []

@@ -38,7 +38,7 @@ def pairs_of(samples: Samples) -> None:
     samples.rewards = np.array([1.0, -1.0] * (len(samples) // 2), np.float32)
 
 
-def gradients_of(actor, shard, thetas, olds, group_index):
+def gradients_of(actor, config, shard, thetas, olds, group_index):
     """Gradients of the first step's loss by each sample's log-probs, in float64, of this rank's tokens.
 
     thetas, olds  sample -> [response_length] float64 log-probs of the policy now, and of the one that acted
@@ -48,11 +48,11 @@ def gradients_of(actor, shard, thetas, olds, group_index):
     import torch
 
     from fusionrl.trainer.advantages import AdvantageOptions, add_advantages
+    from fusionrl.trainer.batch_options import batch_options
     from fusionrl.trainer.loss import LossOptions, micro_batch_loss
     from fusionrl.trainer.pack import build_micro_batches
     from fusionrl.trainer.selection import pair_advantages, select_tokens
 
-    config = actor.config
     names = shard.fields["sample_index"].tolist()
     shard = dataclasses.replace(shard, fields=dict(shard.fields))
     flat = [np.concatenate([np.zeros(0), *(table[i] for i in names)]) for table in (thetas, olds)]
@@ -68,7 +68,8 @@ def gradients_of(actor, shard, thetas, olds, group_index):
         # The pre-pass sees the policy as it is now.
         pair_advantages(shard, step, flat[0], 0.3, config.algorithm.dpo_label_smoothing)
     leaves = {i: torch.tensor(thetas[i], requires_grad=True) for i in names}
-    for batch in build_micro_batches(shard, step, actor.batch_options, actor.layout):
+    own = batch_options(config, actor.layout, actor.shape, actor.trained, actor.device, actor.role)
+    for batch in build_micro_batches(shard, step, own, actor.layout):
         batch.fields = {name: value.double() for name, value in batch.fields.items()}
         batch.weights = batch.weights.double()
         whole = torch.cat([torch.zeros(0), *(leaves[names[i]] for i in batch.samples)]).double()
@@ -78,9 +79,12 @@ def gradients_of(actor, shard, thetas, olds, group_index):
     return {i: np.zeros(len(thetas[i])) if leaf.grad is None else leaf.grad.numpy() for i, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_gradients_in_float64(workers, hf, name):
-    folder, _ = hf("llama", True)
+# A whole batch on one rank, then the same divided: (layout, samples of a micro-batch).
+DIVISIONS = [(TrainerLayout(1), 8), (TrainerLayout(1), 3), (TrainerLayout(2), 2), (TrainerLayout(2, cp=2), 3)]
+
+
+def inputs_of(name):
+    """Samples, and the log-probs of the policy now and of the one that acted."""
     samples = Samples(8, seed=61, share=2)
     random = np.random.default_rng(61)
     samples.mask[3][:] = 0.0  # one that trains nothing
@@ -89,32 +93,46 @@ def test_gradients_in_float64(workers, hf, name):
     olds = [-3.0 * random.random(n) for n in samples.response]
     thetas = [old + 0.3 * random.normal(size=old.size) for old in olds]
     samples.log_probs = [(old + 0.2 * random.normal(size=old.size)).astype(np.float32) for old in olds]
-    groups = np.arange(8) // 2
+    return samples, thetas, olds
 
-    def gradient(layout, micro):
-        workers.start(config_of(folder, **LOSSES[name]), layout)
-        shards = samples.shards(layout.dp, 1, micro)
-        found = [
-            workers.run_each(
-                [
-                    (gradients_of, shards[layout.dp_rank(rank)], thetas, olds, groups)
-                    for rank in range(layout.world_size)
-                ]
-            )
-        ][0]
-        total = [np.zeros(n) for n in samples.response]
-        for rank in found:
-            for i, part in rank.items():
-                total[i] += part
-        return np.concatenate(total)
 
-    whole = gradient(TrainerLayout(1), 8)
+@pytest.fixture(scope="module")
+def gradients(workers, hf):
+    """Loss -> its gradient, or its error, in each of `DIVISIONS`. The ranks of a division start once for all losses."""
+    folder, _ = hf("llama", True)
+    groups, found = np.arange(8) // 2, {name: [] for name in LOSSES}
+    for layout, micro in DIVISIONS:
+        workers.start(config_of(folder), layout)
+        for name, flags in LOSSES.items():
+            samples, thetas, olds = inputs_of(name)
+            config, shards = config_of(folder, **flags), samples.shards(layout.dp, 1, micro)
+            calls = [
+                (gradients_of, config, shards[layout.dp_rank(rank)], thetas, olds, groups)
+                for rank in range(layout.world_size)
+            ]
+            total = [np.zeros(n) for n in samples.response]
+            try:
+                for rank in workers.run_each(calls):
+                    for i, part in rank.items():
+                        total[i] += part
+            except Failed as error:
+                found[name].append(error)
+            else:
+                found[name].append(np.concatenate(total))
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_in_float64(gradients, name):
+    errors = [one for one in gradients[name] if isinstance(one, Failed)]
+    assert not errors, errors[0]
+    whole, *others = gradients[name]
     assert np.linalg.norm(whole) > 1e-3 and np.isfinite(whole).all()
     if name == "dpo":
+        samples, thetas, olds = inputs_of(name)
         assert np.abs(whole - dpo_by_autograd(thetas, olds, samples)).max() < 1e-8
-    for layout, micro in ((TrainerLayout(1), 3), (TrainerLayout(2), 2), (TrainerLayout(2, cp=2), 3)):
-        other = gradient(layout, micro)
-        assert np.linalg.norm(other - whole) <= 1e-9 * np.linalg.norm(whole), (layout, micro)
+    for division, other in zip(DIVISIONS[1:], others, strict=True):
+        assert np.linalg.norm(other - whole) <= 1e-9 * np.linalg.norm(whole), division
 
 
 def dpo_by_autograd(thetas, olds, samples):

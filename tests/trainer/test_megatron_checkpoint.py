@@ -12,19 +12,29 @@ import pytest
 
 from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import trainer_worker
+from tests.trainer.forked_program import ForkedProgram
 from tests.trainer.trainer_worker import Failed, Samples, config_of
 
+TOOL = str(Path(__file__).parents[2] / "tools" / "convert.py")
 
-def convert(*arguments: str) -> subprocess.CompletedProcess[str]:
-    tool = Path(__file__).parents[2] / "tools" / "convert.py"
-    return subprocess.run([sys.executable, str(tool), *arguments], capture_output=True, text=True)
+
+@pytest.fixture
+def convert(forkserver, tmp_path):
+    """The tool, with Megatron imported already: convert("to-hf", …)."""
+    return lambda *arguments: ForkedProgram([TOOL, *arguments], tmp_path).wait(300)
+
+
+def convert_anew(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The tool as it is started from a shell."""
+    return subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "glm4_moe"])
-def test_there_and_back(workers, hf, tmp_path, family):
+def test_there_and_back(workers, hf, tmp_path, convert, family):
     """Hugging Face → Megatron (the tool) → trainers at a layout that pads the vocabulary → Hugging Face (the tool)."""
     from safetensors.torch import load_file
 
+    convert = convert_anew if family == "qwen2" else convert
     folder, _ = hf(family, False, vocab_size=121)
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     done = convert("to-megatron", "--hf-checkpoint", str(folder), "--out", str(megatron), "--precision", "fp32")
@@ -96,7 +106,7 @@ def save_as_megatron_lm(actor, path: str) -> None:
     PendingFiles(request, results, None).finish()
 
 
-def test_what_cannot_be_read_is_named(workers, hf, tmp_path):
+def test_what_cannot_be_read_is_named(workers, hf, tmp_path, convert):
     folder, _ = hf("llama", True)
 
     def fails(path: Path, message: str) -> None:
@@ -120,7 +130,7 @@ def test_what_cannot_be_read_is_named(workers, hf, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [TrainerLayout(1), TrainerLayout(2, tp=2)], ids=["1", "tp2"])
-def test_a_reference_in_torch_dist(workers, hf, tmp_path, layout):
+def test_a_reference_in_torch_dist(workers, hf, tmp_path, convert, layout):
     """--ref-load of a Megatron checkpoint: its log-probs are the Hugging Face folder's, and the policy is untouched."""
     folder, _ = hf("qwen3", True, vocab_size=121)
     other, _ = hf("qwen3", True, vocab_size=121, seed=9)

@@ -17,6 +17,13 @@ def resident(actor) -> int:
         return int(file.read().split()[1]) * 4096
 
 
+def shares(actor) -> tuple[int, int]:
+    """(bytes of gradients, bytes that are kept elsewhere), while all is away"""
+    chunks = actor.trained.chunks
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return sum(buffer.grad_data.nbytes for buffer in buffers), actor._offload.kept_bytes
+
+
 def away(actor, keep_weights: bool = False) -> tuple[int, int]:
     """(bytes copied out, bytes by which the process became smaller)"""
     before = resident(actor)
@@ -33,11 +40,15 @@ def test_bit_for_bit_and_really_gone(workers, hf, precision, tmp_path):
     samples = Samples(6, seed=2)
     workers.train(samples.shards(2), layout)
     before = workers.call("state_hashes")
-    for copied, smaller in workers.run(away):
+    given = workers.run(away)
+    for copied, smaller in given:
         # fp32: weights and gradients whole, two moments by halves; bf16: also half a master copy.
         assert copied > 20e6
         assert smaller > 0.8 * copied
     assert workers.call("offload") == [0, 0]  # it is away already
+    # Every step begins with gradients of zero: nobody keeps them.
+    for (copied, _), (gradients, kept) in zip(given, workers.run(shares), strict=True):
+        assert gradients > 10e6 and kept == copied - gradients
     assert list(tmp_path.iterdir()) == []  # the files have no name that could be left behind
     assert workers.call("state_hashes") == before
     # With the weights kept, they alone are there.

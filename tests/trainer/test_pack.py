@@ -21,7 +21,7 @@ def options(**values):
     from fusionrl.trainer.batch import BatchOptions, Slicing
 
     slicing = Slicing(**{name: values.pop(name) for name in ("cp_size", "cp_rank") if name in values})
-    return BatchOptions(slicing, torch.device("cpu"), 1.0, None, True, **values)
+    return BatchOptions(slicing, torch.device(values.pop("device", "cpu")), 1.0, None, True, **values)
 
 
 def test_a_micro_batch_has_what_its_samples_have(rank) -> None:
@@ -87,8 +87,22 @@ def check_samples_without_tokens(actor, samples: Samples) -> None:
             assert batch.samples == chosen and batch.starts == [0] * len(chosen)
 
 
+def test_only_a_cpu_attends_with_a_mask_to_leave_out_a_long_prompt(rank) -> None:
+    rank(check_masks)
+
+
+def check_masks(actor) -> None:
+    from fusionrl.trainer.packed_row import pack_row
+
+    sequences = [np.concatenate([np.arange(300), np.full(20, i)]) for i in range(3)]
+    for device, has_mask in (("cpu", True), ("meta", False)):  # "meta" stands for every device but a CPU
+        row = pack_row(sequences, [300] * 3, options(device=device))
+        assert row.local.numel() == 300 + 3 * 19, "the prompt is computed once on both"
+        assert any(bucket.mask is not None for bucket in row.layout.buckets) is has_mask
+
+
 def test_the_ranks_of_a_row_have_all_of_it(rank) -> None:
-    rank(check_row, Samples(5, seed=3, share=2))
+    rank(check_row, Samples(5, seed=5, share=2))
 
 
 def check_row(actor, samples: Samples) -> None:
@@ -172,3 +186,32 @@ def check_steps(actor, samples: Samples) -> None:
         assert all((batch.fields["selected"] == one.index).all() for batch in one.batches)
     assert [batch.experts for batch in first.batches] == [None, None]
     assert [int(batch.experts) for batch in second.batches] == [0, 1]
+
+
+@pytest.mark.parametrize(("prompt", "response", "gain"), [(256, 1024, 10232 / 8440), (256, 512, 6136 / 4344)])
+def test_prompts_are_shared_where_it_saves_enough(prompt: int, response: int, gain: float):
+    """Eight samples of one prompt; docs/parallelism.md has their times."""
+    from fusionrl.trainer.packed_row import LEAST_GAIN, pack_row, sharing_gain
+
+    random = np.random.default_rng(prompt)
+    head = random.integers(0, 100, prompt)
+    sequences = [np.concatenate([head, random.integers(0, 100, response)]) for _ in range(8)]
+    assert sharing_gain(sequences, [prompt] * 8) == pytest.approx(gain)
+    row = pack_row(sequences, [prompt] * 8, options())
+    assert row.local.numel() == (4344 if gain >= LEAST_GAIN else 10232)
+    assert (row.layout.positions is not None) == (gain >= LEAST_GAIN)
+    assert pack_row(sequences, [prompt] * 8, options(share_prompts=False)).layout.positions is None
+
+
+@pytest.mark.parametrize(("prompt", "gain"), [(9, 320 / 257), (3, 272 / 251)])
+def test_short_prompts_are_shared_for_less(prompt: int, gain: float):
+    """They need no mask on a CPU."""
+    from fusionrl.trainer.packed_row import pack_row, sharing_gain
+
+    random = np.random.default_rng(prompt)
+    head = random.integers(0, 100, prompt)
+    sequences = [np.concatenate([head, random.integers(0, 100, 32)]) for _ in range(8)]
+    assert sharing_gain(sequences, [prompt] * 8) == pytest.approx(gain)
+    assert (pack_row(sequences, [prompt] * 8, options()).layout.positions is not None) == (prompt == 9)
+    on_a_gpu = options(device="meta")
+    assert pack_row(sequences, [prompt] * 8, on_a_gpu).layout.positions is None

@@ -73,7 +73,9 @@ def test_divided_logits_equal_transformers(workers, model):
     assert all(entry["holds"] for entry in results), results
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3_moe", False), ("mistral", False)]
+)
 @pytest.mark.parametrize("per_token", [True, False])
 def test_sft_gradients_equal_transformers(workers, hf, family, tied, per_token):
     folder, model = hf(family, tied)
@@ -108,6 +110,33 @@ def test_llama3_rope_scaling(workers, hf):
             assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_yarn(workers, hf, family):
+    """Log-probs of sequences beyond the original positions, and gradients through them."""
+    scaling = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    folder, model = hf(family, False, rope_parameters=scaling)
+    samples = Samples(3, seed=8, low=60, high=100)
+    workers.start(config_of(folder, "sft"))
+    (shard,) = samples.shards(micro=3)
+    scores = workers.call("score", shard)[0]
+    with torch.no_grad():
+        for i in range(3):
+            want, _ = hf_models.response_log_probs(model, samples, i)
+            assert np.abs(scores[i] - want.numpy()).max() <= 1e-5
+    if family == "qwen3":
+        metrics = workers.train([shard])
+        trained = hf_models.clone(model)
+        loss = hf_models.loss(trained, samples, list(range(3)), "sft")
+        loss.backward()
+        assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+
+
 def test_sequences_of_very_different_lengths(workers, hf):
     """More than one attention call a layer: lengths over 64 and far apart."""
     folder, model = hf("qwen3", False)
@@ -128,11 +157,14 @@ def test_sequences_of_very_different_lengths(workers, hf):
     assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
 
 
-@pytest.mark.parametrize("high", [40, 200])
+@pytest.mark.parametrize("high", [40, 200, 1000])
 def test_a_prompt_that_samples_share_is_computed_once(workers, hf, high):
-    """Groups of four; with long ones, the rows of a group fall into different attention calls."""
-    folder, model = hf("qwen3", False, max_position_embeddings=256)
-    samples = Samples(10, seed=high, high=high, share=4)
+    """Groups of four; with long ones, the rows of a group fall into different attention calls.
+
+    With the longest, prompts are left out of siblings' queries.
+    """
+    folder, model = hf("qwen3", False, max_position_embeddings=1024)
+    samples = Samples(10, seed=high + 1, high=high, share=4)  # which saves a third of the tokens, at least
     workers.start(config_of(folder, entropy_coef=0.05))
     (shard,) = samples.shards(micro=10)
     prompts = [int(samples.total[i] - samples.response[i]) for i in (0, 4, 8)]
@@ -150,6 +182,29 @@ def test_a_prompt_that_samples_share_is_computed_once(workers, hf, high):
     loss.backward()
     assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+
+
+def test_a_shared_prompt_changes_no_gradient(workers, hf):
+    """Prompts longer and shorter than responses, and responses of very different lengths."""
+    folder, _ = hf("qwen3", False, max_position_embeddings=1024)
+    samples, random = Samples(10, seed=4, share=4), np.random.default_rng(4)
+    prompts = [random.integers(0, 120, n) for n in (400, 300, 260)]
+    for i, response in enumerate((30, 200, 9, 120, 350, 310, 2, 5, 20, 7)):
+        tokens = np.concatenate([prompts[i // 4], random.integers(0, 120, response)])
+        samples.tokens[i], samples.total[i], samples.response[i] = tokens.astype(np.int32), tokens.size, response
+        samples.mask[i] = np.ones(response, dtype=np.float32)
+        samples.log_probs[i] = -5.0 * random.random(response).astype(np.float32)
+    (shard,) = samples.shards(micro=10)
+    found, packed = [], []
+    for shares in (False, True):
+        workers.start(config_of(folder, share_prompts=shares, entropy_coef=0.05))
+        packed.append(sum(workers.run(trainer_worker.num_packed_tokens, shard)[0]))
+        workers.train([shard])
+        found.append(workers.run(trainer_worker.gradients)[0])
+    assert packed == [int(samples.total.sum()) - 10, 400 + 300 + 260 + int(samples.response.sum()) - 10]
+    for name, plain in found[0].items():
+        difference = np.linalg.norm((found[1][name] - plain).astype(np.float64))
+        assert difference <= 1e-6 * np.linalg.norm(plain.astype(np.float64)), name
 
 
 def test_adam_steps_equal_torch(workers, hf):

@@ -138,3 +138,32 @@ def test_tokens_of_older_weights_are_no_mismatch(workers, hf, steps):
             assert columns["mismatch"] == pytest.approx(gaps[i][used[i]].mean(), rel=1e-4)
         else:
             assert "mismatch" not in columns
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["from-the-loss", "from-log-probs"])
+def test_values_of_tokens_in_every_layout(workers, hf, steps):
+    """--save-token-values: of each token that is trained on, as a separate pass scores it."""
+    folder, _ = hf("qwen3", False)
+    samples = Samples(7, seed=26, share=2)
+    samples.mask[3][:] = 0.0
+    samples.mask[4][1] = 0.0
+    workers.start(config_of(folder))
+    scores = workers.call("score", samples.shards()[0])[0]
+    entropies = {}
+    for name, layout in LAYOUTS.items():
+        workers.start(config_of(folder, save_token_values=True), layout)
+        metrics = workers.train(shards_of(samples, layout, steps), layout)
+        found = columns_of_all(workers)
+        assert sorted(found) == list(range(7)), name
+        sums = np.zeros(2)
+        for i, columns in found.items():
+            mask = samples.mask[i] > 0
+            for column in ("log_probs", "entropy", "advantages"):
+                assert columns[column].dtype == np.float32 and len(columns[column]) == len(mask)
+                np.testing.assert_array_equal(np.isfinite(columns[column]), mask, err_msg=f"{name} {i} {column}")
+            np.testing.assert_allclose(columns["log_probs"][mask], scores[i][mask], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(columns["advantages"][mask], samples.rewards[i], rtol=1e-6)
+            sums += columns["entropy"][mask].sum(dtype=np.float64), mask.sum()
+            entropies.setdefault(i, columns["entropy"])
+            np.testing.assert_allclose(columns["entropy"], entropies[i], rtol=1e-3, atol=1e-4, err_msg=name)
+        assert metrics["train/entropy"] == pytest.approx(sums[0] / sums[1], rel=1e-5), name

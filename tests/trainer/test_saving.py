@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionrl.upstream import cpu_megatron
+from tests.trainer.forked_program import ForkedProgram
 
 COUNTERS = {"rollout_id": 1, "optimizer_steps": 2, "skipped": 0}
 
@@ -76,26 +75,20 @@ print(sorted(path.name for path in Path(folder, "trainer").iterdir()))
 """
 
 
-def test_what_rank_0_cannot_write_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_what_rank_0_cannot_write_is_an_error_on_every_rank(forkserver: None, tmp_path: Path) -> None:
     (tmp_path / "trainer.partial").mkdir()
     (tmp_path / "trainer.partial" / "shard").write_text("weights")
-    command = [sys.executable, "-c", TWO_RANKS]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+    ranks = [ForkedProgram(["-c", TWO_RANKS, str(rank), str(tmp_path)], tmp_path) for rank in range(2)]
     try:
-        for process in ranks:
-            output, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors[-2000:]
-            said, names = output.splitlines()
+        for program in ranks:
+            done = program.wait(150)
+            assert done.returncode == 0, done.stderr[-2000:]
+            said, names = done.stdout.splitlines()
             assert "trainer rank 0 could not write" in said and "No space left" in said and "nothing was" in said
             assert names == "['fusionrl.json', 'shard']"
     finally:
-        for process in ranks:
-            process.kill()
+        for program in ranks:
+            program.process.kill()
 
 
 def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

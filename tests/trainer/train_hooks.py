@@ -177,7 +177,7 @@ def doubled_number(total_lengths: Any, response_lengths: Any, loss_masks: Any, p
 
 
 def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, config: Any, usual: Any) -> Any:
-    """A GPTModel as Megatron's users build it, whose first layer norm is not trained."""
+    """A GPTModel as Megatron's users build it. Its first norm is not trained; a hook keeps a matrix as it is."""
     from megatron.core.models.gpt import GPTModel
 
     from fusionrl.upstream.local_spec import local_block_spec
@@ -197,6 +197,7 @@ def plain_gpt(pre_process: bool, post_process: bool, vp_stage: Any = None, *, co
     )
     if pre_process:
         model.decoder.layers[0].input_layernorm.requires_grad_(False)
+        model.decoder.layers[0].mlp.linear_fc2.weight.register_hook(torch.zeros_like)
     return model
 
 

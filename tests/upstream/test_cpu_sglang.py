@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from fusionrl.upstream import cpu_sglang
@@ -50,6 +52,41 @@ def test_stand_ins(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+OF_CUDA = """
+import sys
+from fusionrl.upstream import cpu_sglang
+cpu_sglang._has_driver = lambda: sys.argv[1] == "driver"
+cpu_sglang.install(); cpu_sglang.install()
+import sglang.user as user
+print("real" if hasattr(user.sgl_kernel, "__file__") else "stand-in", user.scalar_type.__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "built_for", "wanted"),
+    [("none", "sm100", "stand-in"), ("driver", "sm100", "real"), ("none", "cpu", "real")],
+)
+def test_kernels_of_cuda_stand_aside_without_its_driver(
+    tmp_path: Path, driver: str, built_for: str, wanted: str
+) -> None:
+    for package in ("sglang", "sgl_kernel"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "sgl_kernel" / "scalar_type.py").write_text("")
+    (tmp_path / "sgl_kernel" / built_for).mkdir()
+    (tmp_path / "sglang" / "user.py").write_text("import sgl_kernel\nfrom sgl_kernel import scalar_type\n")
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", OF_CUDA, driver],
+        env={"PYTHONPATH": f"{tmp_path}:{root}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.stdout.split() == [wanted, "sgl_kernel.scalar_type"], result.stderr
 
 
 def test_triton_decorators_define_and_do_not_run() -> None:

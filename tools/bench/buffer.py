@@ -99,12 +99,6 @@ def serve(num_tokens: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the run's ends
-def score(args: Any, sample: Any, *, rollout_id: int, evaluation: bool) -> Any:
-    """A reward that costs nothing and differs within a group."""
-    sample.reward = float(sample.index % 2)
-    return sample
-
-
 class Receiver:
     """Stand-in for the trainers that receives every shard."""
 
@@ -214,7 +208,7 @@ def measure(num_samples: int, num_tokens: int, num_ranks: int, model: Path, url:
             "hf_checkpoint": str(model),
             "prompt_data": str(data),
             "input_key": "prompt",
-            "rollout_sample_hook_path": [f"{Path(__file__).resolve()}:score"],
+            "rollout_sample_hook_path": [f"{Path(__file__).resolve().with_name('buffer_hook.py')}:score"],
             "rm_type": "random",  # never asked: the hook sets the reward
             "rollout_batch_size": num_samples // GROUP,
             "n_samples_per_prompt": GROUP,

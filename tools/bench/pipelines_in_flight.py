@@ -1,7 +1,9 @@
 """So many requests in flight at once, through the real router and the Buffer's stream.
 
 The engines are paused until all requests have arrived, so nobody needs luck; then they go on, and two batches are
-trained. Each request takes two open files of the router: its limit has to be over twice the requests.
+trained. Each request takes two open files of the router, a connection from the client and one to an engine: HTTP/1.1,
+which SGLang's servers speak, has one request on a connection at a time. So the limit of open files has to be over twice
+the requests; where this process may, it raises the hard limit as well (CAP_SYS_RESOURCE).
 """
 
 from __future__ import annotations
@@ -10,29 +12,33 @@ import asyncio
 import math
 import resource
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from fusionrl.base.open_files import most_open_files, raise_open_files
+from fusionrl.plan.open_files import FILES_BESIDE, most_requests
 from tools.bench.lengths import Lengths
 from tools.bench.pipelines_paced import Row, Setting, opened
 
-_FILES_BESIDE = 200  # that a process has open beside its connections
 _WAIT_S = 300.0
 
 
-def most_requests() -> int:
-    """Return how many requests the files that the router may open are enough for; raises this process's limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return (hard - _FILES_BESIDE) // 2
+def make_room(count: int) -> int:
+    """Raise this process's limit for `count` requests, as far as it may; returns how many requests it is enough for."""
+    wanted = 2 * count + FILES_BESIDE
+    if wanted > most_open_files():
+        with suppress(ValueError, OSError):  # not allowed here
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+    return most_requests(raise_open_files())
 
 
 def hold(setting: Setting, count: int, model: Path) -> dict[str, Any]:
     """Bring `count` requests in flight, and then end them; returns figures in real seconds."""
-    possible = most_requests()
+    possible = make_room(count)
     reached = min(count, possible)
     batch = math.ceil(reached / 3 / setting.samples)  # admitted are three batches: a version's own and two ahead
     per_engine = math.ceil(reached / setting.engines)

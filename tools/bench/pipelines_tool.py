@@ -2,6 +2,10 @@
 
 Every run is one `fusionrl train` with a folder of its own. Its figures are a line of results.jsonl, and a run that has
 its line is not run again: a program that was ended goes on where it was.
+
+The time of a run is the tool's: a step of on-policy waits 10 s for its slowest call, however few samples it has. So a
+rollout has twice the quickstart's samples and optimizer steps, and a run has a third of its rollouts. Further ones
+bring on-policy nothing (without the tool, seed 1: 0.69, 0.76, 0.82, 0.86, 0.84 after 8, 16, 24, 32, 40).
 """
 
 from __future__ import annotations
@@ -20,11 +24,17 @@ from typing import Any
 from fusionrl.observe.metrics import read_metrics
 from tools.bench.pipelines_paced import ROOT
 
+PRESETS = ("on-policy", "stream", "one-step-off", "async", "async-partial")
 # Name of a row → flags. A tool call takes up to 10 s and a step without it less than 3: K 4 leaves room for both.
 PIPELINES: dict[str, list[str]] = {
-    **{name: ["--pipeline", name] for name in ("on-policy", "stream", "one-step-off", "async", "async-partial")},
+    **{name: ["--pipeline", name] for name in PRESETS},
     "async-partial-k4": ["--pipeline", "async-partial", "--max-staleness", "4", "--admission-lead", "2"],
 }
+# Of a run of size `full` on two cores and nothing beside it, its start included; the supervised model of a seed takes
+# two more.
+MINUTES = {"on-policy": 8, "stream": 4, "one-step-off": 7, "async": 7, "async-partial": 4, "async-partial-k4": 4}
+LEAST_SPEED_UP, MOST_GAP = 2.0, 0.03  # of async-partial in samples a second; of every pipeline in final accuracy
+RESULTS = "results.jsonl"
 TOOL = "tools/bench/slow_tool.py:answer"
 ACCURACY = "eval/held-out/accuracy"
 COLUMNS = {
@@ -47,14 +57,15 @@ COLUMNS = {
 @dataclass(frozen=True)
 class Task:
     """Sizes of a run. `eval_interval` None: no evaluation, the speed alone; `warm_up`: steps that are not timed,
-    first and after each evaluation.
+    first and after each evaluation; `optimizer_steps`: of a rollout.
 
     All are multiples of 4: `stream` waits once in four rollouts.
     """
 
-    prompts: int = 32
+    prompts: int = 64
     samples: int = 16
-    rollouts: int = 88
+    rollouts: int = 32
+    optimizer_steps: int = 4
     sft_steps: int = 180
     eval_interval: int | None = 8
     warm_up: int = 4
@@ -63,7 +74,7 @@ class Task:
 SIZES = {
     "full": Task(),
     "speed": Task(rollouts=16, eval_interval=None),
-    "smoke": Task(prompts=8, samples=8, rollouts=8, sft_steps=20, eval_interval=8),
+    "smoke": Task(prompts=8, samples=8, rollouts=8, optimizer_steps=2, sft_steps=20, eval_interval=8),
 }
 
 
@@ -105,7 +116,7 @@ def flags_of(pipeline: str, seed: int, task: Task, made: Path, run_dir: Path) ->
     flags += ["--apply-chat-template", "--custom-rm-path", "plugins.rewards.digits.reward", "--rollout-shuffle"]
     flags += ["--custom-generate-function-path", TOOL, "--rollout-max-response-len", "5"]
     flags += ["--rollout-batch-size", str(task.prompts), "--n-samples-per-prompt", str(task.samples)]
-    flags += ["--num-steps-per-rollout", "2", "--num-rollout", str(task.rollouts)]
+    flags += ["--num-steps-per-rollout", str(task.optimizer_steps), "--num-rollout", str(task.rollouts)]
     flags += ["--lr", "1.2e-4", "--min-lr", "1e-5", "--adam-beta2", "0.99", "--lr-decay-style", "linear"]
     flags += ["--lr-warmup-iters", "4", "--sglang-max-running-requests", "256"]
     flags += ["--sglang-server-concurrency", str(max(512, 4 * num_samples))]
@@ -178,7 +189,7 @@ def time_to(curve: Sequence[Sequence[float]], target: float) -> float | None:
 
 
 def summary(lines: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any]]:
-    """Return a row for each pipeline: means over its seeds."""
+    """Return a row for each pipeline: means over its seeds; compared with on-policy over the seeds that both have."""
     found = []
     for pipeline in PIPELINES:
         own = [line for line in lines if line["pipeline"] == pipeline]
@@ -192,12 +203,21 @@ def summary(lines: Sequence[dict[str, Any]], target: float) -> list[dict[str, An
         times = [time_to(line["curve"], target) for line in own]
         row["time_to_target_s"] = statistics.fmean(t for t in times if t is not None) if all(times) else None
         found.append(row)
-    base = next((row for row in found if row["pipeline"] == "on-policy"), None)
-    for row in found if base is not None else []:
-        row["speed_up"] = row["samples_per_s"] / base["samples_per_s"]
-        if row["accuracy"] is not None and base["accuracy"] is not None:
-            row["accuracy_gap"] = row["accuracy"] - base["accuracy"]
+    base = {line["seed"]: line for line in lines if line["pipeline"] == "on-policy"}
+    for row in found:
+        pairs = [
+            (line, base[line["seed"]]) for line in lines if line["pipeline"] == row["pipeline"] and line["seed"] in base
+        ]
+        if not pairs:
+            continue
+        row["speed_up"] = _mean_of(pairs, "samples_per_s", 0) / _mean_of(pairs, "samples_per_s", 1)
+        if all(line["accuracy"] is not None for pair in pairs for line in pair):
+            row["accuracy_gap"] = _mean_of(pairs, "accuracy", 0) - _mean_of(pairs, "accuracy", 1)
     return found
+
+
+def _mean_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], key: str, place: int) -> float:
+    return statistics.fmean(pair[place][key] for pair in pairs)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -215,12 +235,10 @@ def run_all(
 ) -> list[dict[str, Any]]:
     """Run what has no line yet, seed by seed and the pipelines by turns; returns all lines of this size."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "results.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    file, lines = folder / RESULTS, results(folder)
     for number, seed in enumerate(seeds):
         for pipeline in pipelines if number % 2 == 0 else reversed(pipelines):
-            key = {"size": size, "pipeline": pipeline, "seed": seed, "task": asdict(task)}
-            same = [line for line in lines if key.items() <= line.items()]
+            same = same_run(lines, size, pipeline, seed, task)
             if same and not again:
                 continue
             line = run_one(folder, size, pipeline, seed, task) | {"task": asdict(task)}
@@ -229,4 +247,48 @@ def run_all(
             part.write_text("".join(json.dumps(one) + "\n" for one in lines))
             part.replace(file)
             print(f"{pipeline}, seed {seed}: {line['samples_per_s']:.1f} samples/s", file=sys.stderr, flush=True)
+    return of_task(lines, size, task)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of all runs that have figures."""
+    file = folder / RESULTS
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def same_run(lines: Sequence[dict[str, Any]], size: str, pipeline: str, seed: int, task: Task) -> list[dict[str, Any]]:
+    """Return the lines of one run: none, or one."""
+    key = {"size": size, "pipeline": pipeline, "seed": seed, "task": asdict(task)}
+    return [line for line in lines if key.items() <= line.items()]
+
+
+def of_task(lines: Sequence[dict[str, Any]], size: str, task: Task) -> list[dict[str, Any]]:
+    """Return the lines of runs of this size."""
     return [line for line in lines if line["size"] == size and line["task"] == asdict(task)]
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say of each claim whether the rows bear it out; nothing of one that they do not speak of."""
+    by_name, said = {row["pipeline"]: row for row in rows}, []
+    if (speed_up := by_name.get("async-partial", {}).get("speed_up")) is not None and "on-policy" in by_name:
+        word = "holds" if speed_up >= LEAST_SPEED_UP else "FAILS"
+        said.append(f"{word}: async-partial {speed_up:.2f} x on-policy in samples a second ({LEAST_SPEED_UP:g} wanted)")
+    gaps = {row["pipeline"]: row["accuracy_gap"] for row in rows if row.get("accuracy_gap") is not None}
+    gaps.pop("on-policy", None)
+    if gaps:
+        name = max(gaps, key=lambda one: abs(gaps[one]))
+        word = "holds" if abs(gaps[name]) <= MOST_GAP else "FAILS"
+        said.append(f"{word}: final accuracies within {MOST_GAP:g} of on-policy's; {name} has {gaps[name]:+.3f}")
+    return said
+
+
+def missing(
+    lines: Sequence[dict[str, Any]], size: str, pipelines: Sequence[str], seeds: Sequence[int], task: Task
+) -> list[str]:
+    """Return a line for each run that has no figures yet, with the minutes that it takes where they are known."""
+    return [
+        f"missing: {pipeline}, seed {seed}" + (f", about {MINUTES[pipeline]} minutes" if size == "full" else "")
+        for seed in seeds
+        for pipeline in pipelines
+        if not same_run(lines, size, pipeline, seed, task)
+    ]

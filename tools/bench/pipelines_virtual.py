@@ -6,6 +6,7 @@ how much of a step over paced engines is the control plane's own.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,9 @@ class Totals:
     busy_s: float
     trained_s: float
     prefilled_again: float
+    stale_tokens: float  # of those that were trained, each counted as often as it is versions old
+    tokens: float
+    most_parked: int  # samples that went on over a push
 
 
 class VirtualRun:
@@ -52,6 +56,9 @@ class VirtualRun:
         self._left: dict[int, int] = {}
         self._tokens: dict[int, float] = {}
         self._oldest: dict[int, int] = {}
+        self._versions: dict[int, Counter[int]] = {}  # group -> version -> tokens
+        self._stale_tokens = self._tokens_trained = 0.0
+        self._most_parked = self.staleness_max = 0
         self._train_end: float | None = None
         self._push_end: float | None = None
         self._trained_s = 0.0
@@ -75,12 +82,14 @@ class VirtualRun:
                 return True
             if isinstance(action, events.Fetch):
                 tokens = sum(self._tokens[ordinal] for ordinal in action.ordinals)
+                self._count_ages(action)
                 log_probs_s = self._setting.log_probs_s if self._row.log_probs else 0.0
                 seconds = (self._setting.update_s + log_probs_s) * tokens / self._mean
                 self._trained_s += seconds
                 self._train_end = self.now + seconds
             elif isinstance(action, events.Push):
                 self._push_end = self.now + self._setting.push_s
+                self._most_parked = max(self._most_parked, sum(len(one.running) for one in self._engines))
                 for engine in self._engines:
                     engine.pause("in_place" if self.knobs.in_flight == "in_place" else "retract")
             elif not isinstance(action, events.Drop):
@@ -89,10 +98,18 @@ class VirtualRun:
             return True
         return False
 
+    def _count_ages(self, fetch: events.Fetch) -> None:
+        for ordinal in fetch.ordinals:
+            for version, tokens in self._versions.pop(ordinal).items():
+                self._tokens_trained += tokens
+                self._stale_tokens += tokens * (fetch.version - version)
+                self.staleness_max = max(self.staleness_max, fetch.version - version)
+
     def _admit(self) -> None:
         ordinal, count = self.state.next_ordinal, self._setting.samples
         apply(self.state, self.knobs, events.Admitted(ordinal, count))
         self._left[ordinal], self._tokens[ordinal], self._oldest[ordinal] = count, 0.0, self.state.version
+        self._versions[ordinal] = Counter()
         engine = min(self._engines, key=lambda one: len(one.running) + len(one.waiting))
         for number in range(count):
             lengths = self._setting.lengths
@@ -107,6 +124,10 @@ class VirtualRun:
                 ordinal = self._group_of.pop(request)
                 self._left[ordinal] -= 1
                 self._tokens[ordinal] += request.num_tokens
+                before = 0.0
+                for version, end in engine.spans_of(request):
+                    self._versions[ordinal][int(version)] += end - before  # type: ignore[assignment]
+                    before = end
                 apply(self.state, self.knobs, events.SampleDone(ordinal))
                 if not self._left[ordinal]:
                     apply(self.state, self.knobs, events.GroupReady(ordinal, self._oldest[ordinal]))
@@ -121,7 +142,8 @@ class VirtualRun:
                 engine.resume()
             busy_s = sum(engine.busy_s for engine in self._engines)
             again = sum(engine.num_prefilled_again for engine in self._engines)
-            self.pushes.append(Totals(self.now, busy_s, self._trained_s, again))
+            ages = (self._stale_tokens, self._tokens_trained)
+            self.pushes.append(Totals(self.now, busy_s, self._trained_s, again, *ages, self._most_parked))
 
 
 def run_virtual(setting: Setting, row: Row, num_steps: int, warm_up: int) -> dict[str, Any]:
@@ -139,5 +161,8 @@ def run_virtual(setting: Setting, row: Row, num_steps: int, warm_up: int) -> dic
         "log_probs_s": share * (last.trained_s - first.trained_s) / num_steps,
         "engines_idle": 1 - (last.busy_s - first.busy_s) / seconds / setting.engines,
         "trainers_idle": 1 - (last.trained_s - first.trained_s) / seconds,
+        "staleness": (last.stale_tokens - first.stale_tokens) / (last.tokens - first.tokens),
+        "staleness_max": run.staleness_max,
+        "most_parked": int(setting.weight) * last.most_parked,
         "tokens_prefilled_again": setting.weight * (last.prefilled_again - first.prefilled_again) / num_steps,
     }

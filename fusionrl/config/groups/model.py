@@ -47,7 +47,7 @@ class ModelGroup(Group):
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
         "auto",
-        description="Layer implementation; auto is Transformer Engine's where it is installed, on GPUs.",
+        description="Layer implementation; auto is Transformer Engine's where it is installed, on GPUs in bf16.",
     )
     tensor_model_parallel_size: int = Field(1, description="Tensor parallel size of the trainers.", ge=1)
     pipeline_model_parallel_size: int = Field(1, description="Pipeline parallel size of the trainers.", ge=1)

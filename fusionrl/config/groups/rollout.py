@@ -55,7 +55,9 @@ class RolloutGroup(Group):
         None, description="Function that sets remove_sample on samples of a rollout that are not to be trained on."
     )
     rollout_all_samples_process_path: str | None = Field(
-        None, description="Function that sees all groups of a rollout, those beyond the batch included."
+        None,
+        description="Function that sees all groups of a rollout, those beyond the batch included. Where prompts run"
+        " ahead: the batch, and the groups that the filter refused since the one before.",
     )
     custom_rollout_log_function_path: str | None = Field(
         None,

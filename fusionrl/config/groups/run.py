@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from fusionrl.config.groups.base import Group
 from fusionrl.control.knobs import PIPELINES
@@ -54,10 +55,50 @@ class RunGroup(Group):
         " answer, prompt. `fusionrl show` shows all of them afterwards.",
         ge=0,
     )
+    save_token_values: bool = Field(
+        False,
+        description="Trainers write their log-prob, entropy and advantage of every token that is trained on next to the"
+        " samples, some 30 bytes a token; `fusionrl view` colours tokens by them. With a custom loss, the advantage"
+        " alone.",
+    )
+    profile_steps: list[str] = Field(
+        default_factory=list,
+        description="Steps that are profiled, numbered from 1, e.g. 3 or 5-7; docs/profiling.md. Default: none.",
+    )
+    profile_ranks: list[str] = Field(
+        default_factory=lambda: ["0", "engine-0"],
+        description="Trainers (by rank) and engines (engine-0, …) that are profiled; all: every one.",
+    )
+    profile_tool: Literal["torch", "nsys", "memory"] = Field(
+        "torch",
+        description="Profiler: torch's, whose traces `fusionrl timeline` shows; nsys (NVIDIA Nsight Systems); or the"
+        " history of the GPU's memory.",
+    )
+    profile_continuous: bool = Field(
+        False, description="Make one profile of steps that follow each other, in place of one a step."
+    )
     custom_config_path: str | None = Field(
         None,
         description="YAML file of names and values of one's own, which hooks find in their `args`; names of flags"
         " go over the command line.",
+    )
+    stall_warn_s: float = Field(
+        60.0,
+        description="A phase that takes over five times its median is reported, but not before so many seconds (the"
+        " first of its kind: five times as many), with whom it waits for and all stacks; docs/watchdog.md.",
+        gt=0,
+    )
+    stall_timeout_s: float | None = Field(
+        None, description="End the run with that report when a phase takes this many seconds.", gt=0
+    )
+    in_process: bool = Field(
+        False,
+        description="Run driver, Buffer, rewards and one trainer rank in this process, without Ray: breakpoint()"
+        " stops in the terminal; engines stay children. docs/debugging.md.",
+    )
+    pdb: bool = Field(
+        False,
+        description="With --in-process: where an error ends the run, open the debugger where it was raised.",
     )
     debug_rollout_only: bool = Field(False, description="Run the engines and the Buffer alone; nothing is trained.")
     debug_train_only: bool = Field(
@@ -91,6 +132,16 @@ class ClusterGroup(Group):
         ge=1,
     )
     rollout_num_gpus_per_engine: int = Field(1, description="Devices of one engine (its tensor parallel size).", ge=1)
+    rollout_external_engine_addrs: list[str] = Field(
+        default_factory=list,
+        description="Addresses (host:port) of engines that run already, and work beside the run's own"
+        " (docs/engines.md). Their key, if they have one: FUSIONRL_ENGINE_KEY.",
+    )
+    engine_group: list[str] = Field(
+        default_factory=list,
+        description="Engines of several sizes and flags: NAME:num_gpus=N,per_engine=N,role=ROLE,FLAG=VALUE, one for"
+        " each group. Roles: generate, prefill, decode, eval. See docs/engines.md.",
+    )
     num_gpus_per_node: int = Field(8, description="Devices a node has, at most, when a placement is planned.", ge=1)
     colocate: bool = Field(False, description="Engines and trainers share the same devices.")
     offload_rollout: bool = Field(
@@ -108,9 +159,30 @@ class ClusterGroup(Group):
     placement_timeout_s: float = Field(
         120.0, description="Time limit for the cluster to provide the devices, seconds.", gt=0
     )
+    numa_affinity: bool = Field(
+        True, description="Bind trainers and engines to the CPUs that are near their GPUs; docs/hardware.md."
+    )
+    peak_tflops: float | None = Field(
+        None,
+        description="Peak of one device in TFLOP/s, of which perf/mfu is a share. Default: of the data sheet, in bf16,"
+        " by the GPU's name; without it there is no perf/mfu.",
+        gt=0,
+    )
     train_num_threads: int | None = Field(
         None, description="CPU threads of one trainer rank. Default: cores shared out over the ranks.", ge=1
     )
+
+    @field_validator("rollout_num_gpus", mode="before")
+    @classmethod
+    def _has_an_own_engine(cls, value: object) -> object:
+        if value in (0, "0"):
+            raise PydanticCustomError(
+                "own_engine",
+                "a run has at least one engine of its own, also beside --rollout-external-engine-addrs: engines of"
+                " others may leave or die at any time, and then it answers; give 1 or more, or leave the"
+                " flag out of a run without engines (--mode sft)",
+            )
+        return value
 
 
 class CheckpointGroup(Group):

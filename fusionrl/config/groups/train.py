@@ -76,6 +76,12 @@ class TrainGroup(Group):
     custom_megatron_before_train_step_hook_path: str | None = Field(
         None, description="Function called in each trainer before an optimizer step."
     )
+    share_prompts: bool = Field(
+        True,
+        description="Compute the prompt of samples in one micro-batch once, where this leaves out a quarter of the"
+        " tokens, and the layers' attention can: without Transformer Engine, context parallelism and latent attention."
+        " Gradients are the same.",
+    )
     log_probs_chunk_size: int | None = Field(
         None,
         description="Logits made at a time: as many as so many tokens have. Without it about 32 MiB.",

@@ -143,7 +143,7 @@ _WANDB = "there is no W&B here: metrics.jsonl in the run's folder, --use-tensorb
 _TENSORBOARD = "event files lie in the run's folder"
 _FOLDER = "every sample is in the run's folder, rollouts/"
 _CI = "a check of slime's own tests; here --verify-weights and train/logprob metrics watch the same"
-_PROFILE = "no memory or profiler trace is written; timeline.json of the run's folder has the times"
+_PROFILE = "--profile-steps has profiles of other steps and tools; `fusionrl timeline` has the times of all"
 _CONFIG = "it follows from config.json"
 _BUFFER = "nothing here reads it; a rollout function of your own finds it in its args"
 NO_EFFECT: dict[str, Entry] = {
@@ -246,7 +246,6 @@ REFUSED: dict[str, Entry] = {
     "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
     "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
     "rollout_data_transport": _refused(1, "rollouts travel by Ray's object store; leave it out", "object-store"),
-    "rollout_external_engine_addrs": _refused(-1, "not available yet (external engines are still to come)"),
     "disable_rollout_global_dataset": _refused(
         0, "prompts come from --prompt-data, or from a class of your own: --data-source-path"
     ),
@@ -278,7 +277,7 @@ REFUSED: dict[str, Entry] = {
     "megatron_deepgemm_forward_modules": _refused(-1, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_layers": _refused(-1, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_modules": _refused(-1, _DEEPGEMM),
-    "sglang_config": _refused(1, "all engines of the policy are alike: --sglang-* and --rollout-num-gpus"),
+    "sglang_config": _refused(1, "its groups are texts here: --engine-group NAME:num_gpus=N,per_engine=N,FLAG=VALUE"),
     "sglang_router_ip": _refused(1, _ONE_ROUTER),
 }
 

@@ -61,6 +61,18 @@ ROLLOUTS: Table = {
         "buffer/report.py",
         "--rm-type code, when it happens",
     ),
+    "rollout/spec_accept_rate": Entry(
+        "share",
+        "Drafted tokens that the model took, of all that were drafted (docs/engines.md).",
+        "buffer/report.py",
+        "--sglang-speculative-algorithm",
+    ),
+    "rollout/spec_accept_length": Entry(
+        "tokens",
+        "Mean number of tokens that an engine's forward pass made of a response, the drafted ones included.",
+        "buffer/report.py",
+        "--sglang-speculative-algorithm",
+    ),
     "rollout/reward_<part>": Entry(
         "reward",
         "Mean of one part of a weighted sum of rewards, before its weight.",
@@ -250,6 +262,12 @@ EVALUATIONS: Table = {
     ),
     "eval/reward_crash": Entry(
         "samples", "As rollout/reward_crash, of all sets.", "rewards/pool.py", "when it happens"
+    ),
+    "eval/failed": Entry(
+        "evaluations",
+        "1 where the engines of the evaluation died (--eval-num-gpus), and it has no other result.",
+        "driver/beside.py",
+        "--use-fault-tolerance",
     ),
     "eval/engines_died": Entry(
         "engines", "Engines found dead during the evaluation.", "cluster/engine_pool.py", "--use-fault-tolerance"

@@ -127,7 +127,11 @@ PUSHES: Table = {
         "version", "Version of the weights that the engines have after the push: equal to `step`.", "sync/push.py"
     ),
     "sync/prepare_s": Entry("seconds", "Preparation, while the engines generate.", "sync/push.py"),
-    "sync/pause_s": Entry("seconds", "How long the engines were paused.", "sync/push.py"),
+    "sync/pause_s": Entry(
+        "seconds",
+        "How long an engine stood still: from the first that had paused until all had gone on.",
+        "sync/push.py",
+    ),
     "sync/transfer_s": Entry(
         "seconds",
         "From the first byte sent to the last one loaded, within the pause.",

@@ -5,6 +5,8 @@ activations  what autograd keeps of a layer
 head         the logits' share
 trainer      the three together, by pipeline stage
 engine       SGLang's weights and KV cache
-report       bars by device and node, and the verdict
+scorers      the same of a reward model's and a teacher's engines
+bars         sums by device and node
+report       all of it, and the verdict
 advice       the least change that fits
 """

@@ -137,20 +137,25 @@ class _Layer:
 
 
 class _LocalLayer(_Layer):
-    """`upstream/local_spec.py`. Norms keep their input and its normalised copy in fp32, and each row's scale."""
+    """`upstream/local_spec.py`. Norms keep their input and each row's scale; torch's on a GPU, in fp32, and its
+    normalised copy."""
 
     def total(self, has_experts: bool) -> float:
         norms = 2 * self._norm(self.hidden, self.split, drops="layernorm")
         if self.shape.output_norms:
             # Their output only enters the residual sum; the MLP's is a part of it, and recomputed with it.
-            norms += (1 if "mlp" in self.modules else 2) * (8 * self.hidden + 4 / self.split)
+            norms += (1 if "mlp" in self.modules else 2) * self._normed(self.hidden, self.split)
         return norms + super().total(has_experts)
 
     def _norm(self, size: float, split: float, drops: str | None = None) -> float:
         """A norm over `size` values a token with the linear layer that reads it; recomputed, it keeps its input."""
         if drops in self.modules:
             return size * self.width
-        return 8 * size + 4 / split + size * self.width
+        return self._normed(size, split) + size * self.width
+
+    def _normed(self, size: float, split: float = 1.0) -> float:
+        """The norm itself."""
+        return (self.width if self.options.on_cpu else 8) * size + 4 / split
 
     def attention(self) -> float:
         return self._latent() if self.shape.mla is not None else self._grouped()
@@ -158,12 +163,16 @@ class _LocalLayer(_Layer):
     def _grouped(self) -> float:
         shape, width, options = self.shape, self.width, self.options
         d, n, g = shape.head_dim, self.heads, self.groups
-        casts = width == 2  # norms in fp32
+        casts = width == 2 and not options.on_cpu  # norms in fp32
         kernel = 4 if options.on_cpu else width  # bytes of a value in the attention kernel
-        kept = 4 * d * shape.rotary_percent * width  # cosines and sines for q and k
+        # Cosines and sines for q and k; on a CPU all layers have the same (`upstream/rotary.py`).
+        shares_tables = options.on_cpu and self.layout.cp == 1 and not shape.rotary_interleaved
+        kept = 0.0 if shares_tables else 4 * d * shape.rotary_percent * width
         keeps_qkv = False
         if shape.qk_layernorm:
-            kept += 8 * (n + g) * d + 4 * (n + g) if casts else 4 * (n + g) * d + 4 * (n + g)
+            if casts or not options.on_cpu:
+                kept += (8 if casts else 4) * (n + g) * d  # in fp32, and the normalised copy
+            kept += 4 * (n + g)
             if not casts:
                 keeps_qkv = True  # the norm of k reads it in place
                 kept += width * n * d if g > 1 and n > g else 0.0  # that of q a copy
@@ -196,10 +205,12 @@ class _LocalLayer(_Layer):
         n, packing, split = self.heads, options.packing, self.split
         query = n * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
         value = n * mla.v_head_dim
-        compressed = 8 * mla.kv_lora_rank + (4 * mla.qk_pos_emb_head_dim if width == 4 else 0) + 4
+        # The norm's input is a part of a tensor that holds the positional part as well, unless it is cast.
+        in_place = width == 4 or options.on_cpu
+        compressed = self._normed(mla.kv_lora_rank) + (width * mla.qk_pos_emb_head_dim if in_place else 0)
         compressed += width * mla.kv_lora_rank
         if mla.q_lora_rank is not None:
-            compressed += (8 + width) * mla.q_lora_rank + 4
+            compressed += self._normed(mla.q_lora_rank) + width * mla.q_lora_rank
         num_tables = 1 if "mla_up_proj" in self.modules else 4
         kept = compressed / split + num_tables * mla.qk_pos_emb_head_dim * width + value * width
         inputs = (2 * query + value) * width
@@ -218,7 +229,7 @@ class _LocalLayer(_Layer):
 
     def mlp(self) -> float:
         # Recomputed, it keeps its input, which the norm before it has counted.
-        return 0.0 if "mlp" in self.modules else 5 * self.shape.ffn_hidden_size / self.layout.tp * self.width
+        return 0.0 if "mlp" in self.modules else 3 * self.shape.ffn_hidden_size / self.layout.tp * self.width
 
     def experts(self) -> float:
         """Return the bytes a token that router, routed and shared experts keep for the backward pass."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 from fusionrl.config.config import Config
 from fusionrl.models.shape import ModelShape
-from fusionrl.plan.memory.report import MemoryReport, gib, longest_sample
+from fusionrl.plan.memory.bars import gib, longest_sample
+from fusionrl.plan.memory.report import MemoryReport
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -21,17 +22,16 @@ def least_change(config: Config, shape: ModelShape, try_plan: Callable[[Config],
         shape: its model's.
         try_plan: the estimate of another configuration; None: such a plan cannot be.
     """
-    first = try_plan(config)
-    prefix = ""
-    if first is not None and first.starved is not None:
-        # What the trainers do cannot help the engines: these first.
-        for flags, changed in _engines(config):
-            report = try_plan(changed)
-            if report is not None and report.starved is None:
-                prefix, config = f"{flags} ", changed
-                if report.fits:
-                    return _told(flags, report)
-                break
+    report, prefix = try_plan(config), ""
+    while report is not None and report.starved is not None:
+        # Nothing that the trainers do helps an engine: these first, one after the other.
+        cure = _engine_cure(config, report.starved.role, try_plan)
+        if cure is None:
+            break
+        flags, config, report = cure
+        if report.fits:
+            return _told(prefix + flags, report)
+        prefix += f"{flags} "
     for flags, changed in changes(config, shape):
         report = try_plan(changed)
         if report is not None and report.fits:
@@ -114,10 +114,34 @@ def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:
                     yield f"{flag} {size}", changed
 
 
-def _engines(config: Config) -> Iterator[Change]:
-    """Engines of more devices each."""
-    size, cluster = config.cluster.rollout_num_gpus_per_engine, config.cluster
-    for factor in (2, 4, 8):
-        if size * factor <= cluster.num_gpus_per_node:
-            changed = _with(config, "cluster", rollout_num_gpus_per_engine=size * factor)
-            yield f"--rollout-num-gpus-per-engine {size * factor}", changed
+def _engine_cure(
+    config: Config, role: str, try_plan: Callable[[Config], MemoryReport | None]
+) -> tuple[str, Config, MemoryReport] | None:
+    """The smallest engines of a role that have room: their flags, the configuration and its estimate."""
+    for flags, changed in _engines(config, role):
+        report = try_plan(changed)
+        if report is not None and (report.starved is None or report.starved.role != role):
+            return flags, changed, report
+    return None
+
+
+# Of a role: the group of flags, the number of its devices, and the devices of one engine.
+_SIZES = {
+    "engine": ("cluster", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
+    "reward-model": ("reward", "rm_num_gpus", "rm_num_gpus_per_engine"),
+    "teacher": ("algorithm", "opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine"),
+}
+
+
+def _engines(config: Config, role: str) -> Iterator[Change]:
+    """Engines of more devices each; those that only read get the devices for one."""
+    group, num_field, size_field = _SIZES[role]
+    size, count = getattr(getattr(config, group), size_field), getattr(getattr(config, group), num_field)
+    for larger in (2 * size, 4 * size, 8 * size):
+        if larger > config.cluster.num_gpus_per_node:
+            return
+        values = {size_field: larger}
+        if role != "engine" and count % larger:
+            values[num_field] = -(-count // larger) * larger
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+        yield flags, _with(config, group, **values)

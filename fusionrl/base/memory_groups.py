@@ -1,0 +1,154 @@
+"""Control groups that bound the memory of this process: a container's, a scheduler's job's, a service's.
+
+Functions take `root`, below which /proc and /sys are read: "/" but in tests.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+_GIB = 2**30
+# Version 1 has a limit of memory, and one of memory with swap, which is looked at first.
+_COUNTERS_V1 = ("memory", "memory.memsw")
+_NEAR = 1 << 20  # bytes below the limit at which the kernel may kill: it asks for several pages at once
+_NO_LIMIT = 2**62  # version 1 writes the largest number of pages where there is no limit
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group with a limit.
+
+    folder  its files
+    limit   bytes that its processes may use together
+    used    bytes that they use now, files that the kernel would give up not counted
+    """
+
+    folder: Path
+    limit: float
+    used: float
+
+
+def group_chains(root: Path = ROOT) -> list[list[Path]]:
+    """Return folders of this process's memory group and those above it, the innermost first, for each hierarchy.
+
+    Version 2 has one hierarchy, version 1 one for memory, and a machine may have both.
+    """
+    try:
+        memberships = [
+            line.split(":", 2) for line in (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+        ]
+        mounts = [
+            line.split() for line in (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        ]
+    except OSError:
+        return []
+    chains = []
+    for fields in mounts:
+        dash = fields.index("-")
+        kind, options, top, place = fields[dash + 1], fields[dash + 3].split(","), fields[3], fields[4]
+        for _, controllers, path in memberships:
+            is_it = kind == "cgroup2" and not controllers
+            is_it |= kind == "cgroup" and "memory" in options and "memory" in controllers.split(",")
+            if is_it and (path + "/").startswith(top.rstrip("/") + "/"):
+                mount = root / place.lstrip("/")
+                own = mount / path[len(top.rstrip("/")) :].lstrip("/")
+                chains.append([own, *(above for above in own.parents if above.is_relative_to(mount))])
+    return chains
+
+
+def limited_groups(root: Path = ROOT) -> list[MemoryGroup]:
+    """Return the groups of this process that have a limit."""
+    found = []
+    for folder in _folders(root):
+        for most, now in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, used = _number(folder / most), _number(folder / now)
+            if limit is not None and limit < _NO_LIMIT:
+                # Usage is with the groups below. Version 1 has rows for a group alone, and total_ ones that fit to it.
+                rows = (_row(folder / "memory.stat", name) for name in ("total_inactive_file", "inactive_file"))
+                cached = next((row for row in rows if row is not None), 0.0)
+                found.append(MemoryGroup(folder, limit, max(0.0, (used or 0.0) - cached)))
+    return found
+
+
+def num_memory_kills(root: Path = ROOT) -> int:
+    """Return the number of processes of this process's own group that the kernel has killed for want of memory.
+
+    Not those of groups below it: the sandbox puts programs there that may take what they like. The kernel kills where
+    a group's limit is reached, or where the machine has no memory left: this number does not tell which.
+    """
+    files = [chain[0] / name for chain in group_chains(root) for name in ("memory.events.local", "memory.oom_control")]
+    return int(sum(_row(file, "oom_kill") or 0.0 for file in files))
+
+
+class MemoryKills:
+    """Says that the kernel has killed processes for want of memory since this object was made."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root, self._before, self._since = root, num_memory_kills(root), time.strftime("%d %b %H:%M")
+        self._times_full = {folder: _times_full(folder) for folder in _folders(root)}
+
+    def sentence(self) -> str:
+        """Return the kills, the limit and the cure; "" where there were none, or nobody counts them."""
+        number = num_memory_kills(self._root) - self._before
+        if number < 1:
+            return ""
+        killed = "a process" if number == 1 else f"{number} processes"
+        full, cure = self._cause()
+        return (
+            f"Since {self._since} the kernel of {socket.gethostname()} has killed {killed} of this run, or beside it in"
+            f" its control group, because {full}: {cure}; `fusionrl plan` estimates what a run takes, and"
+            " hardware/host_bytes/… in metrics.jsonl is what it took"
+        )
+
+    def _cause(self) -> tuple[str, str]:
+        """Return whose memory was full, and the cure. A group whose limit was not reached is not to blame alone."""
+        groups = limited_groups(self._root)
+        if not groups:
+            return "the machine's memory was full", "use fewer processes, or a machine with more"
+        filled = [group for group in groups if _times_full(group.folder) > self._times_full.get(group.folder, 0.0)]
+        least = min(filled or groups, key=lambda group: group.limit)
+        limit = f"(limit {least.limit / _GIB:.1f} GiB, {least.folder})"
+        if filled:
+            return f"the memory of its control group was full {limit}", "raise the limit of the container or job"
+        cure = "raise the limit of the container or job, or use fewer processes or a machine with more"
+        return f"the memory of its control group {limit} or of the machine was full", cure
+
+
+def _folders(root: Path) -> list[Path]:
+    """Return the folders of all groups that may have a limit for this process."""
+    usual = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"]  # where the files of /proc cannot be read
+    return list(dict.fromkeys([folder for chain in group_chains(root) for folder in chain] + usual))
+
+
+def _times_full(folder: Path) -> float:
+    """Return how often a group's own limit was reached, as far as known: not those of groups below it or above.
+
+    Version 1 counts it in "failcnt", which new kernels leave at 0: the most that was ever used tells the first time.
+    """
+    number = _row(folder / "memory.events.local", "oom") or 0.0
+    for counter in _COUNTERS_V1:
+        names = ("failcnt", "max_usage_in_bytes", "limit_in_bytes")
+        failures, most, limit = (_number(folder / f"{counter}.{name}") for name in names)
+        number += (failures or 0.0) + (most is not None and limit is not None and most > limit - _NEAR)
+    return number
+
+
+def _number(path: Path) -> float | None:
+    """Return the number in a file of the kernel's; None: not there, or "max"."""
+    try:
+        return float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _row(path: Path, name: str) -> float | None:
+    """Return the number behind `name` in a file with a row for each number."""
+    try:
+        rows = dict(line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines())
+        return float(rows[name])
+    except (OSError, ValueError, KeyError):
+        return None

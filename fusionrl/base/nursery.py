@@ -1,0 +1,364 @@
+"""A process that has imported large libraries, and forks others from itself: `python -m fusionrl.base.nursery ROOM`.
+
+It reads an `Order` from its standard input, a line of JSON, and imports what is common. Lists of modules may come
+first, a line each, which are imported meanwhile. It forks a branch for each kind of process; a branch imports the rest
+and listens at a socket of its own. Whoever knows the key (`births.ask`) gets a fork of a branch, which calls the
+branch's function. So a library is imported once a run, while the command is still checked, and not once a process, one
+after the other.
+
+* A fork has one thread, the one that forked. A branch that has threads after its imports ends, and its processes are
+  started in the usual way.
+* A fork has the environment, folder, umask and files of whoever asked. Libraries keep the values of some variables from
+  their import: if such a variable has another value, the branch gives no process. Some are known only when the first
+  process is asked for: a branch imports the modules that read those then, with the environment of that request.
+* A fork of a branch may be a branch of another order (`serve_branch`): so several runs share one nursery's imports.
+* The nursery ends with whoever started it: when its standard input is closed, and when its parent dies. Its forks do
+  not; they end as processes do that were started in the usual way.
+
+Standard library alone, apart from what it is told to import.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import hmac
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import NoReturn
+
+from fusionrl.base.births import LENGTH, MAX_DESCRIPTORS, PID_FILE, TAKEN
+from fusionrl.base.open_files import raise_open_files
+from fusionrl.base.title import set_title, show_environment
+
+_PR_SET_PDEATHSIG = 1
+_TAKEN_S = 10.0
+_LISTENER = 3  # after standard input, output and error
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A kind of process.
+
+    path         of its socket
+    modules      that it imports
+    function     "module:name", called with the list of arguments in each fork; imported when the first is asked for
+    environment  added to the nursery's before the imports
+    kept         beginnings of the names of variables whose values the libraries keep from their import
+    late         beginnings of the names of those that the first request brings
+    free         names that begin as those of `kept`, of variables that are read only when a process works
+    """
+
+    path: str
+    modules: list[str]
+    function: str
+    environment: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    free: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Everything that a nursery is told; `common`: modules that all branches share."""
+
+    key: str
+    common: list[str]
+    branches: list[Branch]
+
+    def to_line(self) -> bytes:
+        """A line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Order:
+        """Read what `to_line` wrote."""
+        found = json.loads(line)
+        return cls(found["key"], found["common"], [Branch(**branch) for branch in found["branches"]])
+
+
+def main() -> None:
+    """Read the order, then serve."""
+    _end_with_parent()
+    raise_open_files()  # as those do from which its forks would otherwise be started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    common: list[str] = []
+    while (line := sys.stdin.buffer.readline()).startswith(b"["):
+        common += json.loads(line)
+        _import(common)
+    if not line:
+        return  # whoever started this has ended, or needs nothing more
+    order = Order.from_line(line)
+    listeners = [_listen(branch.path) for branch in order.branches]
+    with contextlib.suppress(OSError):  # started by hand
+        os.unlink(os.path.join(os.path.dirname(order.branches[0].path), PID_FILE))  # who asks waits no longer
+    common += order.common
+    _import(common)
+    _end_with_threads(common)
+    *others, last = zip(order.branches, listeners, strict=True)
+    for branch, listener in others:
+        parent = os.getpid()
+        if os.fork() == 0:
+            _end_with_parent(parent)
+            _serve(branch, listener, order.key)
+        listener.close()
+    _serve(*last, order.key)
+
+
+def serve_branch(arguments: list[str]) -> None:
+    """Be the branch of an order (`Order.to_line`) that has no other, in a fork of one that has its modules, or more.
+
+    It ends when its standard input is closed, and gets the socket that listens after its output's files. `arguments`:
+    the order, and the names of the variables that were asked for.
+    """
+    raise_open_files()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order = Order.from_line(arguments[0].encode())
+    (branch,) = order.branches
+    set_title(f"fusionrl.base.nursery {os.path.basename(branch.path)}")
+    show_environment()
+    by_imports = {name: os.environ.pop(name) for name in set(os.environ) - set(arguments[1:])}
+    _serve(branch, socket.socket(fileno=_LISTENER), order.key, by_imports)
+
+
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(64)
+    return listener
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import them; the collector of garbage never looks at what they leave, in no fork."""
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+
+
+def _end_with_parent(parent: int | None = None) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(0)  # it died before
+
+
+class _Imported:
+    """A branch after its imports, and the environment in which it made them."""
+
+    def __init__(self, branch: Branch) -> None:
+        os.environ.update(branch.environment)
+        self._branch = branch
+        self.function: Callable[[list[str]], object] = _not_yet
+        self._before = dict(os.environ)
+        _import(branch.modules)
+
+    def import_late(self, request: Request) -> None:
+        """Import the function of the forks, at the first request; ends this process if it must not be forked."""
+        if self.function is not _not_yet:
+            return
+        names = [name for name in request.environment if name.startswith(tuple(self._branch.late))]
+        late = {name: request.environment[name] for name in names}
+        os.environ.update(late)
+        self._before.update(late)
+        module, _, name = self._branch.function.partition(":")
+        _import([module])
+        _end_with_threads([*self._branch.modules, module])
+        self.function = getattr(sys.modules[module], name)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why what was imported is not what the process would import; None: it is."""
+        if request.program != sys.executable:
+            return f"it is of {sys.executable}"
+        kept = (*self._branch.kept, *self._branch.late)
+        names = {name for name in (*request.environment, *self._before) if name.startswith(kept)}
+        names -= set(self._branch.free)
+        others = [name for name in sorted(names) if request.environment.get(name) != self._before.get(name)]
+        return f"its imports have read another value of {', '.join(others)}" if others else None
+
+    def environment(self, request: Request) -> dict[str, str]:
+        """Return that of a fork: what was asked for, and what the imports have added."""
+        return {name: value for name, value in os.environ.items() if name not in self._before} | request.environment
+
+
+def _not_yet(arguments: list[str]) -> None:
+    raise AssertionError("a process is forked before its function is imported")
+
+
+def _serve(
+    branch: Branch, listener: socket.socket, key: str, by_imports: Mapping[str, str] = MappingProxyType({})
+) -> NoReturn:
+    """`by_imports`: variables that imports have set which were made before."""
+    imported = _Imported(branch)
+    os.environ.update(by_imports)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what has ended
+    ready = select.poll()
+    ready.register(listener, select.POLLIN)
+    ready.register(sys.stdin, select.POLLIN)
+    while True:
+        found = [descriptor for descriptor, _ in ready.poll()]
+        if sys.stdin.fileno() in found:
+            os._exit(0)  # closed
+        connection, _ = listener.accept()
+        with connection:
+            try:
+                request, descriptors = _receive(connection, key)
+            except (OSError, ValueError, TypeError):
+                continue
+            imported.import_late(request)
+            if reason := imported.refusal(request):
+                _say(connection, LENGTH.pack(0) + reason.encode()[:1000])
+            elif not _is_gone(connection):
+                if pid := os.fork():
+                    _say(connection, LENGTH.pack(pid))
+                else:
+                    listener.close()
+                    _wait_until_taken(connection)
+                    _live(imported, request, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Return whether whoever asked has given up: it has started the process itself by now, or has died."""
+    peer = select.poll()
+    peer.register(connection, select.POLLRDHUP)  # and the ends of a connection that are always told
+    return bool(peer.poll(0))
+
+
+def _say(connection: socket.socket, answer: bytes) -> None:
+    try:
+        connection.sendall(answer)
+    except OSError:
+        pass  # whoever asked is gone; a fork waits for its word in vain, and ends
+
+
+def _wait_until_taken(connection: socket.socket) -> None:
+    """End this fork unless whoever asked has its number: it may have started the process itself meanwhile."""
+    try:
+        connection.settimeout(_TAKEN_S)
+        is_taken = connection.recv(1) == TAKEN
+        connection.close()
+    except OSError:
+        is_taken = False
+    if not is_taken:
+        os._exit(0)
+
+
+def _end_with_threads(modules: Sequence[str]) -> None:
+    """End this process if it must not be forked, as these modules have started threads."""
+    child = os.fork()  # OpenBLAS ends its threads at a fork, and starts them again when it needs them
+    if child == 0:
+        os._exit(0)
+    with contextlib.suppress(ChildProcessError):  # the kernel has collected it
+        os.waitpid(child, 0)
+    if len(os.listdir("/proc/self/task")) > 1:
+        print(f"one of {', '.join(modules)} starts threads: nothing is forked", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A process that is asked for, see `births.ask`."""
+
+    key: str
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    umask: int
+    program: str
+    oom_score_adj: int
+
+
+def _receive(connection: socket.socket, key: str) -> tuple[Request, list[int]]:
+    """A request and the open files that came with it.
+
+    Raises:
+        OSError, ValueError, TypeError: it did not come as a whole, or without the key.
+    """
+    connection.settimeout(10.0)
+    head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, MAX_DESCRIPTORS)
+    try:
+        if len(head) < LENGTH.size:
+            raise ValueError("closed")
+        (left,) = LENGTH.unpack(head)
+        parts = bytearray()
+        while len(parts) < left:
+            part = connection.recv(min(left - len(parts), 1 << 20))
+            if not part:
+                raise ValueError("closed")
+            parts += part
+        found = json.loads(parts)
+        if not isinstance(found, dict) or not hmac.compare_digest(str(found.get("key")).encode(), key.encode()):
+            raise ValueError("no key")
+        return Request(**found), descriptors
+    except (OSError, ValueError, TypeError):  # the last: other fields
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _live(imported: _Imported, request: Request, descriptors: list[int]) -> NoReturn:
+    """Become the process that was asked for."""
+    environment = imported.environment(request)
+    os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Those that came have numbers above all that are to be: none is closed before it is copied.
+    high = [os.dup2(descriptor, 100 + index, inheritable=False) for index, descriptor in enumerate(descriptors)]
+    os.closerange(0, 100)
+    for index, descriptor in enumerate(high):
+        os.dup2(descriptor, index)
+        os.close(descriptor)
+    os.umask(request.umask)
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write(str(request.oom_score_adj))
+    except OSError:
+        pass  # less than this process's own, which only the system's administrator may give
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # of TMPDIR as it was, if an import has asked for it
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # Python seeds its own anew in a fork
+    finish(imported.function, request.arguments)
+
+
+def finish(function: Callable[[list[str]], object], arguments: list[str]) -> NoReturn:
+    """Call a function and end this fork as the interpreter ends a program."""
+    code = 0
+    try:
+        function(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # as the interpreter does with what nobody catches
+        traceback.print_exc()
+        code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""All checks of `fusionrl doctor`, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusionrl.base.quiet import quiet
+from fusionrl.checks.data import prompt_columns
+from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
+from fusionrl.checks.doctor.gpus import gpu_findings
+from fusionrl.checks.doctor.host import (
+    core_findings,
+    disk_findings,
+    limit_findings,
+    memory_findings,
+    shared_memory_findings,
+    temporary_folder,
+)
+from fusionrl.checks.doctor.network import address_findings, network_findings
+from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
+from fusionrl.checks.doctor.reward import reward_findings, written_answers
+from fusionrl.checks.doctor.tokens import (
+    end_findings,
+    label_findings,
+    prompt_findings,
+    template_findings,
+    tokenizer_findings,
+)
+from fusionrl.checks.doctor.weights import weight_findings
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import eval_sets
+from fusionrl.config.parts import changes_weights, generates, saves, uses_engines
+from fusionrl.data.prompts import metadata_and_tools, render_prompt
+from fusionrl.data.rows import read_rows
+from fusionrl.data.sample import Sample
+from fusionrl.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_ROWS = 3  # of the data, on which the reward is probed
+_STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weights, fp32 weights and two moments
+_STATE_BYTES_FP32 = 12
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command itself.
+
+    deep  also what takes longer than seconds: imports of the whole stack, all weights
+    gold  the form in which the reward wants an answer, with {label} in it
+    """
+
+    deep: bool = False
+    gold: str | None = None
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A command line as far as it could be read.
+
+    config    None: no flags of a run were given, or their file cannot be read
+    plan      None: no flags, or wrong ones
+    errors    messages of the checks that `fusionrl train` makes
+    warnings  likewise
+    device    "cpu" or "cuda"
+    """
+
+    config: Config | None
+    plan: Plan | None
+    errors: Sequence[str]
+    warnings: Sequence[str]
+    device: str
+
+
+def examine(examined: Examined, options: Options) -> list[Finding]:
+    """Return the findings of all checks that the command line gives a reason for."""
+    return [*machine_findings(examined, options), *flag_findings(examined), *run_findings(examined, options)]
+
+
+def machine_findings(examined: Examined, options: Options) -> list[Finding]:
+    """Check packages and the machine."""
+    config, plan = examined.config, examined.plan
+    needs_engines = config is None or uses_engines(config)
+    found = [*package_findings(needs_engines), *torch_findings(examined.device)]
+    if options.deep:
+        found += import_findings()
+    if examined.device == "cuda":
+        found += gpu_findings()
+    num_ranks = plan.layout.world_size if plan is not None and plan.layout is not None else 0
+    num_processes = num_ranks + (plan.num_engines if plan is not None else 0)
+    found += [*shared_memory_findings(), *limit_findings(), *memory_findings(plan), *core_findings(num_processes)]
+    found += network_findings()
+    folder = Path(config.run.run_dir) if config is not None and config.run.run_dir else Path("runs")
+    needed = checkpoint_bytes(config, plan) if config is not None and plan is not None else 0.0
+    folders = {"--run-dir": folder, "TMPDIR": temporary_folder()}
+    if config is not None and config.checkpoint.save_hf:
+        folders["--save-hf"] = Path(config.checkpoint.save_hf).parent
+    found += disk_findings(folders, needed, "checkpoints")
+    if config is not None and config.cluster.ray_address and ":" in config.cluster.ray_address:
+        found += address_findings("ray", "--ray-address", config.cluster.ray_address)
+    if config is not None and config.reward.rm_url:
+        found += address_findings("reward", "--rm-url", config.reward.rm_url)
+    return found
+
+
+def checkpoint_bytes(config: Config, plan: Plan) -> float:
+    """Return the bytes of all checkpoints that the run keeps at once."""
+    options = config.checkpoint
+    if options.no_save or not saves(config) or not changes_weights(config):
+        return 0.0
+    num_saved = -(-plan.num_rollout // options.save_interval) if options.save_interval else 1
+    if options.keep_checkpoints is not None:
+        num_saved = min(num_saved, options.keep_checkpoints + 1)  # the newest is written before the oldest goes
+    parameter = _STATE_BYTES_FP32 if plan.precision == "fp32" else _STATE_BYTES
+    return float(max(num_saved, 1) * plan.shape.num_parameters * parameter)
+
+
+def flag_findings(examined: Examined) -> list[Finding]:
+    """Report the flags, the data and the memory estimate, as `fusionrl plan` checks them."""
+    config, plan = examined.config, examined.plan
+    if config is None and examined.errors:
+        return of_messages("flags", "fault", examined.errors)
+    if config is None or (plan is None and not examined.errors):
+        return [fact("flags", "no flags of a run were given: only machines were looked at")]
+    found = of_messages("flags", "fault", examined.errors) + of_messages("flags", "warning", examined.warnings)
+    if not examined.errors:
+        prompts = config.data.prompt_data or []
+        found.insert(0, fact("flags", f"they fit together; --prompt-data {' '.join(prompts) or 'none'}"))
+    memory = plan.memory if plan is not None else None
+    if memory is not None:
+        verdict, _, cure = memory.verdict().partition("; ")
+        if memory.fits is False:
+            found.append(fault("estimate", verdict, cure or "take more devices"))
+        else:
+            found.append(fact("estimate", memory.verdict()))
+    return found
+
+
+def run_findings(examined: Examined, options: Options) -> list[Finding]:
+    """Probe the model's folder and the reward on a few rows of the data."""
+    config, plan = examined.config, examined.plan
+    folder = config.model.hf_checkpoint if config is not None else None
+    if config is None or folder is None or not Path(folder).is_dir():
+        return []
+    found: list[Finding] = []
+    if options.deep:
+        found += weight_findings(Path(folder))
+    try:
+        from fusionrl.data.tokenizer import load_tokenizer
+
+        with quiet():
+            tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        cure = "copy the tokenizer's files into the folder again"
+        return [*found, fault("tokens", f"--hf-checkpoint {folder}: its tokenizer cannot be read ({error})", cure)]
+    if plan is None:
+        return found  # shape and data are not known to be whole
+    with quiet():
+        return found + _probes(config, plan, tokenizer, options)
+
+
+def _probes(config: Config, plan: Plan, tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Finding]:
+    kwargs = config.data.apply_chat_template_kwargs or {}
+    uses_template = config.data.apply_chat_template or config.run.mode == "sft"
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    found = tokenizer_findings(tokenizer, plan.shape.vocab_size)
+    if uses_template and has_template:
+        found += template_findings(tokenizer, kwargs)
+    if uses_engines(config) and not config.rollout.rollout_ignore_eos:
+        found += end_findings(
+            tokenizer,
+            Path(str(config.model.hf_checkpoint)),
+            plan.shape.vocab_size,
+            uses_template=uses_template and has_template,
+            more_stops=config.rollout.rollout_stop_token_ids,
+            kwargs=kwargs,
+        )
+    if not generates(config) or config.run.load_debug_rollout_data is not None:
+        return found
+    rows = probe_rows(config, tokenizer)
+    if not rows:
+        return found
+    if isinstance(rows[0].prompt, str):
+        found += prompt_findings(tokenizer, rows[0].prompt)
+    answers = written_answers(config, rows, options.gold)
+    found += label_findings(tokenizer, answers, config.rollout.rollout_max_response_len)
+    args = config.to_args(**plan.answers)
+    args.eval_datasets = eval_sets(args)
+    return [*found, *reward_findings(config, args, rows, options.gold)]
+
+
+def probe_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Return samples of the first rows of the prompt data, rendered as a run does; none that cannot be rendered."""
+    columns, samples = prompt_columns(config), []
+    for spec in (config.data.prompt_data or [])[:1]:
+        for index, (_, row) in enumerate(islice(read_rows(spec), NUM_ROWS)):
+            metadata, tools = metadata_and_tools(row, columns)
+            prompt = row.get(columns.input_key)
+            try:
+                prompt = render_prompt(prompt, tokenizer, columns, tools)  # type: ignore[arg-type]  # checked before
+            except ValueError:
+                continue  # a user's function renders it
+            label = row.get(columns.label_key) if columns.label_key else None
+            samples.append(Sample(index=index, prompt=prompt, label=label, metadata=metadata))
+    return samples

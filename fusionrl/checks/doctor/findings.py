@@ -1,0 +1,76 @@
+"""The result of a check of `fusionrl doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["fact", "warning", "fault"]
+_MARKS: dict[Status, str] = {"fact": "  ok  ", "warning": " warn ", "fault": "FAULT "}
+_NO_CURE = "change the flag that the line names; `fusionrl train --help` has each"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    check   name of the check
+    status  fact: nothing to do; warning: a run may suffer; fault: a run fails, or learns nothing
+    fact    a sentence with the value that was read
+    cure    the thing to do; "" for a fact
+    """
+
+    check: str
+    status: Status
+    fact: str
+    cure: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.status == "fact") == (not self.cure), "a warning and a fault have a cure, a fact has none"
+
+    def line(self) -> str:
+        """Return it as text: the cure stands below the fact."""
+        text = f"{_MARKS[self.status]} {self.check:<10} {self.fact}"
+        return f"{text}\n{'':18}cure: {self.cure}" if self.cure else text
+
+
+def fact(check: str, text: str) -> Finding:
+    """Return a finding of a healthy thing."""
+    return Finding(check, "fact", text)
+
+
+def warning(check: str, text: str, cure: str) -> Finding:
+    """Return a finding by which a run may suffer."""
+    return Finding(check, "warning", text, cure)
+
+
+def fault(check: str, text: str, cure: str) -> Finding:
+    """Return a finding by which a run fails or learns nothing."""
+    return Finding(check, "fault", text, cure)
+
+
+def of_messages(check: str, status: Literal["warning", "fault"], messages: Iterable[str]) -> list[Finding]:
+    """Make findings of other checks' messages, which have the cure behind their last semicolon."""
+    found = []
+    for message in messages:
+        text, _, cure = message.rpartition("; ")
+        found.append(Finding(check, status, text or message, cure if text else _NO_CURE))
+    return found
+
+
+def has_fault(findings: Sequence[Finding]) -> bool:
+    """Return whether a run would fail."""
+    return any(finding.status == "fault" for finding in findings)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return the last line of the report."""
+    num_faults = sum(finding.status == "fault" for finding in findings)
+    num_warnings = sum(finding.status == "warning" for finding in findings)
+    told = [f"{len(findings)} checks", _counted(num_faults, "fault"), _counted(num_warnings, "warning")]
+    return ", ".join(told)
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number or 'no'} {name}{'s' * (number != 1)}"

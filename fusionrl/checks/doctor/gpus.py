@@ -1,0 +1,108 @@
+"""The GPUs of this machine, asked through NVML: driver, memory errors, throttling, who else uses them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import TypeVar
+
+from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
+from fusionrl.plan.devices import GIB
+from fusionrl.plan.visible import VARIABLE, visible_names
+
+T = TypeVar("T")
+
+_CHECK = "gpu"
+_HOT = {
+    "nvmlClocksEventReasonHwThermalSlowdown": "hardware thermal slowdown",
+    "nvmlClocksEventReasonSwThermalSlowdown": "thermal slowdown",
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "hardware thermal slowdown",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "thermal slowdown",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake",
+}
+_BUSY = 1 * GIB  # of memory in use before a run starts
+
+
+def gpu_findings() -> list[Finding]:
+    """Look at each GPU that CUDA_VISIBLE_DEVICES leaves visible; only called where the run uses them."""
+    try:
+        import pynvml
+    except ImportError:
+        return [warning(_CHECK, "nvidia-ml-py is not installed, so GPUs are not looked at", "pip install nvidia-ml-py")]
+    try:
+        pynvml.nvmlInit()
+        try:
+            return _all(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return [fault(_CHECK, f"NVML: {error}", "look at nvidia-smi: the driver does not answer")]
+
+
+def _all(nvml: ModuleType) -> list[Finding]:
+    try:
+        visible = visible_names(os.environ.get(VARIABLE))
+    except ValueError as error:
+        text, _, cure = str(error).rpartition("; ")
+        return [fault(_CHECK, text, cure)]
+    found, kinds = [], []
+    for name in [str(index) for index in range(nvml.nvmlDeviceGetCount())] if visible is None else visible:
+        find = nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+        try:
+            handle = find(int(name) if name.isdigit() else name)
+        except nvml.NVMLError as error:
+            cure = f"look at nvidia-smi, and at {VARIABLE}, where it is set"
+            found.append(fault(_CHECK, f"GPU {name}: NVML does not find it ({error})", cure))
+            continue
+        kinds.append(_text(_asked(nvml, partial(nvml.nvmlDeviceGetName, handle))) or "a GPU without a name")
+        found += _one(nvml, handle, f"GPU {name} ({kinds[-1]})")
+    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    driver = _text(_asked(nvml, nvml.nvmlSystemGetDriverVersion)) or "unknown"
+    cuda = _asked(nvml, nvml.nvmlSystemGetCudaDriverVersion)
+    version = "" if cuda is None else f" for CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+    return [fact(_CHECK, f"{counted or 'no GPU'}; driver {driver}{version}"), *found]
+
+
+def _one(nvml: ModuleType, handle: object, name: str) -> list[Finding]:
+    found = []
+    memory = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    processes = _asked(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    others = [process.pid for process in processes if process.pid != os.getpid()]
+    if others or (memory is not None and memory.used > _BUSY):
+        who = f"processes {', '.join(map(str, others))}" if others else "a process that is not seen from here"
+        used = f"{memory.used / GIB:.1f} of {memory.total / GIB:.1f} GiB are" if memory is not None else "it is"
+        text = f"{name}: {used} in use by {who}"
+        cure = "end what is left of an earlier run (nvidia-smi shows it), or choose other GPUs: CUDA_VISIBLE_DEVICES"
+        found.append(warning(_CHECK, text, cure))
+    kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter))
+    if errors:
+        cure = "reset the GPU (nvidia-smi -r, as root) or the machine; replace the card if they come back"
+        found.append(fault(_CHECK, f"{name}: {errors} uncorrected memory errors since the driver was loaded", cure))
+    hot = _throttled(nvml, handle)
+    if hot:
+        cure = "look at cooling and power; one slow GPU makes all ranks wait"
+        found.append(warning(_CHECK, f"{name}: its clock is held down now ({', '.join(hot)})", cure))
+    return found
+
+
+def _throttled(nvml: ModuleType, handle: object) -> list[str]:
+    read = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
+    read = read or nvml.nvmlDeviceGetCurrentClocksThrottleReasons
+    reasons = _asked(nvml, lambda: read(handle)) or 0
+    return list(dict.fromkeys(text for name, text in _HOT.items() if reasons & getattr(nvml, name, 0)))
+
+
+def _asked(nvml: ModuleType, question: Callable[[], T]) -> T | None:
+    """The answer; None where this card or driver does not support the question."""
+    try:
+        return question()
+    except nvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

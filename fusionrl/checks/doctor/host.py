@@ -1,0 +1,160 @@
+"""Limits of this machine: shared memory, open files, processes, memory, cores, disks.
+
+Functions take `root`, below which /proc and /sys are read: "/" but in tests.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+from fusionrl.base.memory_groups import limited_groups
+from fusionrl.base.nearest import existing_parent
+from fusionrl.base.open_files import most_open_files
+from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
+from fusionrl.plan.devices import GIB, host_memory
+from fusionrl.plan.plan import Plan
+
+ROOT = Path("/")
+FEWEST_FILES, FEWEST_PROCESSES = 4096, 1024
+SMALL_SHM, NO_SHM = 1 * GIB, 256 * 2**20
+_FEWEST_FREE = 2 * GIB  # of a disk that a run writes to, whatever its size
+
+
+def shared_memory_findings(folder: Path = ROOT / "dev/shm") -> list[Finding]:
+    """Look at /dev/shm, where Ray keeps rollouts and where weights go to engines."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return [fault("shm", f"{folder} is not there", "mount it: a container gets it by --shm-size=16g")]
+    text = f"{folder} has {free / GIB:.1f} GiB free"
+    cure = "give the container more: docker run --shm-size=16g, or an emptyDir of medium Memory"
+    if free < NO_SHM:
+        return [fault("shm", f"{text}: Ray's object store does not fit", cure)]
+    if free < SMALL_SHM:
+        return [warning("shm", f"{text}: rollouts of a large run do not fit, and Ray goes to slow files", cure)]
+    return [fact("shm", text)]
+
+
+def limit_findings(root: Path = ROOT) -> list[Finding]:
+    """Look at the limits of open files and of processes, by ulimit and by control group."""
+    files = most_open_files()
+    limits = {"ulimit -u": _finite(resource.getrlimit(resource.RLIMIT_NPROC)[1])}
+    for name in ("sys/fs/cgroup/pids.max", "sys/fs/cgroup/pids/pids.max"):
+        limits[f"/{name}"] = _number(root / name)
+    found = []
+    if files < FEWEST_FILES:
+        cure = (
+            f"raise the hard limit: ulimit -Hn {1 << 16} before the shell starts, or docker run --ulimit nofile=65536"
+        )
+        found.append(fault("files", f"a process may open {files} files; Ray and the router need thousands", cure))
+    least, where = min(((value, name) for name, value in limits.items() if value is not None), default=(None, ""))
+    if least is not None and least < FEWEST_PROCESSES:
+        cure = "raise it: ulimit -u 65536, or docker run --pids-limit=-1"
+        text = f"{least:.0f} processes and threads are allowed ({where}); Ray and the engines start hundreds"
+        found.append(fault("processes", text, cure))
+    processes = "any number of" if least is None else f"{least:.0f}"
+    return found or [fact("limits", f"{files} open files, {processes} processes")]
+
+
+def memory_findings(plan: Plan | None, root: Path = ROOT) -> list[Finding]:
+    """Compare the memory that is free, in this machine and its control group, with what the plan needs of a node."""
+    total, free = host_memory(root), free_memory(root)
+    if total is None or free is None:
+        return [fact("memory", "the memory of this machine cannot be read")]
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of host memory are free"
+    bars = plan.memory.host_bars if plan is not None and plan.memory is not None else ()
+    if bars:
+        worst = max(bars, key=lambda bar: bar.total)
+        if worst.total > free:
+            cure = "end what else runs here, raise the container's memory, or take what `fusionrl plan` proposes"
+            return [fault("memory", f"{text}, and the run takes {worst.total / GIB:.1f} ({worst.name})", cure)]
+        text += f"; the run takes {worst.total / GIB:.1f}"
+    return [fact("memory", text)]
+
+
+def free_memory(root: Path = ROOT) -> float | None:
+    """Return the bytes that new processes may take: of the machine, or fewer by a control group."""
+    sizes: list[float] = []
+    try:
+        for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                sizes.append(float(line.split()[1]) * 1024)
+    except OSError:
+        pass  # no Linux
+    sizes += [group.limit - group.used for group in limited_groups(root)]
+    return min(sizes, default=None)
+
+
+def core_findings(num_processes: int, root: Path = ROOT) -> list[Finding]:
+    """Compare the cores that a control group allows with those that programs see."""
+    seen = len(os.sched_getaffinity(0))
+    quota = _quota(root)
+    if quota is not None and quota < seen * 0.75:
+        cure = (
+            f"give the container more CPU, or pin it (taskset -c 0-{max(int(quota) - 1, 0)}), so that it sees its share"
+        )
+        text = f"programs see {seen} cores and may use {quota:g}: their threads wait for each other"
+        return [warning("cores", text, cure)]
+    return [fact("cores", f"{seen} cores" + (f" for {num_processes} busy processes" if num_processes else ""))]
+
+
+def _quota(root: Path) -> float | None:
+    """Return the cores that a control group allows; None: no limit."""
+    try:
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()[:2]
+        return None if quota == "max" else float(quota) / float(period)
+    except (OSError, ValueError):
+        quota_us = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+        period_us = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
+        return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
+
+
+def disk_findings(folders: dict[str, Path], needed: float, what: str) -> list[Finding]:
+    """Compare the room of disks with `needed` bytes in the run's folder, the first of `folders` (name → folder)."""
+    found, told = [], []
+    for number, (name, folder) in enumerate(folders.items()):
+        parent = folder if folder.is_dir() else existing_parent(folder)[0]
+        if not os.access(parent, os.W_OK | os.X_OK):
+            cure = f"make it writable, or name another folder ({name})"
+            found.append(fault("disk", f"{name} {folder}: this user may not write to {parent}", cure))
+            continue
+        try:
+            free = float(shutil.disk_usage(parent).free)
+        except OSError as error:
+            found.append(fault("disk", f"{name} {folder}: {error}", f"name another folder ({name})"))
+            continue
+        wanted = max(needed, _FEWEST_FREE) if number == 0 else _FEWEST_FREE
+        if free < wanted:
+            text = f"{name} {folder}: {free / GIB:.1f} GiB free"
+            text += f", and {what} take {needed / GIB:.1f}" if wanted == needed and number == 0 else ""
+            cure = (
+                f"free some, name a folder on another disk ({name}), or keep fewer checkpoints (--keep-checkpoints 2)"
+            )
+            found.append(fault("disk", text, cure))
+        else:
+            told.append(f"{free / GIB:.0f} GiB free for {name} {folder}")
+    if told:
+        more = f"; {what} take {needed / GIB:.2f} GiB" if needed >= GIB / 100 else ""
+        found.append(fact("disk", ", ".join(told) + more))
+    return found
+
+
+def temporary_folder() -> Path:
+    """Return the folder in which Ray keeps its sockets and spills what does not fit into memory."""
+    return Path(tempfile.gettempdir())
+
+
+def _number(path: Path) -> float | None:
+    """Return the number in a file of the kernel's; None: not there, or "max"."""
+    try:
+        return float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _finite(limit: int) -> float | None:
+    return None if limit == resource.RLIM_INFINITY else float(limit)

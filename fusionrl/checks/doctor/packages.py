@@ -1,0 +1,111 @@
+"""Versions of the packages that a run needs, against the ranges that fusionrl names; with `--deep` their imports."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+
+from fusionrl.base.environment import child_environment
+from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
+
+_OLDEST_PYTHON = (3, 11)
+_OPTIONAL = frozenset({"matplotlib", "sglang", "sglang-router", "nvidia-ml-py", "transformer-engine"})
+_EXTRA = "gpu"  # names the engines' packages, which a CPU has, too
+_MODULES = ("torch", "ray", "transformers", "megatron.core", "sglang", "sglang_router")
+_IMPORT_LIMIT_S = 180.0
+# One process a module: a broken library may end its process.
+_IMPORT = """
+import importlib, sys
+from fusionrl.upstream import cpu_sglang
+cpu_sglang.install()
+importlib.import_module(sys.argv[1])
+"""
+_TORCH = "import json, torch; print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.is_available()]))"
+
+
+def package_findings(needs_engines: bool = True, requirements: Iterable[str] | None = None) -> list[Finding]:
+    """Compare what is installed with `requirements`; None: those that fusionrl's own package names."""
+    from packaging.requirements import Requirement
+
+    python = platform.python_version()
+    if sys.version_info < _OLDEST_PYTHON:
+        return [fault("python", f"Python {python}", "use Python 3.11 or newer")]
+    try:
+        named = list(metadata.requires("fusionrl") or []) if requirements is None else list(requirements)
+    except metadata.PackageNotFoundError:
+        cure = "install fusionrl (pip install -e .) into the environment that runs it"
+        return [warning("packages", "fusionrl is not an installed package, so its requirements are not known", cure)]
+    found: list[Finding] = []
+    versions: list[str] = [f"python {python}"]
+    for text in named:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not any(
+            requirement.marker.evaluate({"extra": extra}) for extra in ("", _EXTRA)
+        ):
+            continue
+        name = requirement.name
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            is_needed = name not in _OPTIONAL or (needs_engines and name.startswith("sglang"))
+            if is_needed:
+                found.append(
+                    fault("packages", f"{name} is not installed", f"pip install '{name}{requirement.specifier}'")
+                )
+            continue
+        versions.append(f"{name} {version}")
+        if requirement.specifier and not requirement.specifier.contains(version, prereleases=True):
+            cure = f"install a version that was tested: pip install '{name}{requirement.specifier}'"
+            found.append(fault("packages", f"{name} is {version}, outside of {requirement.specifier}", cure))
+    return found or [fact("packages", ", ".join(versions))]
+
+
+def torch_findings(device: str) -> list[Finding]:
+    """Import torch in a process of its own: a broken build shows itself there. `device`: "cpu" or "cuda"."""
+    ran = _python(_TORCH)
+    if ran.returncode:
+        return [
+            fault("torch", f"it cannot be imported: {_last_line(ran.stderr)}", "install torch again: pip install torch")
+        ]
+    version, cuda, has_cuda = json.loads(ran.stdout.splitlines()[-1])
+    if device == "cuda" and not has_cuda:
+        built = f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
+        cure = (
+            "install the build of torch that fits the driver (nvidia-smi names its CUDA version), or use --device cpu"
+        )
+        return [fault("torch", f"torch {version} {built} and finds no GPU, though the machine has one", cure)]
+    return [fact("torch", f"torch {version}" + (f", CUDA {cuda}" if cuda else ", a CPU build"))]
+
+
+def import_findings(modules: Iterable[str] = _MODULES) -> list[Finding]:
+    """Import each module in a process of its own."""
+    found = []
+    for module in modules:
+        ran = _python(_IMPORT, module)
+        if ran.returncode:
+            cure = f"install {module.split('.')[0]} again, with the versions of requirements/"
+            found.append(fault("imports", f"{module} cannot be imported: {_last_line(ran.stderr)}", cure))
+    return found or [fact("imports", f"{', '.join(modules)} can be imported")]
+
+
+def _python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *argv]
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_LIMIT_S,
+            check=False,
+            env=child_environment("doctor"),
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {_IMPORT_LIMIT_S:.0f} s")
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["its process ended without a word"])[-1][:300]

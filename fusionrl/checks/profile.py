@@ -1,0 +1,53 @@
+"""Checks of --profile-…: steps and processes that the run has, and a tool that this machine has."""
+
+from __future__ import annotations
+
+import shutil
+
+from fusionrl.config.config import Config
+from fusionrl.config.parts import uses_engines, uses_trainers
+from fusionrl.config.profile import ProfileOrder
+from fusionrl.plan.plan import Plan
+
+
+def profile_errors(config: Config, device: str) -> list[str]:
+    """List what is wrong with the flags of a profile; `device`: "cpu" or "cuda"."""
+    try:
+        order = ProfileOrder.of(config)
+    except ValueError as error:
+        return [str(error)]
+    if order is None:
+        return []
+    errors = []
+    if config.run.mode == "eval":
+        errors.append("--profile-steps: --mode eval has no steps; leave it out")
+    if order.tool != "torch" and device == "cpu":
+        errors.append(f"--profile-tool {order.tool}: it sees what a GPU does, and this run is on a CPU; take torch")
+    elif order.tool == "nsys" and shutil.which("nsys") is None:
+        errors.append(
+            "--profile-tool nsys: there is no `nsys` on the PATH of this machine; install NVIDIA Nsight Systems on"
+            " every node, or take torch"
+        )
+    num_trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    over = sorted(rank for rank in order.trainers or () if rank >= num_trainers)
+    if over and uses_trainers(config):
+        errors.append(f"--profile-ranks {over[0]}: trainers have the ranks 0 to {num_trainers - 1}")
+    if order.trainers == frozenset() and not (order.engines and uses_engines(config)):
+        errors.append("--profile-ranks: nobody is left to be profiled; give a trainer's rank (0)")
+    return errors
+
+
+def profile_plan_errors(config: Config, plan: Plan) -> list[str]:
+    """List the steps and engines of a profile that the plan does not have; the flags are right in themselves."""
+    order = ProfileOrder.of(config)
+    if order is None:
+        return []
+    errors = [
+        f"--profile-steps {first}: the run ends with step {plan.num_rollout}"
+        for first, _ in order.steps
+        if first > plan.num_rollout > 0
+    ]
+    over = sorted(index for index in order.engines or () if index >= plan.num_engines)
+    if over and plan.num_engines:
+        errors.append(f"--profile-ranks engine-{over[0]}: the last of the engines is engine-{plan.num_engines - 1}")
+    return errors

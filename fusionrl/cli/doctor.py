@@ -1,0 +1,108 @@
+"""`fusionrl doctor [flags of train]`: examine the machine and a command line before a run; nothing is started."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from fusionrl.cli.exits import EXIT_USER, refuse
+from fusionrl.config.parser import CommandLineError, read_args
+
+if TYPE_CHECKING:
+    from fusionrl.checks.doctor.examine import Examined
+    from fusionrl.config.config import Config
+
+_USAGE = """usage: fusionrl doctor [--json] [--deep] [--gold FORM] [flags of `fusionrl train`]
+
+Examine this machine, and with flags also the run that they describe: packages, limits, memory, disks, network, flags,
+data, tokenizer, chat template, end tokens, and the reward on three rows: the gold label must score above an empty
+answer. With --ray-address also each node of the cluster, by a small actor for some seconds; nothing else is started.
+Each line has a status (ok, warn, FAULT), a fact and, but for ok, a cure.
+
+  --json       the findings as a JSON list of objects with check, status (fact, warning, fault), fact, cure
+  --deep       also import the whole stack and read all weights: a minute
+  --gold FORM  the form in which your reward wants an answer, such as 'FINAL: {label}'
+
+Exit code 2: there is a fault. docs/doctor.md has each check."""
+
+
+_OF_A_CLUSTER = frozenset({"--ray-address", "--allow-open-ray", "--device", "--run-dir"})
+"""Flags that say nothing about a run: with these alone, machines are looked at."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the findings; returns the exit code: 2 where there is a fault."""
+    if {"-h", "--help"} & set(argv):
+        print(_USAGE)
+        return 0
+    is_json, deep, gold, rest = False, False, None, list[str]()
+    tokens = iter(argv)
+    for token in tokens:
+        flag, separator, value = token.partition("=")
+        if token == "--json":
+            is_json = True
+        elif token == "--deep":
+            deep = True
+        elif flag == "--gold":
+            gold = value if separator else next(tokens, "")
+        else:
+            rest.append(token)
+    if gold is not None and "{label}" not in gold:
+        return refuse([f"--gold {gold}: the form of an answer needs {{label}} in it, such as 'FINAL: {{label}}'"])
+    from fusionrl.checks.doctor.examine import Options, examine
+    from fusionrl.checks.doctor.findings import has_fault, summary
+    from fusionrl.cli.doctor_nodes import cluster_findings
+
+    examined = _examined(rest)
+    findings = examine(examined, Options(deep=deep, gold=gold))
+    if not any(finding.check == "ray" and finding.status == "fault" for finding in findings):
+        findings += cluster_findings(examined)
+    if is_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
+    else:
+        for finding in findings:
+            print(finding.line())
+        print(summary(findings))
+    return EXIT_USER if has_fault(findings) else 0
+
+
+def _examined(argv: Sequence[str]) -> Examined:
+    from fusionrl.checks.collect import attempt
+    from fusionrl.checks.doctor.examine import Examined
+    from fusionrl.checks.warnings import run_warnings
+    from fusionrl.cli.device import detect_device
+    from fusionrl.cli.resolve import resolve
+
+    config: Config | None
+    if not argv:
+        return Examined(None, None, (), (), detect_device("auto"))
+    if {token.partition("=")[0] for token in argv if token.startswith("--")} <= _OF_A_CLUSTER:
+        config, errors = read_args(argv)
+        wanted = config.cluster.device
+        device = attempt(errors, lambda: detect_device(wanted))
+        return Examined(config, None, errors, (), device or "cpu")
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            config, plan = resolve(argv)
+    except CommandLineError as error:
+        errors = list(error.errors)
+        try:
+            config = read_args(argv)[0]
+        except CommandLineError:  # no file of --config, as `errors` says: the machine alone can be looked at
+            config = None
+        found: list[str] = []
+        device = attempt(found, lambda: detect_device("auto" if config is None else config.cluster.device))
+        errors += [message for message in found if message not in errors]
+        return Examined(config, None, errors, _warnings(said.getvalue()), device or "cpu")
+    warnings = [*_warnings(said.getvalue()), *run_warnings(config, plan)]
+    return Examined(config, plan, (), warnings, plan.device)
+
+
+def _warnings(said: str) -> list[str]:
+    """Return the warnings that `resolve` printed for a user of `fusionrl train`."""
+    return [line.removeprefix("warning: ") for line in said.splitlines() if line.startswith("warning: ")]

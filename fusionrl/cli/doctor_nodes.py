@@ -1,0 +1,157 @@
+"""The part of `fusionrl doctor` that looks at each node of the cluster that --ray-address names."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusionrl.base.nearest import existing_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from fusionrl.checks.doctor.examine import Examined
+    from fusionrl.checks.doctor.findings import Finding
+    from fusionrl.checks.doctor.nodes import Look
+    from fusionrl.cluster.every_node import EveryNode
+
+
+def cluster_findings(examined: Examined) -> list[Finding]:
+    """Join the cluster and examine its nodes; nothing without --ray-address."""
+    config = examined.config
+    if config is None or config.cluster.ray_address is None:
+        return []
+    from fusionrl.checks.doctor.findings import has_fault, of_messages
+    from fusionrl.checks.doctor.nodes import (
+        Look,
+        NodeDoctor,
+        Order,
+        clock_findings,
+        device_findings,
+        look_findings,
+        reach_findings,
+    )
+    from fusionrl.cluster.every_node import EveryNode
+
+    address, allow_open = config.cluster.ray_address, config.cluster.allow_open_ray
+    try:
+        with ExitStack() as stack:
+            every = stack.enter_context(EveryNode(NodeDoctor, examined.device, address, allow_open=allow_open))
+            shown, paths, unknown = _shared(examined, stack)
+            found = device_findings({node.name: node.num_devices for node in every.nodes}, examined.plan) + unknown
+            own = next(node.name for node in every.nodes if node.is_own)
+            looks = every.ask("look", Order(examined.plan, examined.device, paths))
+            found += look_findings({name: _as_look(answer) for name, answer in looks.items()}, own, shown)
+            every.nodes = [node for node in every.nodes if isinstance(looks[node.name], Look)]
+            if len(every.nodes) > 1:
+                ways = reach_findings(_ways(every))
+                found += ways + clock_findings(_offsets(every))
+                if not has_fault(ways):
+                    found += _collective(every)
+            return found
+    except ValueError as error:  # the cluster cannot be joined
+        return of_messages("ray", "fault", [str(error)])
+
+
+def _shared(examined: Examined, stack: ExitStack) -> tuple[dict[str, str], dict[str, str], list[Finding]]:
+    """Return folders that all nodes must see, by flag, the paths to look for, and what cannot be looked at.
+
+    The folder of the run counts where a flag names it, or a run is planned, which has one in any case.
+    """
+    from fusionrl.checks.doctor.findings import warning
+
+    assert examined.config is not None
+    given, model = examined.config.run.run_dir, examined.config.model.hf_checkpoint
+    shown, paths = dict[str, str](), dict[str, str]()
+    found: list[Finding] = []
+    if given is not None or examined.plan is not None:
+        run_dir = Path(given or "runs").absolute()
+        try:
+            paths["--run-dir"] = stack.enter_context(_mark(run_dir))
+            shown["--run-dir"] = str(run_dir)
+        except OSError as error:
+            text = f"--run-dir {run_dir}: no file can be made there ({error.strerror}) to see if other nodes find it"
+            found = [warning("shared", text, "give a --run-dir in which you may write")]
+    if model is not None and Path(model).exists():
+        shown["--hf-checkpoint"] = paths["--hf-checkpoint"] = str(Path(model).absolute())
+    return shown, paths, found
+
+
+@contextmanager
+def _mark(run_dir: Path) -> Iterator[str]:
+    """Make a file in the run's folder, or above it where it is not there yet, for other nodes to see.
+
+    A folder alone tells nothing: each node may have one of this name.
+    """
+    number, path = tempfile.mkstemp(
+        prefix=".fusionrl-doctor-", dir=run_dir if run_dir.is_dir() else existing_parent(run_dir)[0]
+    )
+    os.close(number)
+    try:
+        yield path
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def _as_look(answer: object) -> Look | Exception:
+    from fusionrl.checks.doctor.nodes import Look
+
+    return answer if isinstance(answer, Look | Exception) else RuntimeError(str(answer))
+
+
+def _ways(every: EveryNode) -> dict[str, Mapping[str, str] | Exception]:
+    """Let every node listen, and connect to every other one: from → to → error."""
+    ports: dict[str, tuple[str, int]] = {}
+    failed: dict[str, Mapping[str, str] | Exception] = {}
+    for node in every.nodes:
+        port = every.ask_each("listen", {node.name: (node.address,)})[node.name]
+        if isinstance(port, int):
+            ports[node.name] = node.address, port
+        else:
+            failed[node.name] = RuntimeError(f"it cannot listen at {node.address}: {port}")
+    for start, answer in every.ask("reach", ports).items():
+        if start in ports:
+            failed[start] = answer if isinstance(answer, dict | Exception) else {}
+    return failed
+
+
+def _offsets(every: EveryNode) -> dict[str, tuple[float, float] | Exception]:
+    """Return how far each other node's wall clock is ahead, and half of the round trip that asked for it."""
+    offsets: dict[str, tuple[float, float] | Exception] = {}
+    for node in every.nodes:
+        if node.is_own:
+            continue
+        before = time.time()
+        answer = every.ask_each("now", {node.name: ()})[node.name]
+        after = time.time()
+        if isinstance(answer, float):
+            offsets[node.name] = answer - (before + after) / 2, (after - before) / 2
+        else:
+            offsets[node.name] = answer if isinstance(answer, Exception) else RuntimeError(str(answer))
+    return offsets
+
+
+def _collective(every: EveryNode) -> list[Finding]:
+    """Let all nodes add up a tensor."""
+    from fusionrl.checks.doctor.nodes import prepare_findings, reduce_findings
+
+    # All of them first: the time in which the nodes must meet begins with the first one that is ready.
+    return prepare_findings(every.ask("prepare")) or reduce_findings(_reduced(every))
+
+
+def _reduced(every: EveryNode) -> dict[str, float | Exception]:
+    """Let all nodes add up a tensor: node → seconds, or its error."""
+    first, addresses = every.nodes[0], [node.address for node in every.nodes]
+    port = every.ask_each("open_store", {first.name: (first.address, addresses)})[first.name]
+    if not isinstance(port, int):
+        return {first.name: RuntimeError(str(port))}
+    calls = {node.name: (rank, addresses, port) for rank, node in enumerate(every.nodes)}
+    answers = every.ask_each("all_reduce", calls)
+    return {
+        name: answer if isinstance(answer, float | Exception) else RuntimeError(str(answer))
+        for name, answer in answers.items()
+    }

@@ -1,0 +1,203 @@
+"""--engine-group: engines of several sizes and flags in one run.
+
+    --engine-group wide:num_gpus=4,per_engine=4,mem-fraction-static=0.8 small:num_gpus=2,per_engine=1
+
+A group is a name, its devices, and flags of SGLang's that its engines have beside the run's --sglang-*, or instead.
+All of them serve the policy's model and get the weights of every push that reaches them. A role says what they do:
+
+generate  (the default) they answer requests behind the run's router
+prefill   they read prompts, and hand the keys and values to a decode engine: prefill/decode disaggregation
+decode    they generate from there; the router pairs one of each for every request
+eval      they evaluate and do nothing else, as those of --eval-num-gpus
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fusionrl.config.config import Config
+from fusionrl.config.divisors import dividing
+from fusionrl.upstream import flags as upstream
+
+FLAG = "--engine-group"
+GroupRole = Literal["generate", "prefill", "decode", "eval"]
+ROLES: tuple[str, ...] = typing.get_args(GroupRole)
+_SIZES = ("num_gpus", "per_engine")
+
+# What other parts of a run read from --sglang-* alone: all engines have it alike.
+ALIKE = {
+    "quantization": "a push brings all engines the same tensors",
+    "context_length": "any engine may get the longest sample",
+    "allow_auto_truncate": "any engine may get the longest sample",
+    "enable_nccl_nvls": "all ranks of a push agree on NCCL's settings",
+    "enable_symm_mem": "all ranks of a push agree on NCCL's settings",
+    "enable_memory_saver": "engines give their memory back together",
+    "enable_return_routed_experts": "every answer has the same fields",
+}
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines that are alike."""
+
+    name: str
+    role: GroupRole
+    num_gpus: int
+    per_engine: int
+    server_args: dict[str, object] = field(default_factory=dict)  # fields of SGLang's ServerArgs
+
+    @property
+    def num_engines(self) -> int:
+        """Return the number of its engines."""
+        return self.num_gpus // self.per_engine
+
+
+def engine_groups(config: Config) -> tuple[EngineGroup, ...]:
+    """Return the groups of the run; none without the flag.
+
+    Raises:
+        ValueError: one cannot be read, with its text and what is wrong with it.
+    """
+    return read_groups(tuple(config.cluster.engine_group), config.cluster.rollout_num_gpus_per_engine)
+
+
+def serving_groups(config: Config) -> tuple[EngineGroup, ...]:
+    """Return the groups that answer the policy's requests, in the order of their engines' numbers."""
+    return tuple(group for group in engine_groups(config) if group.role != "eval")
+
+
+def eval_group(config: Config) -> EngineGroup | None:
+    """Return the group that only evaluates."""
+    return next((group for group in engine_groups(config) if group.role == "eval"), None)
+
+
+def has_pairs(texts: Sequence[str]) -> bool:
+    """Return whether requests go to pairs of engines, of which none answers alone; `texts` are the flag's."""
+    return any(group.role == "prefill" for group in read_groups(tuple(texts), 1))
+
+
+def devices_of_groups(values: Mapping[str, object]) -> dict[str, int]:
+    """Return the counts of devices that follow from the groups, by field, without those that `values` have.
+
+    Raises:
+        ValueError: a text cannot be read.
+    """
+    texts = values.get("engine_group")
+    groups = read_groups(tuple(map(str, texts)) if isinstance(texts, list) else (), 1)
+    counts = {
+        "rollout_num_gpus": sum(group.num_gpus for group in groups if group.role != "eval"),
+        "eval_num_gpus": sum(group.num_gpus for group in groups if group.role == "eval"),
+    }
+    return {name: count for name, count in counts.items() if count and name not in values}
+
+
+@functools.lru_cache(maxsize=64)
+def read_groups(texts: tuple[str, ...], default_size: int) -> tuple[EngineGroup, ...]:
+    """Read the values of the flag. `default_size`: devices of an engine whose group does not say.
+
+    Raises:
+        ValueError: with the text, what is wrong with it, and what would do.
+    """
+    groups = tuple(_read(text, default_size) for text in texts)
+    names = [group.name for group in groups]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{FLAG} {twice[0]}: there are two groups of this name; give each its own")
+    roles = [group.role for group in groups]
+    if roles.count("eval") > 1:
+        raise ValueError(f"{FLAG}: two groups have role=eval; one evaluates")
+    if ("prefill" in roles) != ("decode" in roles):
+        there, missing = ("prefill", "decode") if "prefill" in roles else ("decode", "prefill")
+        raise ValueError(f"{FLAG}: a group with role={there} needs one with role={missing}: they answer together")
+    if "prefill" in roles and "generate" in roles:
+        raise ValueError(
+            f"{FLAG}: role=generate beside role=prefill: one router serves pairs or whole engines; give all the groups"
+            " that answer one of both kinds"
+        )
+    return groups
+
+
+def _read(text: str, default_size: int) -> EngineGroup:
+    shown = f"{FLAG} {text}"
+    name, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z][\w-]*", name):
+        raise ValueError(f"{shown}: expected NAME:num_gpus=N,per_engine=N,role={'|'.join(ROLES)},FLAG=VALUE")
+    values: dict[str, str] = {}
+    for item in _items(rest):
+        key, equals, value = item.partition("=")
+        key = key.strip().removeprefix("--").removeprefix("sglang-").replace("-", "_")
+        if not equals or not key:
+            raise ValueError(f"{shown}: {item!r} has no value; write FLAG=VALUE, and FLAG=true for a switch")
+        if key in values:
+            raise ValueError(f"{shown}: {key} is there twice")
+        values[key] = value.strip()
+    role = values.pop("role", "generate")
+    if role not in ROLES:
+        raise ValueError(f"{shown}: role={role}; known are {', '.join(ROLES)}")
+    if "num_gpus" not in values:
+        raise ValueError(f"{shown}: num_gpus is missing: the devices of the group")
+    counts = {"per_engine": default_size}
+    for key in _SIZES:
+        if key in values:
+            counts[key] = _count(shown, key, values.pop(key))
+    if counts["num_gpus"] % counts["per_engine"]:
+        raise ValueError(
+            f"{shown}: num_gpus={counts['num_gpus']} is no multiple of per_engine={counts['per_engine']};"
+            f" {dividing(counts['num_gpus'], counts['per_engine'])}"
+        )
+    return EngineGroup(name, typing.cast(GroupRole, role), **counts, server_args=_server_args(shown, values))
+
+
+def _items(text: str) -> list[str]:
+    """Divide at commas, but for those within brackets, quotes aside."""
+    items, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item for item in items if item.strip()]
+
+
+def _count(shown: str, key: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{shown}: {key}={value}: expected a number of devices, at least 1")
+    return int(value)
+
+
+def _server_args(shown: str, values: Mapping[str, str]) -> dict[str, object]:
+    """Fields of SGLang's ServerArgs with their types, by SGLang's own parser."""
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        if key in ALIKE:
+            raise ValueError(
+                f"{shown}: {key} is the same for all engines, as {ALIKE[key]}; give --sglang-{key.replace('_', '-')}"
+            )
+        option, parser = "--" + key.replace("_", "-"), upstream.sglang_parser()
+        try:
+            if upstream.is_switch(parser, option):
+                if value not in ("true", "false"):
+                    raise upstream.UpstreamError("it is a switch; write true or false")
+                fields = upstream.parse_with(parser, option, [], upstream.SGLANG_OWNED)
+                found |= {name: on if value == "true" else False for name, on in fields.items()}
+            else:
+                found |= upstream.parse_with(parser, option, _listed(value), upstream.SGLANG_OWNED)
+        except upstream.UpstreamError as error:
+            raise ValueError(f"{shown}: {key}={value}: {error}") from error
+    return found
+
+
+def _listed(value: str) -> list[str]:
+    """Return several values of a JSON list, or the one."""
+    if value.startswith("["):
+        try:
+            return [str(item) for item in json.loads(value)]
+        except ValueError:
+            return [value]
+    return [value]

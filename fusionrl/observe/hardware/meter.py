@@ -1,0 +1,85 @@
+"""`Meter`: what the GPUs of a process did since it was asked last. A thread looks at them once a second."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from statistics import fmean
+
+from fusionrl.observe.hardware.nvml import Device, Reading, open_nvml
+from fusionrl.observe.spans import count
+
+EVERY_S = 1.0
+
+
+class Meter:
+    """Means of utilisation and power, and the largest memory and temperature, over GPUs and time.
+
+    Without a GPU it has no thread and no numbers.
+    """
+
+    def __init__(self, devices: Sequence[Device], every_s: float = EVERY_S) -> None:
+        self._devices, self._every_s = devices, every_s
+        self._readings: list[Reading] = []
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        if devices:
+            threading.Thread(target=self._watch, name="meter", daemon=True).start()
+
+    @classmethod
+    def of(cls, names: Sequence[str] | None) -> Meter:
+        """Return the meter of GPUs by names of CUDA_VISIBLE_DEVICES; of none where NVML is not there."""
+        nvml = open_nvml()
+        return cls([] if nvml is None else nvml.devices(names))
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self.look()
+
+    def look(self) -> None:
+        """Look at each GPU now."""
+        found = [device.reading() for device in self._devices]
+        with self._lock:
+            self._readings += found
+        now = summary(found)
+        if "memory_used_bytes" in now:
+            count("GPU memory", gib=now["memory_used_bytes"] / 2**30)
+        if "utilisation" in now:
+            count("GPU in use", share=now["utilisation"])
+
+    def take(self) -> dict[str, float]:
+        """Return the numbers since the last call. Between two looks of the thread it looks itself."""
+        if not self._devices:
+            return {}
+        if not self._readings:
+            self.look()
+        with self._lock:
+            readings, self._readings = self._readings, []
+        return summary(readings)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over.set()
+
+
+def summary(readings: Sequence[Reading]) -> dict[str, float]:
+    """Return the numbers of some readings; what no card supports is left out."""
+    found: dict[str, float] = {}
+    busy = [one.utilisation for one in readings if one.utilisation is not None]
+    power = [one.power_w for one in readings if one.power_w is not None]
+    used = [one.memory_used_bytes for one in readings if one.memory_used_bytes is not None]
+    degrees = [one.temperature_c for one in readings if one.temperature_c is not None]
+    errors = [one.ecc_errors for one in readings if one.ecc_errors is not None]
+    if busy:
+        found["utilisation"] = fmean(busy)
+    if power:
+        found["power_w"] = fmean(power)
+    if used:
+        found["memory_used_bytes"] = float(max(used))
+    if degrees:
+        found["temperature_c"] = max(degrees)
+    if errors:
+        found["ecc_errors"] = float(max(errors))
+    if readings:
+        found["slowed"] = fmean(bool(one.slowed_by) for one in readings)
+    return found

@@ -1,0 +1,184 @@
+"""NVIDIA's management library, by the package nvidia-ml-py: an inventory, readings, and the CPUs that are near a GPU.
+
+What a driver or a card does not support is None, never an error: a laptop's card counts no memory errors, a slice of a
+GPU (MIG) has no utilisation. Without a driver there is no `Nvml`, and a run goes on without its numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_MOST_LINKS = 18  # NVLink, of a GPU
+_BITS = 64
+# Reasons for which a card runs slower than it could; "idle" and a clock that somebody set are none.
+_SLOWED_BY = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Facts of one GPU that do not change in a run.
+
+    memory_bytes  all of its memory
+    num_nvlinks   links that are up
+    cpus          CPUs of its NUMA node
+    """
+
+    name: str
+    uuid: str
+    driver: str
+    memory_bytes: int | None
+    num_nvlinks: int
+    ecc: bool | None
+    cpus: tuple[int, ...]
+    power_limit_w: float | None
+
+    def as_json(self) -> dict[str, object]:
+        """Return it as hardware.json has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at a GPU.
+
+    utilisation   share of the last moments in which a kernel ran, 0..1
+    slowed_by     reasons for which it runs slower than it could
+    ecc_errors    uncorrected memory errors since the driver was loaded
+    """
+
+    utilisation: float | None
+    memory_used_bytes: int | None
+    power_w: float | None
+    temperature_c: float | None
+    slowed_by: tuple[str, ...] = ()
+    ecc_errors: int | None = None
+
+
+class Device:
+    """One GPU, or slice of one. Made by `Nvml`."""
+
+    def __init__(self, nvml: Any, handle: Any, driver: str) -> None:
+        self._nvml, self._handle, self._driver = nvml, handle, driver
+
+    def inventory(self) -> Inventory:
+        """Look up what does not change."""
+        nvml, handle = self._nvml, self._handle
+        ecc, limit = self._ask(nvml.nvmlDeviceGetEccMode), self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
+        links = [_asked(nvml, functools.partial(nvml.nvmlDeviceGetNvLinkState, handle, i)) for i in range(_MOST_LINKS)]
+        return Inventory(
+            name=_text(self._ask(nvml.nvmlDeviceGetName)),
+            uuid=_text(self._ask(nvml.nvmlDeviceGetUUID)),
+            driver=self._driver,
+            memory_bytes=None if memory is None else int(memory.total),
+            num_nvlinks=sum(link == 1 for link in links),
+            ecc=None if ecc is None else bool(ecc[0]),
+            cpus=self.cpus(),
+            power_limit_w=None if limit is None else limit / 1000,
+        )
+
+    def reading(self) -> Reading:
+        """Look at it now."""
+        nvml, handle = self._nvml, self._handle
+        busy, memory = self._ask(nvml.nvmlDeviceGetUtilizationRates), self._ask(nvml.nvmlDeviceGetMemoryInfo)
+        power = self._ask(nvml.nvmlDeviceGetPowerUsage)
+        temperature = _asked(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+        errors = _asked(
+            nvml,
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+        )
+        return Reading(
+            utilisation=None if busy is None else busy.gpu / 100,
+            memory_used_bytes=None if memory is None else int(memory.used),
+            power_w=None if power is None else power / 1000,
+            temperature_c=None if temperature is None else float(temperature),
+            slowed_by=tuple(name for bit, name in _SLOWED_BY.items() if reasons & bit),
+            ecc_errors=None if errors is None else int(errors),
+        )
+
+    def cpus(self) -> tuple[int, ...]:
+        """The numbers of the CPUs of its NUMA node; none where nobody knows."""
+        words = _asked(self._nvml, lambda: self._nvml.nvmlDeviceGetCpuAffinity(self._handle, _num_words()))
+        if words is None:
+            return ()
+        return tuple(_BITS * i + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
+
+    def _ask(self, function: Callable[[Any], T]) -> T | None:
+        return _asked(self._nvml, lambda: function(self._handle))
+
+
+class Nvml:
+    """The library, loaded. `open_nvml` makes it."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self.driver = _text(_asked(nvml, nvml.nvmlSystemGetDriverVersion))
+
+    def devices(self, names: Sequence[str] | None = None) -> list[Device]:
+        """Return GPUs by names of CUDA_VISIBLE_DEVICES (numbers of the machine, UUIDs); None: all of the machine.
+
+        One that is not there is left out.
+        """
+        return [device for name in (self._all() if names is None else names) for device in self._find(name)]
+
+    def _all(self) -> list[str]:
+        return [str(index) for index in range(_asked(self._nvml, self._nvml.nvmlDeviceGetCount) or 0)]
+
+    def _find(self, name: str) -> Iterator[Device]:
+        nvml = self._nvml
+        if name.isdigit():
+            handle = _asked(nvml, lambda: nvml.nvmlDeviceGetHandleByIndex(int(name)))
+        else:
+            handle = _asked(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(name))
+        if handle is not None:
+            yield Device(nvml, handle, self.driver)
+
+
+@functools.cache
+def open_nvml() -> Nvml | None:
+    """Load the library, once a process. None: no package, no driver, or no GPU that this process may see."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        logger.debug("no numbers of GPUs: %s", error)
+        return None
+    return Nvml(pynvml)
+
+
+def _asked(nvml: Any, function: Callable[[], T]) -> T | None:
+    """What the library answers; None where the card or the driver does not support the question."""
+    try:
+        return function()
+    except nvml.NVMLError as error:
+        logger.debug("NVML: %s", error)
+        return None
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+
+
+def _num_words() -> int:
+    """Words of a set of CPUs."""
+    return max(1, -(-(os.cpu_count() or 1) // _BITS))

@@ -1,0 +1,376 @@
+"""Spans: the record of when a process did which part of its work, as `fusionrl timeline` shows it.
+
+A process calls `record_to` once. From then on each of its modules says where its time goes:
+
+    with phase("train", step=3):              # some of them a step; others see at once that it has begun
+        with span("forward", micro_batch=0):  # many a step; written when it has ended
+            ...
+    @phase("offload")                         # or a whole function
+    note("decode", start_ns, end_ns, lane="sample 17")   # work that overlaps with other work of its thread (asyncio)
+    count("memory", allocated_gb=3.1)                     # a curve
+
+Without `record_to` all of these do nothing. No span for a single token: a record costs some microseconds.
+
+Who wants to know the present phase of a process asks `open_spans()` within it, or `open_phases(file)` from outside.
+
+The file, `<run>/timeline/<process>.a<attempt>.jsonl`, is only appended to. Its first line names the process and has
+its clocks; times after it are microseconds of the monotonic clock since then:
+
+    {"process": "trainer-0", "attempt": 1, "pid": 71, "host": "n1", "boot": "…", "mono_ns": …, "wall_ns": …}
+    ["B", lane, name, start, facts]             a phase has begun
+    ["X", lane, name, start, duration, facts]   a phase or a span has ended; that of a phase is written at once, too
+    ["C", name, time, {series: number}]         a curve
+    ["S", start, duration, facts, parts]        the course of a sample; see `courses`
+    ["K", boot, time, offset_ns, error_ns]      the clock of another machine minus ours, as measured then
+
+Processes of one machine (one boot) share the monotonic clock, so their times agree by themselves. For another machine
+the driver measures the offset by round trips (`measure_offset`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import orjson
+
+logger = logging.getLogger(__name__)
+
+FOLDER, OFF_VARIABLE = "timeline", "FUSIONRL_TIMELINE"
+_FLUSH_LINES, _FLUSH_S = 200, 2.0
+_ROUND_TRIPS = 5
+_MOST_LASTED = 50  # phases of one name that are remembered
+
+Fact = str | int | float
+
+
+@dataclass(frozen=True)
+class OpenSpan:
+    """A span that has not ended. `start_ns` is of the monotonic clock of its machine; `boot` names that machine."""
+
+    lane: str
+    name: str
+    start_ns: int
+    facts: Mapping[str, Fact]
+    boot: str = ""
+    is_phase: bool = True
+
+
+@dataclass(frozen=True)
+class MainPhases:
+    """Phases of a process's main thread.
+
+    open      the innermost one that has not ended
+    ended_ns  when the last one ended
+    lasted    name → seconds of the last ones that have ended
+    """
+
+    open: OpenSpan | None
+    ended_ns: int
+    lasted: Mapping[str, Sequence[float]]
+
+
+class Recorder:
+    """Appends the records of one process to its file. Errors of the disk end the recording, never the run."""
+
+    def __init__(self, path: Path, process: str, attempt: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o666)
+        self._lock = threading.Lock()
+        self._lines: list[bytes] = []
+        self._open: dict[int, OpenSpan] = {}
+        self._next_key = 0
+        self._lasted: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=_MOST_LASTED))
+        self._ended_ns = 0  # of the last phase of the main thread
+        self.start_ns = self._flushed_ns = time.monotonic_ns()
+        self.boot = boot_id()
+        header = {"process": process, "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname()}
+        header |= {"boot": self.boot, "mono_ns": self.start_ns, "wall_ns": time.time_ns()}
+        header["utc_offset_s"] = time.localtime().tm_gmtoff  # logs of this machine are in its local time
+        self._write([orjson.dumps(header)])
+
+    def begin(self, name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | None = None) -> int:
+        """Begin a span of this thread; the key ends it."""
+        span = OpenSpan(_lane() if lane is None else lane, name, time.monotonic_ns(), facts, self.boot, is_phase)
+        with self._lock:
+            key = self._next_key = self._next_key + 1
+            self._open[key] = span
+        if is_phase:
+            self._add(["B", span.lane, name, self._micros(span.start_ns), facts], at_once=True)
+        return key
+
+    def end(self, key: int) -> None:
+        """End a span."""
+        with self._lock:
+            span, now = self._open.pop(key), time.monotonic_ns()
+            if span.is_phase and not span.lane:
+                self._lasted[span.name].append((now - span.start_ns) / 1e9)
+                self._ended_ns = now
+        self._add_ended(span, now)
+
+    def note(self, name: str, start_ns: int, end_ns: int, lane: str, facts: Mapping[str, Fact]) -> None:
+        """Record a span that has ended."""
+        self._add_ended(OpenSpan(lane, name, start_ns, facts, is_phase=False), end_ns)
+
+    def _add_ended(self, span: OpenSpan, end_ns: int) -> None:
+        record = ["X", span.lane, span.name, *self._extent(span.start_ns, end_ns), span.facts]
+        self._add(record, at_once=span.is_phase)
+
+    def count(self, name: str, values: Mapping[str, float]) -> None:
+        """Record values of a curve as they are now."""
+        self._add(["C", name, self._micros(time.monotonic_ns()), values])
+
+    def note_course(
+        self, start_ns: int, end_ns: int, facts: Mapping[str, Fact], parts: Sequence[tuple[str, int, int, object]]
+    ) -> None:
+        """Record the course of a sample; parts are (name, start, end, facts)."""
+        inner = [(name, *self._extent(begin, end), more) for name, begin, end, more in parts]
+        self._add(["S", *self._extent(start_ns, end_ns), facts, inner])
+
+    def note_clock(self, boot: str, offset_ns: int, error_ns: int) -> None:
+        """Record the clock of another machine, as `measure_offset` found it now."""
+        self._add(["K", boot, self._micros(time.monotonic_ns()), offset_ns, error_ns], at_once=True)
+
+    def open_spans(self) -> list[OpenSpan]:
+        """Return what this process is doing now, the outer spans first."""
+        with self._lock:
+            return list(self._open.values())
+
+    def main_phases(self) -> MainPhases:
+        """Return what the main thread is at, and how long it was at such before."""
+        with self._lock:
+            found = [span for span in self._open.values() if span.is_phase and not span.lane]
+            lasted = {name: tuple(times) for name, times in self._lasted.items()}
+            return MainPhases(found[-1] if found else None, self._ended_ns, lasted)
+
+    def flush(self) -> None:
+        """Write what is still in memory."""
+        with self._lock:
+            self._flush(time.monotonic_ns())
+
+    def close(self) -> None:
+        """Write what is still in memory, and record nothing more."""
+        with self._lock:
+            self._flush(time.monotonic_ns())
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1
+
+    def abandon(self) -> None:
+        """Forget all of it without writing: in a fork of the process."""
+        if self._file >= 0:
+            os.close(self._file)
+
+    def _extent(self, start_ns: int, end_ns: int) -> tuple[int, int]:
+        """Return start and duration in microseconds; what nests in nanoseconds nests in these as well."""
+        start = self._micros(start_ns)
+        return start, max(0, self._micros(end_ns) - start)
+
+    def _micros(self, ns: int) -> int:
+        return (ns - self.start_ns) // 1000
+
+    def _add(self, record: list[object], at_once: bool = False) -> None:
+        try:
+            line = orjson.dumps(record, default=str)
+        except TypeError:  # a fact of a user's (a sample's index, say) that JSON cannot hold
+            return
+        with self._lock:
+            self._lines.append(line)
+            now = time.monotonic_ns()
+            if at_once or len(self._lines) >= _FLUSH_LINES or now - self._flushed_ns > _FLUSH_S * 1e9:
+                self._flush(now)
+
+    def _flush(self, now: int) -> None:
+        lines, self._lines, self._flushed_ns = self._lines, [], now
+        self._write(lines)
+
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines or self._file < 0:
+            return
+        data = b"\n".join(lines) + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:  # a full disk: a run does not end for its timeline
+            os.close(self._file)
+            self._file = -1
+
+
+_recorder: Recorder | None = None
+
+
+def record_to(run_dir: Path | str, process: str, attempt: int) -> None:
+    """Let this process record its spans in a run's folder, under its name: "driver", "trainer-0", …
+
+    Where the file cannot be written the log has a warning, and nothing is recorded; nor with FUSIONRL_TIMELINE=0, by
+    which the price of a record is measured.
+    """
+    global _recorder
+    stop_recording()
+    if os.environ.get(OFF_VARIABLE) == "0":
+        return
+    path = Path(run_dir, FOLDER, f"{process}.a{attempt}.jsonl")
+    try:
+        _recorder = Recorder(path, process, attempt)
+    except OSError as error:
+        logger.warning("this process is not in the timeline: %s: %s", path, error.strerror)
+
+
+def record_beside(log: Path | str) -> None:
+    """The same of a process with the log `<run>/logs/<process>.a<attempt>.log`."""
+    if match := re.fullmatch(r"(.+)\.a(\d+)\.log", Path(log).name):
+        record_to(Path(log).parent.parent, match[1], int(match[2]))
+
+
+def stop_recording() -> None:
+    """Write what is left; from here on nothing is recorded."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is not None:
+        recorder.close()
+
+
+def recorder() -> Recorder | None:
+    """Return the recorder of this process, where it has one."""
+    return _recorder
+
+
+@contextmanager
+def span(name: str, *, lane: str | None = None, **facts: Fact) -> Iterator[None]:
+    """Record the time of a block; it is written when it ends. Spans of one lane (default: of one thread) must nest."""
+    with _recorded(name, facts, False, lane):
+        yield
+
+
+@contextmanager
+def phase(name: str, *, lane: str | None = None, **facts: Fact) -> Iterator[None]:
+    """Record the time of a block, whose beginning is in the file at once. For blocks that come a few times a step."""
+    with _recorded(name, facts, True, lane):
+        yield
+
+
+@contextmanager
+def _recorded(name: str, facts: Mapping[str, Fact], is_phase: bool, lane: str | None) -> Iterator[None]:
+    active = _recorder
+    if active is None:
+        yield
+        return
+    key = active.begin(name, facts, is_phase, lane)
+    try:
+        yield
+    finally:
+        active.end(key)
+
+
+def note(name: str, start_ns: int, end_ns: int, lane: str = "", **facts: Fact) -> None:
+    """Record a span that has ended, of `time.monotonic_ns()`. Spans of one lane nest or follow each other."""
+    if _recorder is not None:
+        _recorder.note(name, start_ns, end_ns, lane, facts)
+
+
+def count(name: str, **values: float) -> None:
+    """Record values of a curve as they are now."""
+    if _recorder is not None:
+        _recorder.count(name, values)
+
+
+def flush() -> None:
+    """Write what is still in memory: at the end of a step, or where a process waits for long."""
+    if _recorder is not None:
+        _recorder.flush()
+
+
+def open_spans() -> list[OpenSpan]:
+    """Return what this process is doing now, the outer spans first; nothing where it does not record."""
+    return [] if _recorder is None else _recorder.open_spans()
+
+
+def main_phases() -> MainPhases:
+    """Return the phases of this process's main thread; nothing where it does not record."""
+    return MainPhases(None, 0, {}) if _recorder is None else _recorder.main_phases()
+
+
+def open_phases(path: Path) -> list[OpenSpan]:
+    """Return the phases that a process's file has as begun and not ended, the outer ones first.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    begun: dict[tuple[str, str, int], OpenSpan] = {}
+    start_ns, boot = 0, ""
+    for line in lines:
+        try:
+            record = orjson.loads(line)
+        except ValueError:
+            continue  # the last line of a process that was killed
+        if isinstance(record, dict):  # an actor that was started again begins anew in the same file
+            start_ns, boot, begun = record["mono_ns"], record["boot"], {}
+        elif record[0] == "B":
+            _, lane, name, start, facts = record
+            begun[lane, name, start] = OpenSpan(lane, name, start_ns + start * 1000, facts, boot)
+        elif record[0] == "X":
+            begun.pop(tuple(record[1:4]), None)
+    return list(begun.values())
+
+
+def boot_id() -> str:
+    """Return the name of this machine's boot: processes that share it share the monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+def clock() -> tuple[str, int]:
+    """Return this machine's boot and its monotonic clock: the answer of a process to `measure_offset`."""
+    return boot_id(), time.monotonic_ns()
+
+
+def measure_offset(ask: Callable[[], tuple[str, int]]) -> tuple[str, int, int]:
+    """Measure the clock of another process by round trips; `ask` calls its `clock`.
+
+    Returns:
+        Its boot; its clock minus ours, and the most by which that may be wrong, in nanoseconds. Zero, exactly, of a
+        process of this machine.
+    """
+    best: tuple[int, int] | None = None
+    for _ in range(_ROUND_TRIPS):
+        sent = time.monotonic_ns()
+        boot, theirs = ask()
+        back = time.monotonic_ns()
+        if boot == boot_id():
+            return boot, 0, 0
+        error = (back - sent + 1) // 2
+        if best is None or error < best[1]:
+            best = (theirs - (sent + back) // 2, error)
+    assert best is not None
+    return boot, *best
+
+
+def _lane() -> str:
+    thread = threading.current_thread()
+    return "" if thread is threading.main_thread() else thread.name
+
+
+def _in_fork() -> None:
+    global _recorder
+    if _recorder is not None:
+        _recorder.abandon()
+        _recorder = None
+
+
+os.register_at_fork(after_in_child=_in_fork)
+atexit.register(stop_recording)

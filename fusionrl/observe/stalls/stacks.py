@@ -1,0 +1,84 @@
+"""Stacks as `faulthandler` writes them, read: where a process is, and whether it waits there for other ranks. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_HEAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
+_OURS = re.compile(r"^(?:.*/)?fusionrl/(?P<file>(?!.*-packages/).+)$")
+_LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python3[.\d]*)/|^<")
+# Of a file, in which a rank waits for others: the name of what it waits in. None: the function's own.
+_COLLECTIVES: tuple[tuple[str, str | None], ...] = (
+    ("torch/distributed/distributed_c10d.py", None),
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "send or receive between stages"),
+    ("megatron/core/distributed/param_and_grad_buffer.py", "reduction of gradients"),
+    ("megatron/core/tensor_parallel/mappings.py", "tensor-parallel collective"),
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        """Return whether it is Python's own or an installed package's, which is not fusionrl."""
+        return not _OURS.match(self.file) and bool(_LIBRARY.search(self.file))
+
+    def __str__(self) -> str:
+        """Return file, line and function; the file as it is called within fusionrl, or with its folder."""
+        ours = _OURS.match(self.file)
+        file = ours["file"] if ours else "/".join(self.file.split("/")[-2:])
+        return f"{self.function} ({file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread: its frames, the innermost first. `is_current`: it had the interpreter, or took the signal."""
+
+    frames: tuple[Frame, ...]
+    is_current: bool
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line of fusionrl or of a user; else the innermost one."""
+        return next((frame for frame in self.frames if not frame.is_library), self.frames[0] if self.frames else None)
+
+    @property
+    def collective(self) -> str | None:
+        """The name of what it waits in for other ranks; None where it does not."""
+        for frame in self.frames:
+            if not frame.is_library:  # what is outside of it called something that has returned
+                return None
+            for file, name in _COLLECTIVES:
+                if frame.file.endswith(file):
+                    return name or _outermost(self.frames, file)
+        return None
+
+
+def _outermost(frames: tuple[Frame, ...], file: str) -> str:
+    """The function of `file` that was called from without: "all_reduce", and not what it calls."""
+    inside = [frame.function for frame in frames if frame.file.endswith(file)]
+    return inside[-1]
+
+
+def read_stacks(text: str) -> list[Thread]:
+    """Return the threads in what a process wrote; its other output, before, between and after them, is left out."""
+    threads: list[tuple[list[Frame], bool]] = []
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            threads.append(([], head[1] == "Current thread"))
+        elif threads and (found := _FRAME.match(line)):
+            threads[-1][0].append(Frame(found["file"], int(found["line"]), found["function"]))
+    return [Thread(tuple(frames), is_current) for frames, is_current in threads]
+
+
+def main_thread(threads: list[Thread]) -> Thread | None:
+    """Return the thread that took the signal: as a rule, the main one."""
+    return next((thread for thread in threads if thread.is_current), threads[-1] if threads else None)

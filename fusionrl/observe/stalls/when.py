@@ -1,0 +1,92 @@
+"""When the watchdog speaks: a phase takes much longer than it usually does.
+
+A phase is late after max(floor, 5 x its median), and then again after pauses that double: after 60 s, 120 s, 240 s, …
+One that has never ended has no median; it is given 5 x the floor. Pure: it is told the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+FLOOR_S = 60.0
+FACTOR = 5.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of the driver that has not ended. `since` is of the same clock as `now`."""
+
+    name: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Late:
+    """A phase of which to speak.
+
+    seconds  since it began
+    usual_s  its median so far; None: no phase of this name has ended yet
+    number   of the report about this phase, from 1
+    is_last  it has reached --stall-timeout-s: the run ends
+    """
+
+    phase: str
+    seconds: float
+    usual_s: float | None
+    number: int
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Over:
+    """A phase that was spoken of, and has ended after some `seconds`."""
+
+    phase: str
+    seconds: float
+
+
+class StallClock:
+    """Decides for one phase after the other. It is asked again and again; it never blocks."""
+
+    def __init__(self, floor_s: float = FLOOR_S, timeout_s: float | None = None) -> None:
+        """timeout_s  --stall-timeout-s: the run ends with a phase that takes so long"""
+        self._floor_s, self._timeout_s = floor_s, timeout_s
+        self._phase: Phase | None = None
+        self._next_s = 0.0
+        self._number = 0
+
+    def look(self, now: float, phase: Phase | None, lasted: Mapping[str, Sequence[float]]) -> Late | Over | None:
+        """Return what to speak of now.
+
+        phase   the innermost phase of now; None: none
+        lasted  name of a phase → seconds of those that have ended
+        """
+        if phase != self._phase:
+            over = self._over(now)
+            self._begin(phase, lasted)
+            return over
+        if phase is None:
+            return None
+        seconds = now - phase.since
+        is_last = self._timeout_s is not None and seconds >= self._timeout_s
+        if seconds < self._next_s and not is_last:
+            return None
+        self._number += 1
+        self._next_s = 2 * seconds
+        return Late(phase.name, seconds, _usual(lasted.get(phase.name, ())), self._number, is_last)
+
+    def _begin(self, phase: Phase | None, lasted: Mapping[str, Sequence[float]]) -> None:
+        self._phase, self._number = phase, 0
+        usual_s = None if phase is None else _usual(lasted.get(phase.name, ()))
+        self._next_s = FACTOR * self._floor_s if usual_s is None else max(self._floor_s, FACTOR * usual_s)
+
+    def _over(self, now: float) -> Over | None:
+        if self._phase is None or not self._number:
+            return None
+        return Over(self._phase.name, now - self._phase.since)
+
+
+def _usual(lasted: Sequence[float]) -> float | None:
+    return median(lasted) if lasted else None

@@ -1,0 +1,98 @@
+"""`fusionrl timeline`: flags, the file, the report."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from fusionrl.observe.show import EXIT_USER, find_run
+from fusionrl.observe.timeline.check import faults
+from fusionrl.observe.timeline.record_check import read_measured_times, record_faults
+from fusionrl.observe.timeline.records import attempts, read_attempt
+from fusionrl.observe.timeline.report import report
+from fusionrl.observe.timeline.steps import steps_of
+from fusionrl.observe.timeline.trace_file import Choice, build, write
+
+TRACE_FILE = "timeline.json"
+EXIT_FAILED = 1
+
+_HELP = """Write what every process of a run did, and when, as one file for ui.perfetto.dev or chrome://tracing, and
+report where the time went. A run that is still going may be looked at."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """`fusionrl timeline [RUN] …`; returns the exit code: 2 for a user's mistake, 1 if --check finds a fault."""
+    options = _parser().parse_args(argv)
+    try:
+        return _run(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fusionrl timeline", description=_HELP)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
+    parser.add_argument("--out", metavar="FILE", help=f"the file to write; default: {TRACE_FILE} in the run's folder")
+    parser.add_argument("--attempt", type=int, metavar="N", help="of a resumed run; default: the last")
+    parser.add_argument("--steps", metavar="A-B", help="these steps only, in the file; default: all")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=64,
+        metavar="N",
+        help="the N longest samples of each step, beside all that were aborted; default: 64",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the file and the record: format, nesting, clocks, times against metrics.jsonl",
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    run = find_run(options.run)
+    if options.samples < 0:
+        raise ValueError(f"--samples {options.samples}: expected 0 or more")
+    known = attempts(run)
+    if options.attempt is not None and options.attempt not in known:
+        raise ValueError(f"--attempt {options.attempt}: the run has a record of {', '.join(map(str, known))}")
+    attempt = options.attempt or known[-1]
+    measured = read_measured_times(run, attempt) if options.check else None  # before the record; see there
+    recorded = read_attempt(run, attempt)
+    by_step = steps_of(run, recorded)
+    trace = build(run, recorded, by_step, Choice(_range(options.steps), options.samples))
+    path = Path(options.out) if options.out else run / TRACE_FILE
+    try:
+        size = write(trace.events, path, recorded.wall_ns)
+    except OSError as error:
+        raise ValueError(f"--out {path} cannot be written ({error.strerror}); name another file") from error
+    print(f"{path}: {len(trace.events):,} events, {size / 1e6:.1f} MB; open it at ui.perfetto.dev")
+    for line in report(recorded, by_step):
+        print(line)
+    if measured is None:
+        return 0
+    found = [*faults(orjson.loads(path.read_bytes())), *record_faults(recorded, measured)]
+    if not found:
+        with_metrics = "times agree with metrics.jsonl" if measured.seconds else "metrics.jsonl has no times to compare"
+        print(
+            f"checked: {len(trace.events):,} events keep the format, spans nest, measured clocks agree, {with_metrics}"
+        )
+    for fault in found:
+        print(f"fault: {fault}", file=sys.stderr)
+    return EXIT_FAILED if found else 0
+
+
+def _range(text: str | None) -> range | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ValueError(f"--steps {text}: expected a step or a range of steps, e.g. 10-20")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)

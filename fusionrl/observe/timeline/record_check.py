@@ -1,0 +1,136 @@
+"""Checks that a record can be believed: its clocks agree, and its times are those that the run measured otherwise.
+
+Of the same times there are three measurements: spans (monotonic clock, the driver's record), the times among a run's
+metrics (clocks of their own, in driver and Buffer), and when each row of metrics.jsonl was written (the wall clock).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionrl.observe.metrics import METRICS_FILE, read_metrics
+from fusionrl.observe.timeline.records import DRIVER, Recorded, Span
+from fusionrl.observe.timeline.shares import OTHER, driver_shares
+
+_CLOCK_US = 5_000
+_SHARE = 0.02
+_SLACK_US = 5_000  # of a step, for what lies between the two measurements
+_OTHER_US = 20_000  # of a step, for what the driver does between its phases, which is no share of a longer step
+_WALL_US = 50_000  # for setting the wall clock right
+_STEP_TIME = "perf/step_time_s"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A metric with the phases of the driver that take as long; with `is_within` they may take longer.
+
+    fact  of a span: the step, or the version that is pushed
+    """
+
+    names: tuple[str, ...]
+    fact: str
+    metric: str
+    is_within: bool = True
+
+
+_COMPARED = (
+    Comparison(("train",), "step", "perf/time_train_s", is_within=False),
+    Comparison(("generate", "fetch"), "step", "perf/time_generate_s"),
+    Comparison(("push",), "version", "perf/time_sync_s"),
+    Comparison(("step",), "step", _STEP_TIME),
+)
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """What metrics.jsonl says of an attempt.
+
+    seconds  metric → step, or pushed version → its seconds
+    written  step → when its row was written, in seconds of the wall clock
+    """
+
+    seconds: Mapping[str, Mapping[int, float]]
+    written: Mapping[int, float]
+
+
+def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
+    """Read the times of an attempt. Of a run that goes on, before its record is read: that has all of them then."""
+    if not (run / METRICS_FILE).is_file():
+        return MeasuredTimes({}, {})
+    found: dict[str, dict[int, float]] = {}
+    for one in _COMPARED:
+        rows = [row for row in read_metrics(run, of_rows_with=one.metric) if row.get("attempt") == attempt]
+        key = "sync/version" if one.fact == "version" else "step"
+        if rows:
+            found[one.metric] = {int(row.get(key, row["step"])): float(row[one.metric]) for row in rows}
+    rows = [row for row in read_metrics(run, of_rows_with=_STEP_TIME) if row.get("attempt") == attempt]
+    return MeasuredTimes(found, {int(row["step"]): float(row["time"]) for row in rows if "time" in row})
+
+
+def record_faults(recorded: Recorded, measured: MeasuredTimes) -> list[str]:
+    """Return what cannot be believed, one line each."""
+    found = [*_of_clocks(recorded), *_of_rows(recorded, measured)]
+    for one in _COMPARED:
+        found += _of_phases(recorded, one, measured.seconds.get(one.metric, {}))
+    return found
+
+
+def _of_clocks(recorded: Recorded) -> list[str]:
+    return [  # a clock that was never measured is told by the report
+        f"the clock of {name} on {machine.host} is known within {machine.error_us / 1e3:.1f} ms,"
+        f" and not within {_CLOCK_US / 1e3:.0f}"
+        for name, machine in recorded.machines.items()
+        if machine.error_us is not None and machine.error_us > _CLOCK_US
+    ]
+
+
+def _of_rows(recorded: Recorded, measured: MeasuredTimes) -> Iterator[str]:
+    """Each row is written within its step; the driver's phases add up to the time between the first and the last."""
+    spans = _by_fact(recorded, ("step",), "step")
+    rows = {step: round(time * 1e6 - recorded.wall_ns / 1e3) for step, time in measured.written.items()}
+    for step, at in rows.items():
+        slack = _WALL_US + _SHARE * at
+        if step in spans and not any(one.start - slack <= at <= one.end + slack for one in spans[step]):
+            yield (
+                f"the row of step {step} was written {at / 1e6:.2f} s after the run began, and the record has that step"
+                f" from {spans[step][0].start / 1e6:.2f} s to {spans[step][-1].end / 1e6:.2f} s"
+            )
+    if len(rows) < 2:
+        return
+    first, last = min(rows.values()), max(rows.values())
+    shares = driver_shares(recorded, first, last)
+    named = sum(micros for name, micros in shares.items() if name != OTHER)
+    if last - first - named > _SHARE * (last - first) + _OTHER_US * (len(rows) - 1):
+        yield (
+            f"the driver's phases add up to {named / 1e6:.2f} s of the {(last - first) / 1e6:.2f} s between the first"
+            f" step's row in {METRICS_FILE} and the last one's"
+        )
+
+
+def _of_phases(recorded: Recorded, compared: Comparison, seconds: Mapping[int, float]) -> Iterator[str]:
+    """Compare phases of the driver with a metric, which a clock of its own measures."""
+    spans, name = _by_fact(recorded, compared.names, compared.fact), compared.names[0]
+    if missing := [number for number in seconds if number not in spans]:
+        numbers = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
+        yield (
+            f"`{name}` of {compared.fact} {numbers} is not in the record, and {METRICS_FILE} has its {compared.metric}"
+        )
+    ended = [number for number in seconds if number in spans and not any(one.is_open for one in spans[number])]
+    here = sum(one.duration for number in ended for one in spans[number])
+    there = 1e6 * sum(seconds[number] for number in ended)
+    slack = _SHARE * there + _SLACK_US * len(ended)
+    if here < there - slack or (here > there + slack and not compared.is_within):
+        yield f"`{name}` takes {here / 1e6:.2f} s in the record and {there / 1e6:.2f} s in {METRICS_FILE}"
+
+
+def _by_fact(recorded: Recorded, names: tuple[str, ...], fact: str) -> dict[int, list[Span]]:
+    """Return the number in a fact → the driver's spans of it."""
+    found = defaultdict[int, list[Span]](list)
+    for one in recorded.of(DRIVER, *names):
+        number = one.facts.get(fact)
+        if isinstance(number, int):
+            found[number].append(one)
+    return dict(found)

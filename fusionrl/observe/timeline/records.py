@@ -1,0 +1,301 @@
+"""The timeline's files of a run, read: spans of all processes on one clock, in microseconds since the run began.
+
+The clock is the driver's. A process of its machine (one boot) shares it. Each time of a process elsewhere is shifted by
+the offset of then, between those that the driver measured before and after; without any, by the wall clocks of both.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from fusionrl.observe.spans import FOLDER
+
+_NAME = re.compile(r"(?P<process>.+)\.a(?P<attempt>\d+)\.jsonl")
+DRIVER, BUFFER = "driver", "buffer"
+Facts = dict[str, object]
+
+
+@dataclass
+class Span:
+    """A span of a process. `is_open`: it had not ended when the record did; it ends there."""
+
+    process: str
+    lane: str
+    name: str
+    start: int
+    end: int
+    facts: Facts = field(default_factory=dict)
+    is_open: bool = False
+
+    @property
+    def duration(self) -> int:
+        """Microseconds."""
+        return self.end - self.start
+
+
+@dataclass
+class Course:
+    """The course of a sample, with its parts in order."""
+
+    process: str
+    start: int
+    end: int
+    facts: Facts
+    parts: list[Span]
+
+
+@dataclass
+class Counter:
+    """Values of a curve at a time."""
+
+    process: str
+    name: str
+    time: int
+    values: dict[str, float]
+
+
+@dataclass
+class Machine:
+    """A process's machine: `error_us` bounds how wrong its times may be, None where nobody measured it."""
+
+    host: str
+    error_us: float | None
+
+
+@dataclass
+class Recorded:
+    """The record of one attempt of a run.
+
+    wall_ns         when it began, of the wall clock
+    utc_offset_s    of the local time, in which the logs of a process's machine are
+    wall_starts_ns  process → what its machine's wall clock said when the attempt began
+    """
+
+    attempt: int
+    wall_ns: int
+    spans: list[Span] = field(default_factory=list)
+    courses: list[Course] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
+    machines: dict[str, Machine] = field(default_factory=dict)
+    utc_offset_s: dict[str, int] = field(default_factory=dict)
+    wall_starts_ns: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_name: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
+        self._ordered: dict[tuple[str, tuple[str, ...]], list[Span]] = {}
+        self._num_indexed = 0
+
+    @property
+    def end(self) -> int:
+        """The last time in the record."""
+        return max([0, *(one.end for one in self.spans), *(one.end for one in self.courses)])
+
+    def of(self, process: str, *names: str) -> list[Span]:
+        """Return the spans of a process with these names, in order."""
+        if len(self.spans) != self._num_indexed:
+            self._index()
+        key = (process, names)
+        if key not in self._ordered:
+            spans = [span for name in names for span in self._by_name.get((process, name), ())]
+            self._ordered[key] = sorted(spans, key=lambda span: span.start)
+        return self._ordered[key]
+
+    def _index(self) -> None:
+        """Sort the spans by process and name, once: a long run is asked for them in each step."""
+        self._by_name.clear()
+        self._ordered.clear()
+        for span in self.spans:
+            self._by_name[span.process, span.name].append(span)
+        self._num_indexed = len(self.spans)
+
+    def processes(self, prefix: str = "") -> list[str]:
+        """Return the names of the processes that begin so, in order of their numbers."""
+        return sorted((name for name in self.machines if name.startswith(prefix)), key=_natural)
+
+
+def attempts(run: Path) -> list[int]:
+    """Return the attempts of a run that have a record.
+
+    Raises:
+        ValueError: none has.
+    """
+    found = {int(match["attempt"]) for path in _files(run) if (match := _NAME.fullmatch(path.name))}
+    if not found:
+        raise ValueError(
+            f"{run} has no {FOLDER}/ with records: it is no run's folder, its run has not begun, or an earlier version"
+            " of fusionrl made it"
+        )
+    return sorted(found)
+
+
+def read_attempt(run: Path, attempt: int) -> Recorded:
+    """Read the record of one attempt.
+
+    Raises:
+        ValueError: the driver has none.
+    """
+    files = {match["process"]: path for path in _files(run) if (match := _NAME.fullmatch(path.name))
+             and int(match["attempt"]) == attempt}  # fmt: skip
+    if DRIVER not in files:
+        raise ValueError(f"{run}/{FOLDER} has no record of the driver for attempt {attempt}: the file is gone")
+    lines = {process: list(_lines(path)) for process, path in files.items()}
+    clock = _DriverClock(lines[DRIVER])
+    recorded = Recorded(attempt, clock.wall_ns)
+    for process in sorted(files, key=_natural):
+        _read_process(process, lines[process], clock, recorded)
+    last = recorded.end
+    for span in recorded.spans:
+        if span.is_open:
+            span.end = max(span.start, last)
+    return recorded
+
+
+def _files(run: Path) -> list[Path]:
+    folder = run / FOLDER
+    return [path for path in sorted(folder.iterdir()) if path.is_file()] if folder.is_dir() else []
+
+
+def _lines(path: Path) -> Iterator[list[object] | dict[str, object]]:
+    """The records of a file; a line that cannot be read, as of a process that was killed, is passed over."""
+    for line in path.read_bytes().splitlines():
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(record, list | dict) and record:
+            yield record
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The clock of another machine, as the driver measured it.
+
+    at      when, by that machine's own clock
+    offset  its clock minus the driver's
+    error   the most by which that may be wrong; all in nanoseconds
+    """
+
+    at: int
+    offset: int
+    error: int
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Moves times of one process to the driver's clock. Between two measurements the offset drifts evenly."""
+
+    start_ns: int
+    measured: Sequence[Measured]
+
+    def place(self, micros: int) -> int:
+        """Return the µs on the driver's clock, since the run began, of a time in the process's record."""
+        at = self.start_ns + micros * 1000
+        after = bisect.bisect(self.measured, at, key=lambda one: one.at)
+        left, right = self.measured[max(0, after - 1)], self.measured[min(after, len(self.measured) - 1)]
+        share = (at - left.at) / (right.at - left.at) if left.at < at < right.at else 0.0
+        return (at - left.offset - round(share * (right.offset - left.offset))) // 1000
+
+
+class _DriverClock:
+    def __init__(self, lines: list[list[object] | dict[str, object]]) -> None:
+        header = next((line for line in lines if isinstance(line, dict)), None)
+        if header is None:
+            raise ValueError("the driver's record has no first line: the disk was full when the run began")
+        self.wall_ns, self._mono_ns = _int(header["wall_ns"]), _int(header["mono_ns"])
+        self._boot = str(header["boot"])
+        self._measured: dict[str, list[Measured]] = {}
+        for line in lines:
+            if isinstance(line, list) and line[0] == "K":
+                boot, micros, offset, error = str(line[1]), *map(_int, line[2:5])
+                at = self._mono_ns + micros * 1000 + offset
+                self._measured.setdefault(boot, []).append(Measured(at, offset + self._mono_ns, error))
+
+    def of(self, header: dict[str, object]) -> tuple[Clock, float | None]:
+        """Return the clock of a process, and the most µs by which its times are wrong; None: nobody knows."""
+        boot, mono_ns = str(header["boot"]), _int(header["mono_ns"])
+        if boot == self._boot:
+            return Clock(mono_ns, [Measured(mono_ns, self._mono_ns, 0)]), 0.0
+        if known := sorted(self._measured.get(boot, ()), key=lambda one: one.at):
+            return Clock(mono_ns, known), max(one.error for one in known) / 1000
+        begun = _int(header["wall_ns"]) - self.wall_ns
+        return Clock(mono_ns, [Measured(mono_ns, mono_ns - begun, 0)]), None
+
+
+def _read_process(
+    process: str, lines: list[list[object] | dict[str, object]], clock: _DriverClock, into: Recorded
+) -> None:
+    begun = dict[tuple[str, str, int], Span]()
+    place: Callable[[int], int] = int  # a file that lost its first line
+    for line in lines:
+        if process == DRIVER and isinstance(line, list) and (owner := _owner(line)) != DRIVER:
+            into.machines.setdefault(owner, into.machines[DRIVER])
+        else:
+            owner = process
+        if isinstance(line, dict):
+            own, error = clock.of(line)
+            place = own.place
+            into.machines[process] = Machine(str(line["host"]), error)
+            into.wall_starts_ns[process] = _int(line["wall_ns"]) - place(0) * 1000
+            into.utc_offset_s[process] = _int(line.get("utc_offset_s", 0))
+            into.spans += begun.values()
+            begun = {}
+        elif line[0] == "B":
+            lane, name, start = str(line[1]), str(line[2]), _int(line[3])
+            at = place(start)
+            begun[lane, name, start] = Span(owner, lane, name, at, at, _facts(line[4]), is_open=True)
+        elif line[0] == "X":
+            lane, name, start, duration = str(line[1]), str(line[2]), _int(line[3]), _int(line[4])
+            begun.pop((lane, name, start), None)
+            into.spans.append(Span(owner, lane, name, place(start), place(start + duration), _facts(line[5])))
+        elif line[0] == "C":
+            values = {name: float(value) for name, value in _facts(line[3]).items() if isinstance(value, int | float)}
+            into.counters.append(Counter(process, str(line[1]), place(_int(line[2])), values))
+        elif line[0] == "S":
+            into.courses.append(_course(process, line, place))
+    into.spans += begun.values()
+
+
+def _owner(line: list[object]) -> str:
+    """The process that a span of the driver's would be of, under --in-process, by the thread that it ran in."""
+    lane = str(line[1]) if line[0] in ("B", "X") else ""
+    if lane in _LANES:
+        return _LANES[lane]
+    match = _ACTOR_THREAD.fullmatch(lane)
+    if match is None:
+        return DRIVER
+    return f"engine-actor-{match['engine']}" if match["engine"] else "trainer-0" if match["trainer"] else BUFFER
+
+
+_ACTOR_THREAD = re.compile(r"(?:(?P<trainer>trainer)|buffer|engine (?P<engine>\d+))-(?:\d+|loop)")
+_LANES = {"megatron": "trainer-0", "send": "trainer-0"}
+_LANES |= dict.fromkeys(("rollouts", "stages", "evaluations", "rewards"), BUFFER)
+
+
+def _course(process: str, line: list[object], place: Callable[[int], int]) -> Course:
+    start, duration, facts, given = _int(line[1]), _int(line[2]), _facts(line[3]), line[4]
+    parts = []
+    for one in given if isinstance(given, list) else ():
+        at, end = place(_int(one[1])), place(_int(one[1]) + _int(one[2]))
+        parts.append(Span(process, "", str(one[0]), at, end, _facts(one[3])))
+    return Course(process, place(start), place(start + duration), facts, parts)
+
+
+def _facts(value: object) -> Facts:
+    return value if isinstance(value, dict) else {}
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int), f"{value!r} is no whole number: the timeline's file is not of this version"
+    return value
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which trainer-10 comes after trainer-9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

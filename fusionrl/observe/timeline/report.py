@@ -1,0 +1,170 @@
+"""The report of a timeline: shares of the time, idle pools, the slowest rank, and what each step is bound by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fusionrl.observe.timeline.records import DRIVER, Course, Recorded, Span
+from fusionrl.observe.timeline.shares import compute_time, driver_shares, in_flight, pools
+from fusionrl.observe.timeline.steps import tokens_of
+
+_SLOW = 1.1  # a rank that takes so many times the median is named as the cause
+_TAIL = 0.9  # the tail of a generation begins when so many of its samples have ended
+_LONG_TAIL = 1 / 3
+_MOST_ROWS = 20
+_SHORT = {"generate": "gen", "fetch": "gen", "train": "train", "push": "push"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step in numbers; times in µs.
+
+    tail    from the end of most of its samples to that of the last
+    waited  the sample that ended last
+    bound   the part that the step's time went to, in words
+    """
+
+    number: int
+    wall: int
+    shares: Mapping[str, int]
+    tail: int
+    waited: Course | None
+    bound: str
+
+
+def summarize_steps(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> list[Step]:
+    """Return the steps that have ended."""
+    found = []
+    for span in recorded.of(DRIVER, "step"):
+        number = span.facts.get("step")
+        if isinstance(number, int) and not span.is_open:
+            shares = driver_shares(recorded, span.start, span.end)
+            waiting = next((one for one in recorded.of(DRIVER, "generate") if _inside(one, span)), None)
+            waited, tail = _waited_for(by_step.get(number, ()), waiting)
+            bound = _bound(recorded, span, shares, waited, tail)
+            found.append(Step(number, span.duration, shares, tail, waited, bound))
+    return found
+
+
+def _waited_for(courses: Sequence[Course], waiting: Span | None) -> tuple[Course | None, int]:
+    """The sample that ended last, and how long most others had ended by then."""
+    if not courses or waiting is None:
+        return None, 0
+    ended = sorted(courses, key=lambda course: course.end)
+    most = ended[min(len(ended) - 1, int(_TAIL * len(ended)))]
+    return ended[-1], max(0, ended[-1].end - max(most.end, waiting.start))
+
+
+def _bound(recorded: Recorded, step: Span, shares: Mapping[str, int], waited: Course | None, tail: int) -> str:
+    name = max(shares, key=lambda one: shares[one])
+    percent = f"{100 * shares[name] / max(1, step.duration):.0f} %"
+    if name == "generate":
+        if waited is not None and tail > _LONG_TAIL * shares[name]:
+            kind = "its reward" if waited.parts and waited.parts[-1].name == "reward" and _is_late(waited) else "it"
+            return f"generation ({percent}), most of it for sample {waited.facts.get('index')}: all wait for {kind}"
+        return f"generation ({percent})"
+    if name == "fetch":
+        return f"generation ({percent}): trainers wait for samples"
+    if name == "train":
+        slow = slowest_rank(recorded, step.start, step.end)
+        return f"training ({percent})" + (f", {slow[0]} is slow" if slow and slow[2] >= _SLOW else "")
+    return f"{_WORDS.get(name, name)} ({percent})"
+
+
+_WORDS = {
+    "push": "the push",
+    "save": "the checkpoint",
+    "publish checkpoint": "the checkpoint",
+    "other": "the driver",
+    "profile": "the profile",
+}
+_WORDS |= {"evaluate": "the evaluation", "wait for evaluation": "the evaluation", "drain": "samples in flight"}
+
+
+def _is_late(course: Course) -> bool:
+    """Return whether most of a sample's time was its reward's."""
+    return course.parts[-1].duration > 0.5 * (course.end - course.start)
+
+
+def slowest_rank(recorded: Recorded, start: int, end: int) -> tuple[str, int, float] | None:
+    """Return the trainer with the longest forward and backward passes, their µs, and how many times the median."""
+    times = {rank: compute_time(recorded, rank, start, end) for rank in recorded.processes("trainer-")}
+    if not any(times.values()):
+        return None
+    slowest = max(times, key=lambda rank: times[rank])
+    return slowest, times[slowest], times[slowest] / max(1.0, median(times.values()))
+
+
+def report(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> Iterator[str]:
+    """Yield the lines of the report on an attempt."""
+    steps, end = summarize_steps(recorded, by_step), recorded.end
+    shares = driver_shares(recorded, 0, end)
+    yield f"attempt {recorded.attempt}: {_seconds(end)} in all, {len(steps)} steps"
+    yield from _clocks(recorded)
+    for span in recorded.spans:
+        if span.process == DRIVER and span.is_open:
+            yield f"  the record ends in the driver's `{span.name}`, which had taken {_seconds(span.duration)}"
+    yield ""
+    yield "the driver's time            s       %"
+    for name, micros in sorted(shares.items(), key=lambda item: -item[1]):
+        yield f"  {name:<20}{micros / 1e6:>9.2f}  {100 * micros / max(1, end):>5.1f} %"
+    yield f"  {'sum':<20}{sum(shares.values()) / 1e6:>9.2f}  {100 * sum(shares.values()) / max(1, end):>5.1f} %"
+    spans = [one for one in recorded.of(DRIVER, "step") if not one.is_open]
+    if spans:
+        yield ""
+        yield from _pools(recorded, spans[0].start, spans[-1].end)
+        yield ""
+        yield from _steps(steps)
+
+
+def _clocks(recorded: Recorded) -> Iterator[str]:
+    errors = [machine.error_us for machine in recorded.machines.values()]
+    if None in errors:
+        lost = sorted({m.host for m in recorded.machines.values() if m.error_us is None})
+        yield f"  clocks of {', '.join(lost)} were not measured: their times are those of their wall clocks"
+    known = max(error for error in errors if error is not None)
+    hosts = len({machine.host for machine in recorded.machines.values()})
+    yield f"  {len(errors)} processes on {hosts} machine{'s' * (hosts > 1)}; clocks agree within {known / 1000:.2f} ms"
+
+
+def _pools(recorded: Recorded, start: int, end: int) -> Iterator[str]:
+    yield "from the first step to the last   busy    push    idle     sum"
+    for pool in pools(recorded, start, end):
+        parts = [100 * one / max(1, pool.total) for one in (pool.busy, pool.push, pool.idle)]
+        yield f"  {pool.name:<28}" + "".join(f"{part:>6.1f} %" for part in [*parts, sum(parts)])
+    mean, most = in_flight(recorded.courses, start, end)
+    if most:
+        yield f"  requests at busy engines: {mean:.1f} in the mean, {most} at most"
+    slow = slowest_rank(recorded, start, end)
+    if slow is not None:
+        yield f"  slowest rank: {slow[0]}, {_seconds(slow[1])} of forward and backward, {slow[2]:.2f} times the median"
+
+
+def _steps(steps: Sequence[Step]) -> Iterator[str]:
+    shown = sorted(sorted(steps, key=lambda one: -one.wall)[:_MOST_ROWS], key=lambda one: one.number)
+    if len(shown) < len(steps):
+        yield f"the {len(shown)} longest of {len(steps)} steps"
+    yield "step        s   gen %  train %  push %   bound by"
+    for one in shown:
+        parts = dict.fromkeys(("gen", "train", "push"), 0.0)
+        for name, micros in one.shares.items():
+            if name in _SHORT:
+                parts[_SHORT[name]] += 100 * micros / max(1, one.wall)
+        numbers = f"{parts['gen']:>7.1f}{parts['train']:>9.1f}{parts['push']:>8.1f}"
+        yield f"{one.number:>4}{one.wall / 1e6:>9.2f}{numbers}   {one.bound}"
+    waited = max((one for one in steps if one.waited is not None), key=lambda one: one.tail, default=None)
+    if waited is not None and waited.waited is not None:
+        yield (
+            f"longest wait for one sample: step {waited.number}, sample {waited.waited.facts.get('index')},"
+            f" {tokens_of(waited.waited)} tokens: {_seconds(waited.tail)} after nine of ten had ended"
+        )
+
+
+def _inside(inner: Span, outer: Span) -> bool:
+    return outer.start <= inner.start and inner.end <= outer.end
+
+
+def _seconds(micros: float) -> str:
+    return f"{micros / 1e6:.2f} s"

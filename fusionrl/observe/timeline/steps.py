@@ -1,0 +1,83 @@
+"""Which sample was trained in which step, and the parts of a sample's course in detail."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from fusionrl.observe.timeline.records import Course, Recorded, Span
+
+_INDEX = re.compile(rb'"index":(\d+)')
+_NAME = re.compile(r"step_(\d+)\.train\.a(\d+)\.jsonl")
+_HEAD_BYTES = 400  # of a row: its index stands at its beginning
+
+
+def steps_of(run: Path, recorded: Recorded) -> dict[int, list[Course]]:
+    """Return step → the courses of its samples, by `rollouts/`; of a step without a file, those that ended in it.
+
+    Samples that no step trained are under 0: of evaluations, dropped, or under way at the end.
+    """
+    step_of_index = _indices(run / "rollouts", recorded.attempt)
+    rollouts = recorded.of("buffer", "rollout")
+    found: dict[int, list[Course]] = defaultdict(list)
+    for course in recorded.courses:
+        if course.facts.get("evaluation"):
+            found[0].append(course)
+            continue
+        index = course.facts.get("index")
+        step = step_of_index.get(index) if isinstance(index, int) else None
+        if step is None and not step_of_index:
+            step = next((_step(one) for one in rollouts if one.start <= course.end <= one.end), None)
+        found[step or 0].append(course)
+    return dict(found)
+
+
+def _indices(folder: Path, attempt: int) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for path in sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[2]) != attempt:
+            continue
+        with path.open("rb") as file:
+            for line in file:
+                if index := _INDEX.search(line[:_HEAD_BYTES]):
+                    found[int(index[1])] = int(match[1])
+    return found
+
+
+def _step(rollout: Span) -> int:
+    step = rollout.facts.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def detailed(part: Span) -> list[Span]:
+    """Return a part, and for a turn whose engine told its times: the queue, the prefill and the decode in it."""
+    facts = part.facts
+    if part.name != "turn":
+        return [part]
+    first = _micros(facts.get("first_token_s"))
+    took = min(_micros(facts.get("engine_s")), part.duration)
+    if not first or not took:
+        return [part]
+    start = part.end - took
+    queue = min(_micros(facts.get("queue_s")), first)
+    bounds = [("queue", start, start + queue), ("prefill", start + queue, start + first)]
+    bounds.append(("decode", start + first, part.end))
+    inner = [Span(part.process, part.lane, name, begin, min(end, part.end)) for name, begin, end in bounds]
+    return [part, *(one for one in inner if one.end > one.start)]
+
+
+def first_token(part: Span) -> int:
+    """Return when a turn's first token came, as well as it is known: not before this."""
+    return next((one.start for one in detailed(part) if one.name == "decode"), part.start)
+
+
+def tokens_of(course: Course) -> int:
+    """Return the tokens of a sample's response."""
+    tokens = course.facts.get("tokens")
+    return tokens if isinstance(tokens, int) else 0
+
+
+def _micros(seconds: object) -> int:
+    return int(1e6 * seconds) if isinstance(seconds, int | float) else 0

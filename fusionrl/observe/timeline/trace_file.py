@@ -1,0 +1,244 @@
+"""The file of a timeline: the Trace Event Format (JSON), which ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from fusionrl.observe.timeline.engine_log import read_load
+from fusionrl.observe.timeline.flows import Flow, first_users, flows
+from fusionrl.observe.timeline.records import BUFFER, DRIVER, Course, Recorded, Span
+from fusionrl.observe.timeline.steps import detailed
+from fusionrl.observe.timeline.torch_traces import read_trace, trace_files
+from fusionrl.observe.timeline.tracks import nested, track_of
+
+Event = dict[str, object]
+SAMPLES = "samples"
+_UNFINISHED = ("aborted", "failed")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of what goes into the file.
+
+    steps    None: all
+    samples  the longest of each step; and all that were aborted or failed
+    """
+
+    steps: range | None = None
+    samples: int = 64
+
+
+@dataclass
+class Trace:
+    """Events in the making; processes and tracks get numbers as they come."""
+
+    events: list[Event] = field(default_factory=list)
+    pids: dict[str, int] = field(default_factory=dict)
+    tids: dict[tuple[int, str], int] = field(default_factory=dict)
+    place_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # id of a span → (pid, tid)
+
+    def pid(self, process: str) -> int:
+        """Return the number of a process."""
+        if process not in self.pids:
+            number = self.pids[process] = len(self.pids) + 1
+            self._meta("process_name", number, 0, name=process)
+            self._meta("process_sort_index", number, 0, sort_index=number)
+        return self.pids[process]
+
+    def tid(self, pid: int, track: str) -> int:
+        """Return the number of a track of a process."""
+        if (pid, track) not in self.tids:
+            number = self.tids[pid, track] = len(self.tids) + 1
+            self._meta("thread_name", pid, number, name=track)
+            self._meta("thread_sort_index", pid, number, sort_index=number)
+        return self.tids[pid, track]
+
+    def _meta(self, kind: str, pid: int, tid: int, **args: object) -> None:
+        self.events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
+
+    def span(self, span: Span, pid: int, tid: int) -> None:
+        """Add a span."""
+        args = dict(span.facts) | ({"not ended": True} if span.is_open else {})
+        self.place_of[id(span)] = pid, tid
+        event: Event = {"ph": "X", "name": span.name, "cat": span.process, "pid": pid, "tid": tid}
+        self.events.append(event | {"ts": span.start, "dur": span.duration, "args": args})
+
+    def counter(self, process: str, name: str, time: int, values: Mapping[str, float]) -> None:
+        """Add values of a curve."""
+        pid = self.pid(process)
+        self.events.append({"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": time, "args": dict(values)})
+
+    def flow(self, number: int, flow: Flow) -> None:
+        """Add an arrow, if the spans of all its stops are in the file."""
+        places = [self.place_of.get(id(stop.span)) for stop in flow]
+        times = [stop.time for stop in flow]
+        if len(flow) < 2 or None in places or times != sorted(times):  # clocks of two machines may differ a little
+            return
+        last = len(flow) - 1
+        for at, (stop, place) in enumerate(zip(flow, places, strict=True)):
+            assert place is not None
+            event: Event = {"ph": "s" if at == 0 else "f" if at == last else "t", "id": number, "name": "data"}
+            event |= {"cat": "flow", "pid": place[0], "tid": place[1], "ts": stop.time}
+            self.events.append(event | ({"bp": "e"} if at else {}))
+
+
+def build(run: Path, recorded: Recorded, by_step: Mapping[int, Sequence[Course]], choice: Choice) -> Trace:
+    """Make the events of an attempt."""
+    trace, window = Trace(), _window(recorded, choice.steps)
+    for process in (DRIVER, BUFFER):
+        trace.pid(process)
+    for process in recorded.processes():
+        _add_process(trace, process, [s for s in recorded.spans if s.process == process and _overlaps(s, window)])
+    for process, rank, path in trace_files(run, recorded.attempt, choice.steps):
+        _add_torch_trace(trace, process, rank, read_trace(path, process, recorded))
+    shown = chosen_samples(by_step, choice)
+    _add_samples(trace, shown)
+    for counter in recorded.counters:
+        if window[0] <= counter.time <= window[1]:
+            trace.counter(counter.process, counter.name, counter.time, counter.values)
+    _add_loads(trace, run, recorded, window)
+    _add_in_flight(trace, recorded, window)
+    for number, flow in enumerate(flows(recorded, shown), start=1):
+        trace.flow(number, flow)
+    return trace
+
+
+def write(trace: Iterable[Event], path: Path, wall_ns: int) -> int:
+    """Write the file; returns its bytes. `wall_ns`: the wall clock at time 0."""
+    head = {"displayTimeUnit": "ms", "otherData": {"wall_clock_at_0_ns": str(wall_ns)}}
+    with path.open("wb") as file:
+        file.write(orjson.dumps(head)[:-1] + b',"traceEvents":[\n')
+        for number, event in enumerate(trace):
+            file.write((b",\n" if number else b"") + orjson.dumps(event, default=str))
+        file.write(b"\n]}\n")
+        return file.tell()
+
+
+def chosen_samples(by_step: Mapping[int, Sequence[Course]], choice: Choice) -> dict[int, list[Course]]:
+    """Return step → its longest samples, all that were not finished, and the first ones of new weights."""
+    everyone = [course for courses in by_step.values() for course in courses]
+    first = {id(course) for course in first_users(everyone)} if choice.samples else set()
+    found: dict[int, list[Course]] = {}
+    for step, courses in by_step.items():
+        if choice.steps is not None and step not in choice.steps:
+            continue
+        longest = sorted(courses, key=lambda course: course.start - course.end)
+        rest = longest[choice.samples :]
+        kept = [one for one in rest if one.facts.get("status") in _UNFINISHED or id(one) in first]
+        found[step] = sorted([*longest[: choice.samples], *kept], key=lambda course: course.start)
+    return found
+
+
+def _window(recorded: Recorded, steps: range | None) -> tuple[int, int]:
+    """The time of the chosen steps."""
+    if steps is None:
+        return -(1 << 60), 1 << 60
+    spans = [one for one in recorded.of(DRIVER, "step") if one.facts.get("step") in steps]
+    if not spans:
+        raise ValueError(f"--steps {steps.start}-{steps.stop - 1}: the record of attempt {recorded.attempt} has none")
+    return spans[0].start, spans[-1].end
+
+
+def _overlaps(span: Span, window: tuple[int, int]) -> bool:
+    return span.end >= window[0] and span.start <= window[1]
+
+
+def _add_process(trace: Trace, process: str, spans: Sequence[Span]) -> None:
+    lanes: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        lanes[track_of(span.lane)].append(span)
+    pid = trace.pid(process)
+    for lane in sorted(lanes):
+        for number, placed in enumerate(nested(lanes[lane])):
+            name = (lane or "main") + (f" {number + 1}" if number else "")
+            tid = trace.tid(pid, name)
+            for span in placed:
+                trace.span(span, pid, tid)
+
+
+def _add_torch_trace(trace: Trace, process: str, rank: str, threads: Mapping[str, Sequence[Span]]) -> None:
+    pid = trace.pid(process)
+    for thread, spans in threads.items():
+        for number, placed in enumerate(nested(spans)):
+            tid = trace.tid(pid, " ".join(filter(None, ("torch", rank, thread, str(number + 1) if number else ""))))
+            for span in placed:
+                trace.span(span, pid, tid)
+
+
+def _add_samples(trace: Trace, shown: Mapping[int, Sequence[Course]]) -> None:
+    """Samples on as few tracks as it takes; each with its parts in it."""
+    if not any(shown.values()):
+        return
+    pid = trace.pid(SAMPLES)
+    step_of = {id(course): step for step, courses in shown.items() for course in courses}
+    everyone = [course for courses in shown.values() for course in courses]
+    beside: list[Span] = []  # what a sample does at the same time as something else
+    for number, placed in enumerate(_in_a_row(everyone)):
+        tid = trace.tid(pid, f"samples {number + 1}")
+        for course in placed:
+            name = f"sample {course.facts.get('index', '?')}"
+            if course.facts.get("evaluation"):
+                name = f"evaluation, {name}"
+            facts = {"step": step_of[id(course)]} | course.facts
+            trace.span(Span(SAMPLES, "", name, course.start, course.end, facts), pid, tid)
+            own, *others = nested(course.parts) or [[]]
+            beside += itertools.chain.from_iterable(others)
+            for part in own:
+                for span in detailed(part):
+                    trace.span(span, pid, tid)
+    for number, parts in enumerate(nested(beside)):
+        tid = trace.tid(pid, f"beside {number + 1}")
+        for part in parts:
+            trace.span(part, pid, tid)
+
+
+def _in_a_row(courses: Sequence[Course]) -> list[list[Course]]:
+    """Divide courses over tracks on which they follow each other."""
+    tracks: list[list[Course]] = []
+    for course in sorted(courses, key=lambda one: one.start):
+        free = next((track for track in tracks if track[-1].end <= course.start), None)
+        if free is None:
+            tracks.append([course])
+        else:
+            free.append(course)
+    return tracks
+
+
+def _add_loads(trace: Trace, run: Path, recorded: Recorded, window: tuple[int, int]) -> None:
+    low, high = max(window[0], 0), min(window[1], recorded.end)
+    for process in recorded.processes("engine-actor-"):
+        number = process.removeprefix("engine-actor-")
+        path = run / "logs" / f"engine-{number}.log"
+        if not path.is_file():
+            continue
+        for rank, micros, values in read_load(path, recorded.utc_offset_s[process]):
+            time = micros - recorded.wall_starts_ns[process] // 1000
+            if low <= time <= high:
+                for name, value in values.items():
+                    trace.counter(process, f"{rank} {name}".strip(), time, {name: value})
+
+
+def _add_in_flight(trace: Trace, recorded: Recorded, window: tuple[int, int]) -> None:
+    """Curves of the samples that are at an engine, at a tool, and being scored."""
+    names = {"turn": "at engines", "tool": "at tools", "reward": "being scored"}
+    changes: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
+    for part in itertools.chain.from_iterable(course.parts for course in recorded.courses):
+        if part.name in changes and _overlaps(part, window):
+            changes[part.name] += [(part.start, 1), (part.end, -1)]
+    for name, steps in changes.items():
+        for time, value in running_total(steps):
+            trace.counter(SAMPLES, names[name], time, {"samples": value})
+
+
+def running_total(changes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield (time, total) after all changes of a time."""
+    total = 0
+    for time, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        total += sum(change for _, change in group)
+        yield time, total

@@ -1,0 +1,12 @@
+"""`fusionrl track`: the metrics of a run in W&B, TensorBoard, MLflow, SwanLab or trackio, from metrics.jsonl.
+
+metrics.jsonl is the truth. A tracker is fed from it by a process of its own, so that no fault of a tracker's library or
+network touches the run: afterwards, or live (--follow). What was sent is remembered, so that a repeated command sends
+what is new, and a resumed run goes on as the same run of the tracker.
+
+    lines     the lines of metrics.jsonl that count, from a place on
+    state     what has arrived at which tracker
+    adapters  one class for each tracker, of some twenty lines
+    sending   lines to an open tracker, one after another
+    command   flags
+"""

@@ -1,0 +1,255 @@
+"""One class for each tracker; its package is imported where it is opened.
+
+Each opens a run of the tracker, or goes on with one, and takes lines in order. `run_id` is the run's name there, to go
+on with it later. Metrics keep their names and steps, and their times where the tracker takes one.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fusionrl.observe.track.lines import Line
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run as a tracker opens it.
+
+    folder   the run's folder
+    run_id   see `state.Sent`
+    is_new   there is no run there yet
+    offline  nothing leaves this machine
+    address  of the tracker's server, or of its files; "": the tracker's own choice
+    """
+
+    folder: Path
+    project: str
+    name: str
+    run_id: str
+    is_new: bool
+    config: Mapping[str, object]
+    offline: bool = False
+    address: str = ""
+
+
+class Tracker(Protocol):
+    """An open run of a tracker."""
+
+    run_id: str
+
+    def log(self, line: Line) -> None:
+        """Send a line, or keep it to send it soon."""
+
+    def flush(self) -> bool:
+        """Return whether all lines so far have arrived; False where only `close` can tell."""
+
+    def close(self) -> None:
+        """Wait until everything has arrived."""
+
+
+class Wandb:
+    """Weights & Biases. Steps are a metric of their own: W&B's must grow, and a resumed run does steps again."""
+
+    def __init__(self, target: Target) -> None:
+        import wandb
+
+        settings = wandb.Settings(console="off", base_url=target.address) if target.address else {"console": "off"}
+        self.run_id = target.run_id
+        self._run = wandb.init(
+            project=target.project,
+            name=target.name,
+            id=target.run_id,
+            resume="allow",
+            mode="offline" if target.offline else "online",
+            dir=str(target.folder),
+            config=dict(target.config),
+            settings=settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, line: Line) -> None:
+        self._run.log({**line.values, "step": line.step, "time": line.time_s})
+
+    def flush(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoard:
+    """TensorBoard's event files, in `tensorboard/track` of the run's folder or at the address.
+
+    A new run goes into a folder that has none yet: `track`, `track-2`, …; its number is the run's name.
+    """
+
+    def __init__(self, target: Target) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        base = target.address or str(target.folder / "tensorboard" / "track")
+        number = int(target.run_id[6:]) if re.fullmatch(r"track-\d+", target.run_id) else 1
+        while target.is_new and any(Path(_numbered(base, number)).glob("events.out.tfevents.*")):
+            number += 1
+        self.run_id = f"track-{number}"
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(_numbered(base, number))
+
+    def log(self, line: Line) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in line.values.items()]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=line.time_s, step=line.step, summary=summary))
+
+    def flush(self) -> bool:
+        self._writer.flush()
+        return True
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _numbered(base: str, number: int) -> str:
+    return base if number == 1 else f"{base.rstrip('/')}-{number}"
+
+
+class MLflow:
+    """MLflow, at the address, at MLFLOW_TRACKING_URI, or offline in `mlruns` of the run's folder."""
+
+    def __init__(self, target: Target) -> None:
+        local = target.offline and not target.address
+        if local:
+            # The store of plain files, which needs no database, is on its way out of MLflow; this variable keeps it.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        self._client = MlflowClient((target.folder / "mlruns").resolve().as_uri() if local else target.address or None)
+        self.run_id = target.run_id
+        if target.is_new:
+            found = self._client.get_experiment_by_name(target.project)
+            number = found.experiment_id if found is not None else self._client.create_experiment(target.project)
+            self.run_id = self._client.create_run(number, run_name=target.name).info.run_id
+            params = [Param(name, str(value)[:500]) for name, value in target.config.items()]
+            for start in range(0, len(params), 100):
+                self._client.log_batch(self.run_id, params=params[start : start + 100])
+
+    def log(self, line: Line) -> None:
+        values = {mlflow_name(name): value for name, value in line.values.items()}
+        metrics = [self._metric(name, value, round(line.time_s * 1000), line.step) for name, value in values.items()]
+        for start in range(0, len(metrics), 1000):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._client.set_terminated(self.run_id)
+
+
+def mlflow_name(name: str) -> str:
+    """Return a metric's name as MLflow takes it: without @ (`pass_at_4`) and other signs, and a plain path."""
+    plain = re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"))
+    return posixpath.normpath(plain).lstrip("./")[:250].rstrip("./") or "_"
+
+
+class SwanLab:
+    """SwanLab; offline in `swanlog` of the run's folder, where each command makes a run of its own."""
+
+    def __init__(self, target: Target) -> None:
+        import swanlab
+
+        self.run_id = target.run_id
+        more = {} if target.offline else {"id": target.run_id, "resume": "allow"}
+        self._run = swanlab.init(
+            project=target.project,
+            name=target.name,
+            mode="offline" if target.offline else "online",
+            log_dir=target.address or str(target.folder / "swanlog"),
+            config=dict(target.config),
+            **more,
+        )
+        self._swanlab = swanlab
+
+    def log(self, line: Line) -> None:
+        self._swanlab.log(line.values, step=line.step)
+
+    def flush(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+class Trackio:
+    """trackio: a database on this machine (TRACKIO_DIR; offline `trackio` of the run's folder), or a Space."""
+
+    def __init__(self, target: Target) -> None:
+        if target.offline:
+            os.environ.setdefault("TRACKIO_DIR", str((target.folder / "trackio").resolve()))
+        import trackio
+
+        self._trackio = trackio
+        self.run_id = target.run_id
+        trackio.init(
+            project=target.project,
+            name=f"{target.name}-{target.run_id}",  # by which it goes on with a run
+            space_id=target.address or None,
+            config=dict(target.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, line: Line) -> None:
+        self._trackio.log(line.values, step=line.step)
+
+    def flush(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+ADAPTERS: dict[str, Callable[[Target], Tracker]] = {
+    "wandb": Wandb,
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
+    "trackio": Trackio,
+}
+
+
+def open_tracker(kind: str, target: Target, adapters: Mapping[str, Callable[[Target], Tracker]]) -> Tracker:
+    """Open a run of a tracker, by its name in a table such as `ADAPTERS`.
+
+    Raises:
+        ValueError: its package is missing, or it refuses the run.
+    """
+    try:
+        return adapters[kind](target)
+    except ImportError as error:
+        raise ValueError(f"--to {kind}: its package cannot be imported ({error}): pip install {kind}") from error
+    except ValueError:
+        raise
+    except Exception as error:  # each tracker has errors of its own: no key, no server, no such project
+        raise ValueError(f"--to {kind} cannot be opened: {type(error).__name__}: {error}") from error
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, object]:
+    """A run's flags by name, without their groups and without those that are not set."""
+    flags: dict[str, object] = {}
+    for group, value in config.items():
+        for name, one in value.items() if isinstance(value, dict) else ((group, value),):
+            if one is not None:
+                flags[str(name)] = one
+    return flags

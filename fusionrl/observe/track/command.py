@@ -1,0 +1,99 @@
+"""`fusionrl track`: flags, and the sending of what is new."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from fusionrl.base.environment import hide_passwords
+from fusionrl.observe.metrics import METRICS_FILE
+from fusionrl.observe.run_dir import is_running, last_config
+from fusionrl.observe.show import EXIT_USER, find_run
+from fusionrl.observe.track.adapters import ADAPTERS, Target, flat_config, open_tracker
+from fusionrl.observe.track.lines import read_lines
+from fusionrl.observe.track.prometheus import Prometheus
+from fusionrl.observe.track.sending import Sending, TrackerError, say_who_holds, until_stopped
+from fusionrl.observe.track.state import Memory, Sent, new_sent
+
+TRACKERS = ADAPTERS | {"prometheus": Prometheus}
+LIVE = frozenset({"prometheus"})  # they hold the newest values alone
+_ADDRESS_SENDS = frozenset({"mlflow", "trackio"})  # their --address is a place elsewhere, also with --offline
+EXIT_FAILED = 1
+
+_HELP = """Send the metrics of a run to an experiment tracker: afterwards, or with --follow while it goes on. What was
+sent is remembered in the run's folder (trackers.json): the command sends what is new, also of a resumed run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """`fusionrl track [RUN] --to TRACKER …`; returns the exit code, 2 for a user's mistake, 1 if the tracker fails."""
+    options = _parser().parse_args(argv)
+    try:
+        run = find_run(options.run)
+        if options.to in LIVE and not options.follow:
+            raise ValueError(f"--to {options.to} shows a run that goes on: give --follow")
+        if not (run / METRICS_FILE).is_file() and not (options.follow and is_running(run)):
+            raise ValueError(f"{run} has no {METRICS_FILE}: no step is finished yet, or it is no run's folder")
+        if options.offline and options.address and options.to in _ADDRESS_SENDS:
+            raise ValueError(
+                f"--offline with --address: --to {options.to} sends to an address; leave one of the two out"
+            )
+        count = _send(run, options)
+    except (TrackerError, ValueError) as error:
+        # A tracker's own words may hold its address.
+        print(f"error: {hide_passwords(str(error))}", file=sys.stderr)
+        return EXIT_FAILED if isinstance(error, TrackerError) else EXIT_USER
+    print(f"{run}: {count:,} lines sent to {options.to}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fusionrl track", description=_HELP)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder; default: the newest one under runs/")
+    parser.add_argument(
+        "--to", choices=list(TRACKERS), required=True, help="the tracker; its package must be installed"
+    )
+    parser.add_argument("--project", default="fusionrl", help="project (MLflow: experiment); default: fusionrl")
+    parser.add_argument("--name", help="name of the run there; default: that of its folder")
+    parser.add_argument("--offline", action="store_true", help="write the tracker's files into the run's folder only")
+    parser.add_argument(
+        "--address",
+        default="",
+        help="of the server (wandb, mlflow), the folder (tensorboard, swanlab), the Space (trackio), or HOST:PORT"
+        " (prometheus)",
+    )
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--again", action="store_true", help="send everything, as a new run there")
+    return parser
+
+
+def _send(run: Path, options: argparse.Namespace) -> int:
+    """Send what is new; return the number of lines."""
+    if options.to in LIVE:
+        return _send_from(run, options, new_sent(), None)
+    key = f"{options.to} {options.project}" + (" offline" if options.offline else "") + f" {options.address}".rstrip()
+    with closing(Memory(run, key)) as memory:
+        sent = new_sent() if options.again else memory.read()
+        return _send_from(run, options, sent, memory)
+
+
+def _send_from(run: Path, options: argparse.Namespace, sent: Sent, memory: Memory | None) -> int:
+    if not options.follow and not any(True for _ in read_lines(run, sent.bytes)):
+        return 0  # a run of the tracker is not opened for nothing
+    target = Target(
+        folder=run,
+        project=options.project,
+        name=options.name or run.resolve().name,
+        run_id=sent.run_id,
+        is_new=sent.is_new,
+        config=flat_config(last_config(run) or {}),
+        offline=options.offline,
+        address=options.address,
+    )
+    if options.follow:
+        say_who_holds(run)
+    with until_stopped():
+        tracker = open_tracker(options.to, target, TRACKERS)
+        return Sending(run, options.to, tracker, sent, memory).send(options.follow)

@@ -1,0 +1,67 @@
+"""The lines of metrics.jsonl as a tracker gets them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from fusionrl.observe.metrics import METRICS_FILE, RESERVED_KEYS
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line.
+
+    step     of the run
+    time_s   since 1970
+    values   its finite numbers, by name
+    attempt  of the run that wrote it
+    end      where the next line begins in the file, in bytes
+    """
+
+    step: int
+    time_s: float
+    values: dict[str, float]
+    attempt: int
+    end: int
+
+
+def read_lines(run: Path, start: int = 0) -> Iterator[Line]:
+    """The lines from byte `start` on. A line that is not whole (yet), or that a kill tore, is passed over.
+
+    Of several attempts that logged a step, only the last one counts, as far as the lines are there by now. So an
+    evaluation or a step that was done again after a resume comes once, unless it was sent before the resume.
+    """
+    path = run / METRICS_FILE
+    if not path.is_file():
+        return
+    found = list(_parsed(path, start))
+    newest: dict[int, int] = {}
+    for line in found:
+        newest[line.step] = max(newest.get(line.step, 0), line.attempt)
+    yield from (line for line in found if line.attempt == newest[line.step])
+
+
+def _parsed(path: Path, start: int) -> Iterator[Line]:
+    with path.open("rb") as file:
+        file.seek(start)
+        end = start
+        for text in file:
+            end += len(text)
+            if not text.endswith(b"\n"):
+                return  # it is being written; the next look finds it whole
+            try:
+                row = orjson.loads(text)
+                step, attempt, time_s = int(row["step"]), int(row["attempt"]), float(row["time"])
+            except (ValueError, LookupError, TypeError):
+                continue
+            yield Line(step, time_s, _numbers(row), attempt, end)
+
+
+def _numbers(row: dict[str, object]) -> dict[str, float]:
+    numbers = {name: value for name, value in row.items() if isinstance(value, bool | int | float)}
+    return {name: float(value) for name, value in numbers.items() if name not in RESERVED_KEYS and math.isfinite(value)}

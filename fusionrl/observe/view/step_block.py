@@ -1,0 +1,202 @@
+"""The samples of a rollout file, packed for the page: numbers of all, texts and tokens of as many as there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from fusionrl.observe.show import Entry, Samples, is_equal
+from fusionrl.observe.view.packing import Number, Packer, column, short, short_all, to_json
+
+MOST_TOKENS = 400_000  # of one sample; what comes after them is cut
+_MOST_CHARS = 2_000_000  # of a text of one sample
+_MOST_JSON = 50_000  # bytes of metadata or messages
+_MOST_MISSES = 8  # samples that have no room; what comes after them is not even read
+
+PromptNumber = Callable[[object, int], int]  # (prompt, line of its group's first sample) → number of the prompt
+
+
+@dataclass(frozen=True)
+class StepBlock:
+    """A packed file.
+
+    text         in base64; None where there was no room even for the numbers
+    num_samples  of the file
+    num_kept     of these, those with texts and tokens
+    facts        what the table of steps shows of them
+    token_ids    of the kept samples
+    """
+
+    text: str | None
+    num_samples: int
+    num_kept: int
+    facts: dict[str, object]
+    token_ids: set[int]
+
+
+def build_block(samples: Samples, room: int, prompt_number: PromptNumber) -> StepBlock:
+    """Pack the samples of a file into at most `room` bytes.
+
+    Groups come in the order of `by_interest`, so that what is left out is what is least likely to be looked at.
+    """
+    entries = samples.entries
+    statuses = sorted({entry.status for entry in entries})
+    packer = Packer()
+    packer.add(b'{"samples":' + to_json(_columns(samples, statuses)) + b',"statuses":' + to_json(statuses))
+    packer.add(b',"unreadable":%d,"rows":{' % samples.num_unreadable)
+    facts = facts_of(samples)
+    if packer.size() > room:
+        return StepBlock(None, len(entries), 0, facts, set())
+    kept, misses, token_ids = 0, 0, set[int]()
+    for group in by_interest(samples):
+        for entry in group if misses < _MOST_MISSES else ():
+            row = page_row(samples.file.row_at(entry.offset), samples.trained_row(entry), entry.length)
+            row["prompt_number"] = prompt_number(row["prompt"], group[0].line)
+            text = to_json(row)
+            left = room - packer.size() - 64
+            if _most_packed(text, left) > left:
+                misses += 1
+                continue
+            packer.add((b"," if kept else b"") + b'"%d":' % entry.line + text)
+            kept += 1
+            token_ids.update(_token_ids(row.get("tokens")), _token_ids(row.get("prompt_tokens")))
+    packer.add(b"}}")
+    return StepBlock(packer.text(), len(entries), kept, facts, token_ids)
+
+
+def _most_packed(text: bytes, left: int) -> int:
+    """Return the bytes that `text` takes at most; it is packed on its own only where it could be too much."""
+    if len(text) * 4 // 3 <= left:
+        return len(text) * 4 // 3
+    packer = Packer()
+    packer.add(text)
+    return packer.size()
+
+
+def _token_ids(tokens: object) -> list[int]:
+    """A list of token ids; [] for anything else."""
+    return tokens if isinstance(tokens, list) and set(map(type, tokens)) <= {int} else []
+
+
+def facts_of(samples: Samples) -> dict[str, object]:
+    """Numbers of a file as a whole, for the table of steps."""
+    entries, trained = samples.entries, samples.trained
+    rewards = [entry.reward for entry in entries if entry.reward is not None]
+    mismatches = [value for row in trained.values() if (value := short(row.get("mismatch"))) is not None]
+    return {
+        "groups": len(samples.groups),
+        "equal": sum(is_equal(group) for group in samples.groups.values()),
+        "reward": short(sum(rewards) / len(rewards)) if rewards else None,
+        "length": short(sum(entry.length for entry in entries) / len(entries)) if entries else None,
+        "truncated": sum(entry.status == "truncated" for entry in entries),
+        "failed": sum(entry.status in ("failed", "aborted") for entry in entries),
+        "mismatch": max(mismatches, default=None),
+    }
+
+
+def by_interest(samples: Samples) -> Iterator[list[Entry]]:
+    """Groups, the most telling first: in turn one by worst mismatch, by lowest and highest reward, one that was cut
+    off, the next in the file's order."""
+    groups = list(samples.groups.values())
+    places = {id(group): place for place, group in enumerate(groups)}
+
+    def mismatch(group: list[Entry]) -> float:
+        values = (short(samples.trained.get(entry.line, {}).get("mismatch")) for entry in group)
+        return max((value for value in values if value is not None), default=0.0)
+
+    def reward(group: list[Entry]) -> float:
+        values = [entry.reward for entry in group if entry.reward is not None]
+        return sum(values) / len(values) if values else 0.0
+
+    orders = (
+        sorted((g for g in groups if mismatch(g)), key=mismatch, reverse=True),
+        sorted(groups, key=reward),
+        sorted(groups, key=reward, reverse=True),
+        [group for group in groups if any(entry.status != "completed" for entry in group)],
+        groups,
+    )
+    seen: set[int] = set()
+    for turn in zip_longest(*orders):
+        for group in turn:
+            if group is not None and places[id(group)] not in seen:
+                seen.add(places[id(group)])
+                yield group
+
+
+def _columns(samples: Samples, statuses: Sequence[str]) -> dict[str, object]:
+    """The numbers of all samples, by name in the file's order."""
+    entries = samples.entries
+    groups = {key: number for number, key in enumerate(samples.groups)}
+    codes = {status: code for code, status in enumerate(statuses)}
+    found: dict[str, list[Number]] = {
+        "line": [entry.line for entry in entries],
+        "index": [entry.index for entry in entries],
+        "group": [groups[entry.group] for entry in entries],
+        "reward": [short(entry.reward) for entry in entries],
+        "length": [entry.length for entry in entries],
+        "status": [codes[entry.status] for entry in entries],
+    }
+    for name in ("trained_reward", "advantage", "mismatch", "num_trained"):
+        values = [short(samples.trained.get(entry.line, {}).get(name)) for entry in entries]
+        if any(value is not None for value in values):
+            found[name] = values
+    return {**found, "group_names": [str(key)[:100] for key in samples.groups]}
+
+
+def page_row(row: dict[str, object], trained: dict[str, object], length: int) -> dict[str, object]:
+    """Return a sample as the page, and the terminal, show it.
+
+    Columns over the response tokens are lists, or one value that all tokens have; without values they are left out:
+    tokens, mask, version, engine (log-prob), gap (log-prob of the trainer less that of the engine), entropy, advantage.
+    """
+    tokens = _token_ids(row.get("tokens"))
+    found: dict[str, object] = {
+        "prompt": _cut(row.get("prompt")),
+        "response": _cut(row.get("response")),
+        "label": _cut(row.get("label")),
+        "num_tokens": length,
+        "is_removed": bool(row.get("remove_sample")),
+    }
+    for name in ("messages", "metadata", "reward"):
+        if isinstance(value := row.get(name), dict | list) and value:
+            found[name] = value if len(to_json(value)) <= _MOST_JSON else "(too large for this page)"
+    if 0 < length <= len(tokens):
+        found["prompt_tokens"] = tokens[: len(tokens) - length][-MOST_TOKENS:]
+        found["tokens"] = tokens[len(tokens) - length :][:MOST_TOKENS]
+    engine, trainer = (_numbers(one, length) for one in (row.get("rollout_log_probs"), trained.get("log_probs")))
+    columns = {
+        "mask": _numbers(row.get("loss_mask"), length),
+        "version": _numbers(row.get("weight_versions"), length),
+        "engine": engine,
+        "gap": _difference(trainer, engine) if trainer and engine else None,
+        "entropy": _numbers(trained.get("entropy"), length),
+        "advantage": _numbers(trained.get("advantages"), length),
+    }
+    for name, values in columns.items():
+        if values is not None and any(value is not None for value in values):
+            found[name] = column(short_all(values[:MOST_TOKENS]))
+    return found
+
+
+def _difference(trainer: list[Number], engine: list[Number]) -> list[Number]:
+    # The files' decimals are exact as float32: differences of a few units of the last place would else be wrong.
+    gaps = np.array(trainer, dtype=np.float32) - np.array(engine, dtype=np.float32)
+    return short_all(gaps.tolist(), 3)
+
+
+def _numbers(values: object, length: int) -> list[Number] | None:
+    """A column over `length` tokens; None for anything else."""
+    if not isinstance(values, list) or len(values) != length or not length:
+        return None
+    if set(map(type, values)) <= {int, float, type(None)}:
+        return values
+    return [value if isinstance(value, int | float) else None for value in values]
+
+
+def _cut(value: object) -> object:
+    if isinstance(value, str) and len(value) > _MOST_CHARS:
+        return value[:_MOST_CHARS] + f" [… {len(value) - _MOST_CHARS:,} characters cut …]"
+    return value if isinstance(value, str) or len(to_json(value)) <= _MOST_JSON else "(too large for this page)"

@@ -1,0 +1,258 @@
+"""Bars: what stands in one memory at one moment; phases that alternate have one each.
+
+Those of a GPU, of a node of GPUs, and of a node of CPUs, whose processes share its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from fusionrl.config.config import Config
+from fusionrl.models.shape import ModelShape
+from fusionrl.plan.devices import GIB
+from fusionrl.plan.memory.engine import EngineMemory
+from fusionrl.plan.memory.pinned import pinned_bytes
+from fusionrl.plan.memory.scorers import ScorerMemory, node_bytes
+from fusionrl.plan.memory.trainer import StageMemory
+
+if TYPE_CHECKING:
+    from fusionrl.plan.plan import Plan
+
+# Of a process on a GPU: CUDA's context, kernels and NCCL's buffers; what the allocator cannot use, of the rest.
+CONTEXT_BYTES, FRAGMENTATION = 1.5 * GIB, 0.04
+# glibc keeps more of what was freed (docs/memory.md).
+CPU_FRAGMENTATION = 0.10
+# Resident memory of a process with nothing in it, measured on a CPU (docs/memory.md).
+TRAINER_PROCESS, ENGINE_PROCESS, OTHER_PROCESSES = 0.8 * GIB, 2.0 * GIB, 2.0 * GIB
+# On GPU nodes, where CUDA's libraries are loaded; assumed.
+GPU_PROCESS = 4.0 * GIB
+# Of a rollout in the Buffer: tokens, masks and log-probs as Python numbers.
+BYTES_A_SAMPLED_TOKEN = 150
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The contents of one memory at one moment: (part, bytes). `fills`: an engine, which takes what is there."""
+
+    name: str
+    parts: tuple[tuple[str, float], ...]
+    fills: bool = False
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.parts)
+
+    def describe(self) -> str:
+        """Its total and its parts, those of at least 1 % of it."""
+        large = [(part, size) for part, size in self.parts if size >= max(self.total / 100, 1)]
+        shown = [f"{part} {gib(size)}" for part, size in large]
+        rest = self.total - sum(size for _, size in large)
+        if rest >= 0.005 * 2**30:  # what would show as 0.00 is left out
+            shown.append(f"other {gib(rest)}")
+        return f"{gib(self.total)} GiB = {' + '.join(shown)}"
+
+
+def gib(size: float) -> str:
+    """In GiB, with two digits after the point, or more where these would be 0."""
+    value = size / GIB
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.01 or not value else f"{value:.4f}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of trainers: its stages, and how many further sets of weights each rank keeps in host memory."""
+
+    name: str
+    stages: tuple[StageMemory, ...]
+    bundles: tuple[int, ...]
+    num_sets: int
+
+    def stage_of(self, rank: int) -> StageMemory:
+        return self.stages[rank * len(self.stages) // len(self.bundles)]
+
+    def most(self, what: Literal["training", "scoring"]) -> StageMemory:
+        if what == "training":
+            return max(self.stages, key=lambda stage: stage.training)
+        return max(self.stages, key=lambda stage: stage.states.on_device + stage.states.weights + stage.scoring)
+
+
+def longest_sample(config: Config, shape: ModelShape) -> int:
+    """Tokens of the longest sample that the flags allow."""
+    rollout, data = config.rollout, config.data
+    cap = config.train.max_tokens_per_gpu * config.model.context_parallel_size
+    if rollout.rollout_max_context_len is not None:
+        return min(rollout.rollout_max_context_len, shape.max_position_embeddings)
+    if config.run.mode == "sft" or rollout.rollout_max_response_len is None:
+        return min(cap, shape.max_position_embeddings)
+    asked = (data.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
+    return min(asked, shape.max_position_embeddings)
+
+
+def _states(stage: StageMemory) -> tuple[tuple[str, float], ...]:
+    states = stage.states
+    return (("weights", states.weights), ("gradients", states.gradients), ("optimizer", states.optimizer))
+
+
+def _training(stage: StageMemory) -> tuple[tuple[str, float], ...]:
+    flying = f" ({stage.in_flight:g} micro-batches in flight)" if stage.in_flight > 1 else ""
+    return (
+        *_states(stage),
+        (f"activations{flying}", stage.activations),
+        (f"{stage.transient_of} for a moment", stage.transient),
+    )
+
+
+def gpu_bars(
+    plan: Plan,
+    config: Config,
+    groups: list[Group],
+    engine: EngineMemory | None,
+    push: float,
+    kept: list[tuple[str, float]],
+    scorers: Sequence[ScorerMemory],
+) -> tuple[Bar, ...]:
+    """Bars of GPUs. `kept`: of trainers beside engines that generate."""
+    cluster, bars = config.cluster, []
+    offloads = plan.trainers_give_memory
+    shares_engine = plan.is_colocated and engine is not None
+    # Where the engines keep their memory, it stands beside the trainers'.
+    resident: list[tuple[str, float]] = []
+    if shares_engine and engine is not None and not cluster.offload_rollout:
+        resident.append(("engine", engine.total))
+    contexts = ("contexts" if shares_engine else "context", CONTEXT_BYTES * (2 if shares_engine else 1))
+    for group in groups:
+        others = [other for other in groups if other is not group and set(other.bundles) & set(group.bundles)]
+        beside = [*resident, contexts]
+        if cluster.offload_train == "never":
+            beside += [(other.name, other.most("training").states.on_device) for other in others]
+        stage = group.most("training")
+        bars.append(_with_margin(f"{group.name}, stage {stage.stage}, backward", _training(stage), beside))
+        stage = group.most("scoring")
+        lent = ("weights of another set", stage.states.weights if group.num_sets else 0)
+        parts = (*_states(stage), lent, ("forward", stage.scoring))
+        bars.append(_with_margin(f"{group.name}, stage {stage.stage}, log-probs", parts, beside))
+    if groups and plan.transport:
+        stage = groups[0].most("scoring")
+        held = (("weights", float(stage.states.weights)),) if offloads and plan.is_colocated else _states(stage)
+        engine_part = [("engine weights", engine.weights)] if shares_engine and engine is not None else []
+        bars.append(_with_margin(f"stage {stage.stage}, push", (*held, ("push", push)), [*engine_part, contexts]))
+    if engine is not None:
+        # Beside its fraction an engine keeps a reserve for activations and graphs; it is given out, not measured.
+        parts = (("weights", engine.weights), ("KV cache", engine.pool))
+        bars.append(Bar("generation", (*parts, *kept, contexts), fills=True))
+    for scorer in scorers:
+        if scorer.engine is not None:
+            parts = (("weights", scorer.engine.weights), ("KV cache", scorer.engine.pool))
+            bars.append(Bar(scorer.name, (*parts, ("context", CONTEXT_BYTES)), fills=True))
+    return tuple(bars)
+
+
+def _with_margin(name: str, parts: tuple[tuple[str, float], ...], beside: list[tuple[str, float]]) -> Bar:
+    margin = FRAGMENTATION * sum(size for _, size in parts)
+    return Bar(name, (*parts, ("fragments", margin), *beside))
+
+
+def _nodes(plan: Plan, config: Config) -> int:
+    """Devices of a node of CPUs; on one machine all of them are its own."""
+    if config.cluster.ray_address is None:
+        return max(plan.num_bundles, 1)
+    return config.cluster.num_gpus_per_node
+
+
+def _on_node(bundles: Sequence[int], node: int, per_node: int) -> list[int]:
+    """Places in `bundles` of those on the node."""
+    return [place for place, bundle in enumerate(bundles) if bundle // per_node == node]
+
+
+def cpu_bars(
+    plan: Plan,
+    config: Config,
+    groups: list[Group],
+    engine: EngineMemory | None,
+    push: float,
+    scorers: Sequence[ScorerMemory],
+) -> tuple[Bar, ...]:
+    """Bars of the node that needs most, where all processes share its memory. Nothing is given back between phases but
+    what --offload-train writes to files."""
+    per_node, found = _nodes(plan, config), []
+    away = config.cluster.offload_train == "always" and bool(plan.num_engines)
+    for node in range(-(-plan.num_bundles // per_node)):
+        ranks = [
+            (group, group.stage_of(place)) for group in groups for place in _on_node(group.bundles, node, per_node)
+        ]
+        num_engines = [bool(_on_node(bundles, node, per_node)) for bundles in plan.all_engine_bundles].count(True)
+        devices = [bundle for bundles in plan.all_engine_bundles for bundle in bundles if bundle // per_node == node]
+        read_weights, read_caches, num_read = node_bytes(scorers, node, per_node)
+        processes = TRAINER_PROCESS * len(ranks) + ENGINE_PROCESS * (len(devices) + num_read) + OTHER_PROCESSES
+        served = [
+            ("engines' weights", engine.weights * len(devices) if engine else 0.0),
+            ("KV caches", (engine.pool * len(devices) if engine else 0.0) + read_caches),
+            ("reward model's and teacher's weights", read_weights),
+        ]
+        sets = [("reference weights", float(sum(g.num_sets * s.states.weights for g, s in ranks)))]
+        fixed = [*served, *sets, ("processes", processes)]
+        training = _sum([_training_plain(stage) for _, stage in ranks])
+        training = (*training, ("fragments", CPU_FRAGMENTATION * sum(size for _, size in training)))
+        states = _sum([_states(stage) for _, stage in ranks])
+        where = f"node {node}, " if plan.num_bundles > per_node else ""
+        if ranks:
+            found.append(Bar(f"{where}training", (*training, *fixed)))
+        if plan.transport and ranks:
+            found.append(Bar(f"{where}weight push", (*states, ("push", push), *fixed)))
+        if num_engines:
+            rollout = ("rollout", _rollout_bytes(plan, config))
+            found.append(Bar(f"{where}generation", (*(() if away else states), rollout, *fixed)))
+    names = dict.fromkeys(bar.name.split(", ")[-1] for bar in found)
+    return tuple(max((bar for bar in found if bar.name.endswith(name)), key=lambda bar: bar.total) for name in names)
+
+
+def _training_plain(stage: StageMemory) -> tuple[tuple[str, float], ...]:
+    return (*_states(stage), ("activations", stage.activations), ("backward for a moment", stage.transient))
+
+
+def _sum(rows: list[tuple[tuple[str, float], ...]]) -> tuple[tuple[str, float], ...]:
+    total: dict[str, float] = {}
+    for row in rows:
+        for name, size in row:
+            total[name] = total.get(name, 0.0) + size
+    return tuple(total.items())
+
+
+def _rollout_bytes(plan: Plan, config: Config) -> float:
+    """One rollout in the Buffer."""
+    size, count = config.rollout.rollout_batch_size or 0, config.rollout.n_samples_per_prompt
+    return float(size * count * longest_sample(config, plan.shape) * BYTES_A_SAMPLED_TOKEN)
+
+
+def gpu_host_bars(plan: Plan, config: Config, groups: list[Group], scorers: Sequence[ScorerMemory]) -> tuple[Bar, ...]:
+    """The host memory of the GPU node that needs most."""
+    per_node, offloads = config.cluster.num_gpus_per_node, plan.trainers_give_memory
+    saves = config.checkpoint.async_save and not config.checkpoint.no_save
+    bars = []
+    for node in range(-(-plan.num_bundles // per_node)):
+        ranks = [
+            (group, group.stage_of(place)) for group in groups for place in _on_node(group.bundles, node, per_node)
+        ]
+        served = [b for bundles in plan.all_engine_bundles for b in bundles if b // per_node == node]
+        num_read = node_bytes(scorers, node, per_node)[2]
+        parts = (
+            ("reference weights", float(sum(g.num_sets * pinned_bytes(s.states.weights) for g, s in ranks))),
+            ("optimizer", float(sum(s.states.host_optimizer for _, s in ranks))),
+            ("offloaded trainers", float(sum(_offloaded(s) for _, s in ranks)) if offloads else 0.0),
+            ("a checkpoint's copy", float(sum(_saved(s) for _, s in ranks)) if saves else 0.0),
+            ("rollout", _rollout_bytes(plan, config) if node == 0 else 0.0),
+            ("processes", GPU_PROCESS * (len(ranks) + len(served) + num_read) + OTHER_PROCESSES),
+        )
+        bars.append(Bar("host memory", parts))
+    return (max(bars, key=lambda bar: bar.total),) if bars else ()
+
+
+def _offloaded(stage: StageMemory) -> int:
+    """Bytes of host memory; the gradients are given away without a copy."""
+    return pinned_bytes(stage.states.weights) + pinned_bytes(stage.states.optimizer)
+
+
+def _saved(stage: StageMemory) -> int:
+    return stage.states.weights + stage.states.optimizer + stage.states.host_optimizer

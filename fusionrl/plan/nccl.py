@@ -1,0 +1,30 @@
+"""NCCL's settings that the ranks of one group must share: trainers and engines, where weights are broadcast.
+
+An SGLang server that finds `NCCL_CUMEM_ENABLE` and `NCCL_NVLS_ENABLE` unset turns both off; NCCL by itself turns them
+on where the machine can. Ranks of one group that differ do not find a way to each other: the push fails, or it hangs.
+So both sides get both variables, with the same values.
+
+Without cuMem NCCL's buffers stay where they are when a group is suspended. That costs nothing here: trainers that share
+their device with engines push by IPC, are in no group with them, and keep NCCL's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
+
+
+def shared_settings(server_args: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return both variables as SGLang would leave them: a flag of the engines wins, then the user's value, then "0".
+
+    Args:
+        server_args: the engines' fields of SGLang's ServerArgs.
+        environ: the environment of the command.
+    """
+    symmetric = bool(server_args.get("enable_symm_mem"))
+    multicast = symmetric or bool(server_args.get("enable_nccl_nvls"))
+    return {
+        CUMEM: "1" if symmetric else environ.get(CUMEM, "0"),
+        NVLS: "1" if multicast else environ.get(NVLS, "0"),
+    }

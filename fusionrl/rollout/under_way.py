@@ -1,0 +1,71 @@
+"""Samples of this process that are under way: which ones are generated, which ones are scored, and since when.
+
+For a person who looks at a run that stands still. Pure but for the clock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fusionrl.data.sample import Sample
+
+GENERATED, SCORED = "generated", "scored"
+
+
+class UnderWay:
+    """Counts samples. Thread-safe: a stream and an evaluation may be at work at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._now: dict[object, tuple[str, int | None, float]] = {}
+        self._num_scored = 0
+        self._num_tokens = 0
+
+    @contextmanager
+    def being(self, stage: str, sample: Sample) -> Iterator[None]:
+        """Note within the block that the sample is generated, or scored."""
+        key = object()
+        with self._lock:
+            self._now[key] = (stage, sample.index, self._clock())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._now[key]
+
+    def scored(self, sample: Sample) -> None:
+        """Note that the sample is finished."""
+        with self._lock:
+            self._num_scored += 1
+            self._num_tokens += sample.response_length
+
+    def told(self) -> str:
+        """Return it in words; "" where nothing is under way."""
+        with self._lock:
+            now, num_scored, num_tokens = list(self._now.values()), self._num_scored, self._num_tokens
+        texts = [text for stage in (GENERATED, SCORED) if (text := self._of_stage(stage, now))]
+        if not texts:
+            return ""
+        return f"{', '.join(texts)}; {num_scored} are finished since the start, with {num_tokens} tokens"
+
+    def _of_stage(self, stage: str, now: list[tuple[str, int | None, float]]) -> str:
+        ours = [(since, index) for kind, index, since in now if kind == stage]
+        if not ours:
+            return ""
+        since, index = min(ours, key=lambda one: one[0])
+        are = "are" if len(ours) > 1 else "is"
+        plural = "s" * (len(ours) > 1)
+        oldest = f"sample {index}" if index is not None else "one"
+        return f"{len(ours)} sample{plural} {are} being {stage} ({oldest} for {self._clock() - since:.0f} s)"
+
+
+_under_way = UnderWay()
+
+
+def under_way() -> UnderWay:
+    """Return the samples of this process."""
+    return _under_way

@@ -1,0 +1,132 @@
+"""Megatron's own timers, recorded as spans: forward and backward of each micro-batch, sends, gathers, the optimizer.
+
+Megatron calls `config.timers(name, log_level).start()` and `.stop()` around them. On a GPU the calls come when a kernel
+is launched, so each is marked by an event in the GPU's stream as well; `settle` turns these into times where the GPU
+has just been waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from fusionrl.observe.spans import note, recorder
+
+if TYPE_CHECKING:
+    from fusionrl.trainer.model import Trained
+
+_NUMBERED = {"forward-compute": "forward", "backward-compute": "backward"}
+_ALL = "forward-backward"  # begins the micro-batches anew
+_NOTHING_NS = 50_000  # a step that this layout does not have, but for its calls
+LANE = "megatron"
+
+
+class Event(Protocol):
+    """An event of a GPU's stream, as torch.cuda has it."""
+
+    def record(self) -> None:
+        """Mark the present end of the stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has reached it."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return milliseconds from this event to `end`."""
+
+
+class MegatronSpans:
+    """In the place of Megatron's `Timers`."""
+
+    def __init__(self, make_event: Callable[[], Event] | None = None) -> None:
+        """`make_event`: on a GPU, an event that takes times."""
+        self._make_event = make_event
+        self._begun: dict[str, int | Event] = {}
+        self._numbers: dict[str, int] = {}
+        self._marked: list[tuple[str, int, Event, Event]] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        """Return the timer of a name; all levels are recorded."""
+        return _Timer(self, name)
+
+    def start(self, name: str) -> None:
+        """Begin a span."""
+        if recorder() is None:
+            return
+        if name == _ALL:
+            self._numbers.clear()
+        self._begun[name] = self._now()
+
+    def stop(self, name: str) -> None:
+        """End a span."""
+        begun = self._begun.pop(name, None)
+        if begun is None:
+            return
+        number = self._numbers.get(name, 0)
+        self._numbers[name] = number + 1
+        now = self._now()
+        if isinstance(begun, int) and isinstance(now, int):
+            if name in _NUMBERED or name == _ALL or now - begun >= _NOTHING_NS:
+                _note(name, number, begun, now)
+        elif not isinstance(begun, int) and not isinstance(now, int):
+            self._marked.append((name, number, begun, now))
+
+    def settle(self) -> None:
+        """Turn the events so far into spans; on a GPU, waits for it. To be called where it has been waited for."""
+        if self._make_event is None or not self._marked:
+            return
+        end = self._make_event()
+        end.record()
+        end.synchronize()
+        now, marked, self._marked = time.monotonic_ns(), self._marked, []
+        for name, number, begun, ended in marked:
+            _note(name, number, now - int(1e6 * begun.elapsed_time(end)), now - int(1e6 * ended.elapsed_time(end)))
+
+    def _now(self) -> int | Event:
+        if self._make_event is None:
+            return time.monotonic_ns()
+        event = self._make_event()
+        event.record()
+        return event
+
+
+class _Timer:
+    def __init__(self, spans: MegatronSpans, name: str) -> None:
+        self._spans, self._name = spans, name
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin; never with a barrier, which would cost time."""
+        self._spans.start(self._name)
+
+    def stop(self, barrier: bool = False) -> None:
+        """End."""
+        self._spans.stop(self._name)
+
+
+def _note(name: str, number: int, start_ns: int, end_ns: int) -> None:
+    if name in _NUMBERED:
+        note(_NUMBERED[name], start_ns, end_ns, LANE, micro_batch=number)
+    else:
+        note(name, start_ns, end_ns, LANE)
+
+
+def record_megatron(trained: Trained, device: torch.device) -> MegatronSpans:
+    """Let Megatron's timers of a model and its optimizer be recorded."""
+
+    def make_event() -> Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    spans = MegatronSpans(make_event if device.type == "cuda" else None)
+    trained.transformer.timers = spans
+    for inner in trained.optimizer.chained_optimizers:
+        inner.config.timers = spans
+    return spans
+
+
+def settle(trained: Trained) -> None:
+    """See `MegatronSpans.settle`; nothing to do where they are not recorded."""
+    spans = trained.transformer.timers
+    if isinstance(spans, MegatronSpans):
+        spans.settle()

@@ -1,0 +1,337 @@
+"""Attention of a whole batch over a paged KV cache, in a few calls of torch: a decode step, or many short prompts.
+
+A request computes its newest tokens, which follow on those that the cache holds (its prefix). Requests of similar
+lengths make a `Group`: their queries and keys are padded to one length and attended in one call. Memory is bounded: a
+group copies so many bytes of keys at most, and a request with many tokens on a long prefix is cut into pieces.
+
+    plan = plan_attention(table, rows, prefixes=[5, 0], news=[1, 7], dtype=...)      # once a forward pass
+    out = attend(plan, query, keys, values, scale=...)                              # once a layer
+
+Shapes: T new tokens of the batch, one request after the other; N slots of the cache; H heads of queries, K of keys and
+values; D and V their sizes. Pure torch: nothing here knows SGLang.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_CALL_ROWS = 512
+"""Rows of keys that are read in the time that one more call takes."""
+_PADDED_SHARE = 0.125
+"""Share of a group's cost that may be padding, however much that is."""
+_ROW_SCORES = 64
+"""Scores that are computed in the time in which a row is read."""
+_GROUP_BYTES = 64 * 2**20
+"""Keys that a group of several requests copies; the values beside them are as many."""
+_MASK_SCORES = 16 * 2**20
+"""Scores of a mask, and of all masks that are kept from layer to layer (of `_with_one_mask`: once more)."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The keys that the queries of a group see, in small; `mask` is large."""
+
+    positions: Tensor
+    """[count, num_keys] position of each key in its request."""
+    own: Tensor
+    """[count, num_queries] position of each query: it sees no later key."""
+    window: int | None
+    dtype: torch.dtype
+
+    def mask(self) -> Tensor:
+        """[count, 1, num_queries, num_keys] to add to the scores."""
+        positions, own = self.positions[:, None], self.own[:, :, None]
+        is_hidden = positions > own
+        if self.window is not None:
+            is_hidden |= positions < own - self.window
+        return torch.zeros(is_hidden.shape, dtype=self.dtype).masked_fill_(is_hidden, -math.inf)[:, None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that are attended in one call: `count` of them, padded to `num_queries` and `num_keys`."""
+
+    count: int
+    num_queries: int
+    num_keys: int
+    tokens: Tensor | None
+    """[count * num_queries] new token of each query; None: these are all tokens, in order."""
+    slots: Tensor
+    """[count * num_keys] slot of each key. Padding repeats the request's last slot: no stranger's NaN comes in."""
+    grid: tuple[int, int, int] | None
+    """First slot, step from request to request and from key to key, if the slots make such a grid: a view is enough."""
+    mask: Tensor | Seen | None
+    """[count, 1, num_queries or 1, num_keys], added to the scores; or what each layer makes it of, where the masks of a
+    forward pass are too large to be kept; None: every query sees every key, or `is_causal`."""
+    is_causal: bool
+    """Query i sees the keys 0..i and no others."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The calls of one forward pass."""
+
+    groups: tuple[Group, ...]
+    places: Tensor | None
+    """[T] where each token's output is among the groups' outputs, one after the other; None: in order, without gaps."""
+
+
+def plan_attention(
+    table: Tensor,
+    rows: Tensor,
+    prefixes: Sequence[int],
+    news: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    row_bytes: int,
+    window: int | None = None,
+) -> AttentionPlan:
+    """Plan the calls for requests with `prefixes` tokens in the cache and `news` tokens, one or more, to compute.
+
+    Args:
+        table: [any, longest] slot of each token of each request
+        rows: [requests] row of the table
+        dtype: of the queries
+        row_bytes: of a token's keys, or of its values
+        window: a query sees so many tokens before its own; None: all of them
+    """
+    if max(news) > 1:
+        rows, prefixes, news = _cut(rows, prefixes, news, window)
+    before = prefixes if window is None else [min(prefix, window) for prefix in prefixes]
+    parts = divide(before, news, _GROUP_BYTES // row_bytes, window is not None or max(prefixes) > 0)
+    if len(parts) == 1 and window is None and max(news) == 1:
+        return AttentionPlan((_decode_group(table, rows, [prefix + 1 for prefix in prefixes], dtype),), None)
+    starts = torch.tensor([0, *news]).cumsum(0)
+    sizes = (len(part) * max(news[i] for i in part) * max(before[i] + news[i] for i in part) for part in parts)
+    keeps = sum(sizes) <= _MASK_SCORES
+    groups = [_group(table, rows, prefixes, news, part, starts, dtype, window, keeps) for part in parts]
+    if not keeps and window is None:
+        groups = _with_one_mask(groups, [(prefixes[part[0]], news[part[0]]) for part in parts], dtype)
+    if len(groups) == 1 and groups[0].tokens is None:
+        return AttentionPlan(tuple(groups), None)
+    places, filled = torch.empty(int(starts[-1]), dtype=torch.long), 0
+    for part, group in zip(parts, groups, strict=True):
+        offsets = torch.arange(group.num_queries)
+        is_real = offsets < torch.tensor([news[i] for i in part])[:, None]
+        tokens = starts[torch.tensor(part), None] + offsets
+        cells = torch.arange(filled, filled + group.count * group.num_queries).view(group.count, -1)
+        places[tokens[is_real]] = cells[is_real]
+        filled += group.count * group.num_queries
+    return AttentionPlan(tuple(groups), places)
+
+
+def _cut(
+    rows: Tensor, prefixes: Sequence[int], news: Sequence[int], window: int | None
+) -> tuple[Tensor, Sequence[int], Sequence[int]]:
+    """(rows, prefixes, news), with a request whose mask would be too large in pieces.
+
+    The cache holds the new tokens before anyone attends to them, so a piece may be a request whose prefix is the
+    pieces before it.
+    """
+    lengths = []
+    for prefix, new in zip(prefixes, news, strict=True):
+        total = new + (prefix if window is None else min(prefix, window))
+        has_mask = window is not None or prefix > 0
+        lengths.append(max(1, min(new, _MASK_SCORES // total)) if has_mask else new)
+    if all(length == new for length, new in zip(lengths, news, strict=True)):
+        return rows, prefixes, news
+    pieces = [
+        (i, prefixes[i] + max(0, end - length), min(length, end))
+        for i, length in enumerate(lengths)
+        for end in reversed(range(news[i], 0, -length))
+    ]
+    places, prefixes, news = zip(*pieces, strict=True)
+    return rows[torch.tensor(places)], prefixes, news
+
+
+def _with_one_mask(groups: list[Group], sizes: list[tuple[int, int]], dtype: torch.dtype) -> list[Group]:
+    """Groups of which those of one request, with this (prefix, new), have parts of one mask, if it is small enough.
+
+    The mask of a shorter prefix is that of a longer one without its first columns.
+    """
+    alone = [i for i, group in enumerate(groups) if group.count == 1 and isinstance(group.mask, Seen)]
+    if not alone:
+        return groups
+    prefix, new = max(sizes[i][0] for i in alone), max(sizes[i][1] for i in alone)
+    if new * (prefix + new) > _MASK_SCORES:
+        return groups
+    own = torch.arange(prefix, prefix + new)
+    whole = Seen(torch.arange(prefix + new)[None], own[None], None, dtype).mask()
+    groups = groups.copy()
+    for i in alone:
+        skipped = prefix - sizes[i][0]
+        part = whole[:, :, : sizes[i][1], skipped : skipped + sum(sizes[i])]
+        groups[i] = replace(groups[i], mask=part)
+    return groups
+
+
+def divide(
+    prefixes: Sequence[int], news: Sequence[int], max_rows: int | None = None, has_masks: bool = False
+) -> list[list[int]]:
+    """Divide requests, by their places, into groups with little padding; one group keeps their order.
+
+    Args:
+        prefixes: that the new tokens see
+        news: tokens to compute
+        max_rows: of keys in a group of several requests; None: any number
+        has_masks: a group of several requests has no more scores than a mask may have
+    """
+    totals = [prefix + new for prefix, new in zip(prefixes, news, strict=True)]
+    costs = [_cost(new, total) for new, total in zip(news, totals, strict=True)]
+
+    def fits(count: int, most_new: int, most_total: int, real: float) -> bool:
+        rows = count * most_total
+        if count > 1 and max_rows is not None and rows > max_rows:
+            return False
+        if count > 1 and has_masks and rows * most_new > _MASK_SCORES:
+            return False
+        cost = count * _cost(most_new, most_total)
+        return cost - real <= max(_CALL_ROWS, _PADDED_SHARE * cost)
+
+    if fits(len(news), max(news), max(totals), sum(costs)):
+        return [list(range(len(news)))]
+    parts: list[list[int]] = []
+    most_new = most_total = 0
+    real = 0.0
+    for i in sorted(range(len(news)), key=lambda i: (news[i], totals[i]), reverse=True):
+        total = max(most_total, totals[i])
+        if parts and fits(len(parts[-1]) + 1, most_new, total, real + costs[i]):
+            parts[-1].append(i)
+            most_total, real = total, real + costs[i]
+        else:
+            parts.append([i])
+            most_new, most_total, real = news[i], totals[i], costs[i]
+    return parts
+
+
+def _cost(new: int, total: int) -> float:
+    """Time of a request in the time of reading a row."""
+    return new + total + new * total / _ROW_SCORES
+
+
+def _decode_group(table: Tensor, rows: Tensor, totals: list[int], dtype: torch.dtype) -> Group:
+    """All requests, each with one new token: `_group` with fewer operations, for the step that is made most often."""
+    num_keys = max(totals)
+    slots = table[:, :num_keys].index_select(0, rows)
+    mask = None
+    if min(totals) < num_keys:
+        lengths = torch.tensor(totals)[:, None]
+        is_padding = torch.arange(num_keys) >= lengths
+        slots = torch.where(is_padding, slots.gather(1, lengths - 1), slots)
+        mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(is_padding, -math.inf)[:, None, None]
+    return Group(len(totals), 1, num_keys, None, slots.flatten(), _grid(slots), mask, False)
+
+
+def _group(
+    table: Tensor,
+    rows: Tensor,
+    prefixes: Sequence[int],
+    news: Sequence[int],
+    part: list[int],
+    starts: Tensor,
+    dtype: torch.dtype,
+    window: int | None,
+    keeps_mask: bool,
+) -> Group:
+    places = torch.tensor(part)
+    prefix = torch.tensor([prefixes[i] for i in part])
+    new = torch.tensor([news[i] for i in part])
+    last = prefix + new - 1
+    first = torch.zeros_like(prefix) if window is None else (prefix - window).clamp_(min=0)
+    num_queries, num_keys = int(new.max()), int((last - first).max()) + 1
+    positions = first[:, None] + torch.arange(num_keys)  # [count, num_keys]
+    slots = table[rows[places, None], positions.minimum(last[:, None])]
+    offsets = torch.arange(num_queries)
+    is_dense = len(part) == len(news) and part[0] == 0 and int(new.min()) == num_queries
+    tokens = None if is_dense else (starts[places, None] + offsets.minimum(new[:, None] - 1)).flatten()
+    is_causal = window is None and num_queries > 1 and int(prefix.max()) == 0
+    seen = None
+    if not is_causal and (num_queries > 1 or int((last - first).min()) + 1 < num_keys):
+        seen = Seen(positions, (prefix[:, None] + offsets).minimum(last[:, None]), window, dtype)
+    mask = seen.mask() if seen is not None and keeps_mask else seen
+    return Group(len(part), num_queries, num_keys, tokens, slots.flatten(), _grid(slots), mask, is_causal)
+
+
+def _grid(slots: Tensor) -> tuple[int, int, int] | None:
+    """First slot, step between rows and step between columns of `slots`, if these numbers make all of it."""
+    count, num_keys = slots.shape
+    first, last = int(slots[0, 0]), int(slots[-1, -1])
+    step = int(slots[1, 0]) - first if count > 1 else 0
+    key_step = int(slots[0, 1]) - first if num_keys > 1 else 0
+    if step < 0 or key_step < 0 or last != first + step * (count - 1) + key_step * (num_keys - 1):
+        return None
+    expected = first + step * torch.arange(count)[:, None] + key_step * torch.arange(num_keys)
+    return (first, step, key_step) if torch.equal(slots, expected.to(slots.dtype)) else None
+
+
+class Workspace:
+    """Memory into which keys and values are gathered, kept from layer to layer and from step to step.
+
+    What is allocated anew is mapped page by page: on long sequences that takes longer than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what is kept."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def gather(self, name: str, cache: Tensor, slots: Tensor) -> Tensor:
+        """The rows `slots` of `cache` [N, ...], valid until the next call with this name."""
+        rows = cache.view(cache.size(0), -1) if cache.is_contiguous() else cache.flatten(1)
+        buffer = self._buffers.get(name)
+        size = slots.numel() * rows.size(1)
+        if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
+            buffer = self._buffers[name] = cache.new_empty(size + size // 4)  # the next steps are longer
+        out = buffer[:size].view(slots.numel(), rows.size(1))
+        return torch.index_select(rows, 0, slots, out=out).view(slots.numel(), *cache.shape[1:])
+
+
+def attend(
+    plan: AttentionPlan, query: Tensor, keys: Tensor, values: Tensor, workspace: Workspace, *, scale: float
+) -> Tensor:
+    """query [T, H, D] of the new tokens, keys [N, K, D] and values [N, K, V] of all slots → [T, H, V]."""
+    outs = [_attend(group, query, keys, values, workspace, scale) for group in plan.groups]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if plan.places is None else out.index_select(0, plan.places)
+
+
+def _attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, workspace: Workspace, scale: float) -> Tensor:
+    """[count * num_queries, H, V]."""
+    count, num_queries = group.count, group.num_queries
+    if group.tokens is not None:
+        query = query.index_select(0, group.tokens)
+    num_heads, num_groups = query.size(1), keys.size(1)
+    key = _read(group, "keys", keys, workspace).to(query.dtype)  # [count, K, num_keys, D]
+    value = _read(group, "values", values, workspace).to(query.dtype)  # [count, K, num_keys, V]
+    mask = group.mask.mask() if isinstance(group.mask, Seen) else group.mask
+    if num_queries == 1 and query.dtype is torch.float32:
+        # Heads that share keys are queries of one head. (In bf16 torch's kernel is slower so.)
+        query = query.view(count, num_groups, num_heads // num_groups, -1)
+        out = scaled_dot_product_attention(query, key, value, mask, scale=scale)
+        return out.reshape(count, num_heads, -1)
+    query = query.view(count, num_queries, num_heads, -1).transpose(1, 2)
+    out = scaled_dot_product_attention(
+        query, key, value, mask, is_causal=group.is_causal, scale=scale, enable_gqa=num_heads != num_groups
+    )
+    return out.transpose(1, 2).reshape(count * num_queries, num_heads, -1)
+
+
+def _read(group: Group, name: str, cache: Tensor, workspace: Workspace) -> Tensor:
+    """The group's rows of `cache` [N, K, D], as [count, K, num_keys, D]."""
+    if group.grid is not None:
+        first, step, key_step = group.grid
+        row = cache.stride(0)
+        size = (group.count, cache.size(1), group.num_keys, cache.size(2))
+        stride = (step * row, cache.stride(1), key_step * row, cache.stride(2))
+        return cache.as_strided(size, stride, cache.storage_offset() + first * row)
+    rows = workspace.gather(name, cache, group.slots)
+    return rows.view(group.count, group.num_keys, *cache.shape[1:]).transpose(1, 2)

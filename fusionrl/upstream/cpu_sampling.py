@@ -1,0 +1,64 @@
+"""Sampling of tokens on a CPU with one random number a request, put into SGLang from outside.
+
+`torch.multinomial` draws a random number for each token of the vocabulary and request, which takes a good part of a
+decode step. `draw` inverts the distribution function.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 512
+"""Tokens whose probabilities are first summed; the distribution is looked through in one block alone."""
+_FEW = 1 << 15
+"""Probabilities of a batch up to which `torch.multinomial` is as fast."""
+
+
+def draw(probs: Tensor) -> Tensor:
+    """Draw a token of each row of `probs` [B, V], non-negative, which need not sum to 1 → [B] int64.
+
+    Sums are float64: a token of probability 1e-12 is drawn as often as it should be. One of probability 0 never is.
+    Where a row is no distribution, as after an overflow, `torch.multinomial` raises RuntimeError, as SGLang expects.
+    """
+    count, size = probs.shape
+    whole = size // _BLOCK
+    sums = probs[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(-1, dtype=torch.float64)
+    if whole * _BLOCK < size:
+        sums = torch.cat((sums, probs[:, whole * _BLOCK :].sum(-1, dtype=torch.float64, keepdim=True)), 1)
+    ends = sums.cumsum(1)  # [B, blocks]
+    totals = ends[:, -1:]
+    if not bool((torch.isfinite(totals) & (totals > 0)).all()):
+        return torch.multinomial(probs, num_samples=1)[:, 0]
+    target = _below(torch.rand(count, 1, dtype=torch.float64) * totals, totals)
+    block = torch.searchsorted(ends, target, right=True)  # the first whose end is beyond the target: its sum is not 0
+    target -= ends.gather(1, block) - sums.gather(1, block)
+    tokens = block * _BLOCK + torch.arange(_BLOCK)  # [B, block]
+    inside = probs.gather(1, tokens.clamp(max=size - 1)).double().masked_fill_(tokens >= size, 0.0).cumsum(1)
+    # The same probabilities, summed in another order: the last bit may differ.
+    place = torch.searchsorted(inside, _below(target.clamp_(min=0.0), inside[:, -1:]), right=True)
+    return (block * _BLOCK + place)[:, 0]
+
+
+def _below(target: Tensor, end: Tensor) -> Tensor:
+    """`target`, or the number before `end` where rounding has brought it there."""
+    return torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))
+
+
+def register() -> None:
+    """Let SGLang's sampler of this process, and of those forked from it, use `draw`. Idempotent."""
+    from sglang.srt.layers import sampler
+
+    usual = sampler.sampling_from_probs_torch
+    if getattr(usual, "is_draw", False):
+        return
+
+    def sampling_from_probs(
+        probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        if sampling_seed is not None or probs.device.type != "cpu" or probs.numel() <= _FEW:
+            return usual(probs, sampling_seed, positions)
+        return draw(probs).to(torch.int32)
+
+    sampling_from_probs.is_draw = True  # type: ignore[attr-defined]
+    sampler.sampling_from_probs_torch = sampling_from_probs

@@ -1,0 +1,128 @@
+"""A module that others import for a name that they seldom use: a stand-in while they are imported, then the real one.
+
+The stand-in has functions that import the real module when they are called, errors that only the real module raises,
+and constants that are read from its source. It imports the real module for any other name. Whoever imports the module
+afterwards gets the real one, and so does then whoever has taken a name of the stand-in.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+
+_PLAIN = (ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.Name, ast.Load)
+
+
+@contextmanager
+def imported_later(
+    name: str, called: Sequence[str] = (), caught: Sequence[str] = (), constants: Sequence[str] = ()
+) -> Iterator[None]:
+    """Import what imports module `name` within it. Nothing is done where the module is imported already.
+
+    called     functions and classes of it that the importing modules only call
+    caught     errors of it that they only catch, and that nobody else raises
+    constants  texts and numbers that it assigns
+    """
+    if name in sys.modules:
+        yield
+        return
+    finders = [one for one in sys.meta_path if isinstance(one, _Finder) and one.stand_in.__name__ == name]
+    if not finders:  # it stays: the module may be imported at any time
+        finders = [_Finder(_StandIn(name, called, caught, constants))]
+        sys.meta_path.insert(0, finders[0])
+    stand_in = finders[0].stand_in
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
+
+class _StandIn(types.ModuleType):
+    def __init__(self, name: str, called: Sequence[str], caught: Sequence[str], constants: Sequence[str]) -> None:
+        super().__init__(name)
+        self.taken: dict[str, object] = {one: functools.partial(_call, name, one) for one in called}
+        self.taken |= {one: type(one, (RuntimeError,), {"__module__": name}) for one in caught}
+        self._constants = frozenset(constants)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self._constants and name in (constants := _constants(self.__name__)):
+            return constants[name]
+        return self.taken[name] if name in self.taken else getattr(_real(self.__name__), name)
+
+    def replace(self, real: types.ModuleType) -> None:
+        """Put the real names wherever this one's were taken."""
+        for module in list(sys.modules.values()):
+            held = vars(module) if isinstance(module, types.ModuleType) else {}
+            for name, value in self.taken.items():
+                if held.get(name) is value:
+                    held[name] = getattr(real, name)
+        self.taken = {}
+
+
+def _call(module: str, name: str, *args: object, **kwargs: object) -> object:
+    return getattr(_real(module), name)(*args, **kwargs)
+
+
+def _real(name: str) -> types.ModuleType:
+    if isinstance(sys.modules.get(name), _StandIn):
+        del sys.modules[name]
+    return importlib.import_module(name)
+
+
+def _constants(module: str) -> dict[str, object]:
+    """Texts and numbers that the source of a module assigns, also texts with others in them; none without a file."""
+    package, *path = module.split(".")
+    found: dict[str, object] = {}
+    try:
+        file = Path(sys.modules[package].__path__[0], *path).with_suffix(".py")
+        for line in ast.parse(file.read_bytes()).body:
+            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) and len(line.targets) == 1:
+                name = line.targets[0].id
+                found.pop(name, None)
+                if all(isinstance(node, _PLAIN) for node in ast.walk(line.value)):
+                    with contextlib.suppress(NameError):  # of what is no constant
+                        found[name] = eval(
+                            compile(ast.Expression(line.value), str(file), "eval"), {"__builtins__": {}}, found
+                        )
+    except (KeyError, OSError, ValueError, SyntaxError):
+        return {}
+    return found
+
+
+class _Finder(MetaPathFinder):
+    """Finds a module as usual, and lets its names be put in their places when it has been imported."""
+
+    def __init__(self, stand_in: _StandIn) -> None:
+        self.stand_in = stand_in
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the one module; all others are for the other finders."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == self.stand_in.__name__ else None
+        if spec is None or type(spec.loader) is not SourceFileLoader:
+            return None
+        spec.loader = loader = _Loader(spec.loader.name, spec.loader.path)
+        loader.stand_in = self.stand_in
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    stand_in: _StandIn
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        self.stand_in.replace(module)

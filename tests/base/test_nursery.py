@@ -1,0 +1,361 @@
+"""A nursery's forks are the processes that were asked for, and it gives no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fusionrl.base.births import LENGTH, PID_FILE, ask
+from fusionrl.base.nursery import Branch, Order
+from fusionrl.base.title import ROOM
+
+KEY = "k" * 64
+# What the nursery imports; `tell` is what its forks do.
+MODULE = """
+import json, os, random, signal, sys, tempfile
+import numpy
+from fusionrl.base.title import replace_title, set_title
+
+IMPORTED_BY = os.getpid()
+TEMPORARY = tempfile.gettempdir()
+MODE = os.environ.get("HF_HUB_OFFLINE")
+os.environ["HF_SET_BY_THE_IMPORT"] = "1"
+
+def replaced():
+    replace_title("its::own")
+    return open("/proc/self/cmdline").read()
+
+def tell(arguments):
+    set_title("a.fork " + arguments[0])
+    found = {
+        "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "pid": os.getpid(),
+        "umask": os.umask(0), "imported_by": IMPORTED_BY, "mode": MODE, "random": random.random(),
+        "temporary": tempfile.gettempdir(),
+        "late": sys.modules["late"].LATE, "numpy": numpy.random.random(),
+        "oom_score_adj": int(open("/proc/self/oom_score_adj").read()),
+        "input": sys.stdin.read(), "command": open("/proc/self/cmdline").read(), "session": os.getsid(0),
+        "files": sorted(map(int, os.listdir("/proc/self/fd"))),
+        "signals": [signal.getsignal(one) == signal.SIG_DFL for one in (signal.SIGTERM, signal.SIGCHLD)],
+        "replaced": replaced(),
+    }
+    print(json.dumps(found), flush=True)
+    print("a word", file=sys.stderr)
+    if arguments[0] == "fails":
+        raise ValueError("failed")
+"""
+THREADED = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+
+
+@dataclass
+class Nursery:
+    """A nursery with branches "plain" and "threaded", and the environment that it was started with."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    environment: dict[str, str]
+
+    def ask(
+        self, *arguments: str, branch: str = "plain", key: str = KEY, program: str = sys.executable, **more: str
+    ) -> tuple[int, Path]:
+        """The pid of a fork, and the file that it writes to."""
+        out = self.folder / f"out-{len(list(self.folder.iterdir()))}"
+        given = self.folder / "given"
+        given.write_text("its input")
+        with given.open("rb") as source, out.open("wb") as target:
+            files = [source.fileno(), target.fileno(), target.fileno()]
+            environment = {**self.environment, "LATE_NUMBER": "7", **more}
+            return ask(str(self.folder / branch), key, arguments, environment, files, program), out
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    folder = tmp_path_factory.mktemp("nursery")
+    (folder / "imported_once.py").write_text(MODULE)
+    (folder / "late.py").write_text("import os\nLATE = os.environ.get('LATE_NUMBER')\nfrom imported_once import *\n")
+    (folder / "with_thread.py").write_text(THREADED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.getcwd()]), "HF_HUB_OFFLINE": "1"}
+    order = Order(
+        KEY,
+        ["json"],
+        [
+            Branch(str(folder / "threaded"), ["with_thread"], "imported_once:tell"),
+            Branch(
+                *(str(folder / "plain"), ["imported_once"], "late:tell", {"OF_THE_BRANCH": "1"}),
+                kept=["HF_"],
+                free=["HF_FREE"],
+                late=["LATE_"],
+            ),
+        ],
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM],
+        stdin=subprocess.PIPE,
+        env=environment,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(order.to_line())
+        process.stdin.flush()
+        yield Nursery(process, folder, environment)
+        process.kill()
+
+
+def _wait(condition: object, timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    assert callable(condition)
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _there(nursery: Nursery) -> bool:
+    return (nursery.folder / "plain").exists()
+
+
+def _told(out: Path) -> dict:
+    assert _wait(lambda: "a word" in out.read_text())
+    return json.loads(out.read_text().splitlines()[0])
+
+
+def test_a_fork_is_what_was_asked_for(nursery: Nursery) -> None:
+    assert _wait(lambda: _there(nursery))
+    temporary = nursery.folder / "temporary"
+    temporary.mkdir()
+    first, second = (nursery.ask(name, ONLY_OF=name, TMPDIR=str(temporary)) for name in ("first", "second"))
+    told = [_told(out) for _, out in (first, second)]
+    for (pid, _), name, one in zip((first, second), ("first", "second"), told, strict=True):
+        assert one["pid"] == one["session"] == pid != one["imported_by"]
+        assert one["arguments"] == [name] and one["input"] == "its input"
+        assert one["environment"] == nursery.environment | {
+            "ONLY_OF": name,
+            "LATE_NUMBER": "7",
+            "TMPDIR": str(temporary),
+            "HF_SET_BY_THE_IMPORT": "1",
+        }
+        assert (
+            one["folder"] == os.getcwd()
+            and one["mode"] == "1"
+            and one["late"] == "7"
+            and one["temporary"] == str(temporary)
+        )
+        assert one["files"] == [0, 1, 2, 3], "the last is the listing itself"
+        assert one["signals"] == [True, True]
+        assert one["command"].replace("\0", " ").startswith(f"{sys.executable} -m a.fork {name} ")
+        assert one["replaced"].rstrip(" \0") == "its::own"
+    assert told[0]["imported_by"] == told[1]["imported_by"] == nursery.process.pid
+    assert told[0]["random"] != told[1]["random"] and told[0]["numpy"] != told[1]["numpy"]
+    assert _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid, _ in (first, second))), "they are collected"
+
+
+def test_a_fork_ends_as_a_program_does(nursery: Nursery) -> None:
+    _, out = nursery.ask("fails")
+    assert _told(out)["arguments"] == ["fails"]
+    assert _wait(lambda: "ValueError: failed" in out.read_text())
+    assert _told(nursery.ask("after it")[1])["arguments"] == ["after it"]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"key": "k" * 63 + "x"}, "no key"),
+        ({"HF_HUB_OFFLINE": "0"}, "was read"),
+        ({"LATE_NUMBER": "8"}, "was read"),
+        ({"branch": "threaded"}, "threads"),
+        ({"program": "/usr/bin/another-python"}, "another interpreter"),
+    ],
+)
+def test_it_gives_no_other_process(nursery: Nursery, more: dict[str, str], why: str) -> None:
+    assert _wait(lambda: _there(nursery))
+    with pytest.raises(OSError, match="refused|gives no"):
+        nursery.ask("never", **more)
+    assert _told(nursery.ask("then")[1])["arguments"] == ["then"], why
+
+
+def test_a_refusal_names_the_variable(nursery: Nursery) -> None:
+    assert _wait(lambda: _there(nursery))
+    with pytest.raises(OSError, match="another value of HF_HUB_OFFLINE, HF_ONLY_HERE$"):
+        nursery.ask("never", HF_HUB_OFFLINE="0", HF_ONLY_HERE="1")
+    assert _told(nursery.ask("then", HF_FREE="read later")[1])["environment"]["HF_FREE"] == "read later"
+
+
+def test_a_fork_is_ended_for_its_memory_before_others_as_its_asker_is(nursery: Nursery) -> None:
+    """A raylet sets this for the process that it has started."""
+    code = (
+        "import os, sys\n"
+        "from fusionrl.base.births import ask\n"
+        "open('/proc/self/oom_score_adj', 'w').write('900')\n"
+        "ask(sys.argv[1], sys.argv[2], ['it'], os.environ, (0, 1, 2))\n"
+    )
+    assert _wait(lambda: _there(nursery))
+    out = nursery.folder / "out-oom"
+    with out.open("wb") as target:
+        subprocess.run(
+            [sys.executable, "-c", code, str(nursery.folder / "plain"), KEY],
+            env={**nursery.environment, "LATE_NUMBER": "7"},
+            stdin=subprocess.DEVNULL,
+            stdout=target,
+            stderr=target,
+            check=True,
+        )
+    assert _told(out)["oom_score_adj"] == 900
+
+
+def _send(nursery: Nursery, out: Path) -> socket.socket:
+    """A request whose answer nobody has read yet."""
+    request = {
+        "key": KEY,
+        "arguments": ["never"],
+        "environment": {**nursery.environment, "LATE_NUMBER": "7"},
+        "folder": os.getcwd(),
+        "umask": 0o22,
+        "program": sys.executable,
+        "oom_score_adj": 0,
+    }
+    data = json.dumps(request).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(nursery.folder / "plain"))
+    with out.open("wb") as target, open(os.devnull, "rb") as nothing:
+        files = [nothing.fileno(), target.fileno(), target.fileno()]
+        socket.send_fds(connection, [LENGTH.pack(len(data))], files)
+    connection.sendall(data)
+    return connection
+
+
+@pytest.mark.parametrize("has_answer", [False, True])
+def test_whoever_has_given_up_gets_nothing(nursery: Nursery, tmp_path: Path, has_answer: bool) -> None:
+    """Neither before the fork nor after it; and the others get theirs."""
+    assert _told(nursery.ask("first")[1])["arguments"] == ["first"]
+    os.kill(nursery.process.pid, signal.SIGSTOP)
+    try:
+        connection = _send(nursery, tmp_path / "out")
+        if not has_answer:
+            connection.close()
+    finally:
+        os.kill(nursery.process.pid, signal.SIGCONT)
+    if has_answer:
+        pid = LENGTH.unpack(connection.recv(LENGTH.size))[0]
+        assert _lives(str(pid))
+        connection.close()
+        assert _wait(lambda: not _lives(str(pid)))
+    assert _told(nursery.ask("then")[1])["arguments"] == ["then"]
+    assert (tmp_path / "out").read_text() == ""
+
+
+def test_what_is_common_must_start_no_threads(tmp_path: Path) -> None:
+    """A fork has one thread, so the branch itself would see none."""
+    (tmp_path / "with_thread.py").write_text(THREADED)
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    line = Order(KEY, ["with_thread"], [Branch(str(tmp_path / name), [], "json:dumps") for name in "ab"]).to_line()
+    process = subprocess.run(
+        [sys.executable, "-m", "fusionrl.base.nursery", " "],
+        input=line,
+        env={**os.environ, "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    assert process.returncode == 1 and b"with_thread starts threads: nothing is forked" in process.stderr
+
+
+@pytest.mark.parametrize("has_order", [True, False])
+def test_modules_are_imported_before_the_order_comes(tmp_path: Path, has_order: bool) -> None:
+    (tmp_path / "early.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n" + THREADED * has_order)
+    paths = os.pathsep.join([str(tmp_path), os.getcwd()])
+    command = [sys.executable, "-m", "fusionrl.base.nursery", " "]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, env={**os.environ, "PYTHONPATH": paths}) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(b'["early"]\n')
+        process.stdin.flush()
+        assert _wait((tmp_path / "imported").exists) and process.poll() is None
+        if has_order:
+            process.stdin.write(Order(KEY, [], [Branch(str(tmp_path / "one"), [], "json:dumps")]).to_line())
+        process.stdin.close()
+        said = process.stderr.read()
+    assert process.returncode == int(has_order) and (b"early starts threads: nothing is forked" in said) == has_order
+    assert has_order or said == b"", "a run that ends before its flags are read"
+
+
+def test_who_asks_waits_while_it_imports_and_not_for_one_that_died(tmp_path: Path) -> None:
+    """Before the order comes it has no sockets: a slow disk must not send every process the usual way."""
+    (tmp_path / "told.py").write_text("def tell(arguments): print(arguments[0], flush=True)\n")
+    (tmp_path / "early.py").write_text("import time\ntime.sleep(1.0)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    command, out = [sys.executable, "-m", "fusionrl.base.nursery", " " * ROOM], tmp_path / "out"
+    order = Order(KEY, [], [Branch(str(tmp_path / "one"), [], "told:tell")]).to_line()
+    asked = [str(tmp_path / "one"), KEY, ["it"], environment]
+    with out.open("wb") as target, subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None
+        (tmp_path / PID_FILE).write_text(str(process.pid))
+        process.stdin.write(b'["early"]\n' + order)
+        process.stdin.flush()
+        assert not (tmp_path / "one").exists()
+        files = [target.fileno()] * 3
+        ask(*asked, files)
+        assert _wait(lambda: out.read_text() == "it\n") and not (tmp_path / PID_FILE).exists()
+        process.kill()
+        process.wait()
+        os.unlink(tmp_path / "one")
+        (tmp_path / PID_FILE).write_text(str(process.pid))
+        begun = time.monotonic()
+        with pytest.raises(FileNotFoundError):
+            ask(*asked, files)
+        assert time.monotonic() - begun < 5.0
+
+
+def test_what_is_no_request_is_left(nursery: Nursery) -> None:
+    for data in (b"", b"\0\0", b"\0\0\0\4nope"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(nursery.folder / "plain"))
+            connection.sendall(data)
+    assert _told(nursery.ask("then")[1])["arguments"] == ["then"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_it_ends_with_whoever_started_it(tmp_path: Path, is_killed: bool) -> None:
+    """All branches, when its standard input is closed and when its parent is killed."""
+    line = Order(KEY, [], [Branch(str(tmp_path / name), [], "json:dumps") for name in ("one", "two")]).to_line()
+    starter = (
+        "import subprocess, sys, time\n"
+        f"process = subprocess.Popen([sys.executable, '-m', 'fusionrl.base.nursery', ' '], stdin=subprocess.PIPE)\n"
+        f"process.stdin.write({line!r})\n"
+        "process.stdin.flush()\n"
+        "print(process.pid, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "process.stdin.close()\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", starter], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None and parent.stdin is not None
+        pid = int(parent.stdout.readline())
+        assert _wait((tmp_path / "two").exists)
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        assert _wait(lambda: len(children.read_text().split()) == 1)
+        (branch,) = children.read_text().split()
+        if is_killed:
+            parent.kill()
+        else:
+            parent.stdin.write("close\n")
+            parent.stdin.flush()
+        assert _wait(lambda: not any(_lives(one) for one in (str(pid), branch)))
+        os.kill(parent.pid, signal.SIGKILL)
+
+
+def _lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,34 @@
+"""A run opens as many files as its machine allows, and so do the processes that it starts."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from fusionrl.base import open_files
+
+PROGRAM = """
+import resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from fusionrl.base.open_files import most_open_files, raise_open_files
+assert most_open_files() == raise_open_files() == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+child = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
+
+
+def test_a_process_and_those_that_it_starts() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
+    assert int(done.stdout) == open_files.most_open_files() > 256
+
+
+def test_no_limit_is_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may say "infinity" or a billion, and programs that close every number would take minutes."""
+    for hard in (resource.RLIM_INFINITY, 1 << 30):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (1024, hard))
+        assert open_files.most_open_files() == 1 << 20
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert open_files.most_open_files() == 4096

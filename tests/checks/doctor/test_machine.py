@@ -1,0 +1,298 @@
+"""`fusionrl doctor` on a machine: each fault that is planted is found, with its cure."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from fusionrl.checks.doctor import examine, host
+from fusionrl.checks.doctor.findings import Finding, fact, has_fault, summary
+from fusionrl.checks.doctor.gpus import gpu_findings
+from fusionrl.checks.doctor.host import (
+    core_findings,
+    disk_findings,
+    free_memory,
+    limit_findings,
+    memory_findings,
+    shared_memory_findings,
+)
+from fusionrl.checks.doctor.network import address_findings, network_findings
+from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
+from fusionrl.plan.devices import GIB
+
+Tree = Callable[..., Path]
+
+
+def one(findings: list[Finding], status: str = "fault") -> Finding:
+    """The only finding with a status, which has a cure."""
+    (finding,) = [finding for finding in findings if finding.status == status]
+    assert finding.cure
+    return finding
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """tree(path=text, …) -> a root with such files, as /proc and /sys have them."""
+
+    def make(files: dict[str, object]) -> Path:
+        for name, text in files.items():
+            path = tmp_path / "root" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+        return tmp_path / "root"
+
+    return make
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose packages come before all others, here and in children."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[3]}")
+    return folder
+
+
+def test_a_wrong_version_of_a_package(on_path: Path) -> None:
+    info = on_path / "numpy-1.26.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.26.0\n")
+    found = one(package_findings(requirements=["numpy>=2.0", "psutil>=5.9"]))
+    assert found.fact == "numpy is 1.26.0, outside of >=2.0" and "pip install 'numpy>=2.0'" in found.cure
+
+
+def test_a_missing_package() -> None:
+    assert "no-such-thing is not installed" in one(package_findings(requirements=["no-such-thing>=1"])).fact
+    engines = ["sglang>=99; extra == 'gpu'"]
+    assert "sglang is" in one(package_findings(requirements=engines)).fact
+    assert not has_fault(package_findings(requirements=["transformer-engine>=2.9; extra == 'gpu'"]))
+    assert not has_fault(package_findings(requirements=["hypothesis>=999; extra == 'dev'"])), "not needed by a run"
+
+
+def test_a_torch_that_is_broken(on_path: Path) -> None:
+    (on_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    assert "libcudart.so.13" in one(torch_findings("cpu")).fact
+
+
+def test_a_torch_without_cuda_on_a_machine_with_a_gpu(on_path: Path) -> None:
+    lines = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+    version = "__version__ = '2.13.0'\nclass version:\n    cuda = None\n"
+    (on_path / "torch.py").write_text(version + lines)
+    assert "built without CUDA and finds no GPU" in one(torch_findings("cuda")).fact
+    assert not has_fault(torch_findings("cpu"))
+
+
+def test_deep_finds_a_module_that_cannot_be_imported(on_path: Path) -> None:
+    (on_path / "ray.py").write_text("import no_such_part_of_ray\n")
+    assert "No module named 'no_such_part_of_ray'" in one(import_findings(["ray"])).fact
+
+
+def test_shared_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "not there" in one(shared_memory_findings(tmp_path / "none")).fact
+    usage = SimpleNamespace(free=64 * 2**20)  # Docker's default
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
+    assert "--shm-size" in one(shared_memory_findings()).cure
+    usage.free = 512 * 2**20
+    assert one(shared_memory_findings(), "warning")
+
+
+def test_too_few_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+        "from fusionrl.checks.doctor.host import limit_findings\n"
+        "print([f.fact for f in limit_findings() if f.status == 'fault'])"
+    )
+    import subprocess
+
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "a process may open 256 files" in ran.stdout
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+def test_too_few_processes(tree: Tree) -> None:
+    found = one(limit_findings(tree({"sys/fs/cgroup/pids.max": 100})))
+    assert "100 processes" in found.fact and "--pids-limit" in found.cure
+    assert not has_fault(limit_findings(tree({"sys/fs/cgroup/pids.max": "max"})))
+
+
+def _plan(gigabytes: float) -> SimpleNamespace:
+    return SimpleNamespace(memory=SimpleNamespace(host_bars=(SimpleNamespace(name="training", total=gigabytes * GIB),)))
+
+
+@pytest.mark.parametrize(
+    "names", [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]
+)
+def test_host_memory_over_its_cgroup(tree: Tree, names: tuple[str, str]) -> None:
+    """The machine has 64 GiB free, the container 2 of its 8: a run of 4 would be killed."""
+    most, used = (f"sys/fs/cgroup/{name}" for name in names)
+    stat = f"{most.rpartition('/')[0]}/memory.stat"
+    root = tree({"proc/meminfo": f"MemAvailable: {64 * 2**20} kB", most: 8 * GIB, used: 7 * GIB, stat: ""})
+    (root / stat).write_text(f"anon 1\ninactive_file {GIB}\n")
+    assert free_memory(root) == 2 * GIB, "the kernel gives up cached files"
+    found = one(memory_findings(_plan(4), root))  # type: ignore[arg-type]  # all that is read of a plan
+    assert "2.0 of 8.0 GiB of host memory are free, and the run takes 4.0 (training)" in found.fact
+    assert not has_fault(memory_findings(_plan(1), root))  # type: ignore[arg-type]
+
+
+def test_host_memory_over_the_limit_of_a_job(tree: Tree) -> None:
+    """A scheduler limits a group that lies deeper than a container's."""
+    job = "sys/fs/cgroup/slurm/job_7"
+    files: dict[str, object] = {"proc/meminfo": f"MemAvailable: {64 * 2**20} kB", "proc/self/cgroup": "0::/slurm/job_7"}
+    files["proc/self/mountinfo"] = "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+    files |= {"sys/fs/cgroup/slurm/memory.max": "max", f"{job}/memory.max": 3 * GIB, f"{job}/memory.current": GIB}
+    assert free_memory(tree(files)) == 2 * GIB
+    assert "2.0 of 3.0 GiB" in one(memory_findings(_plan(4), tree(files))).fact  # type: ignore[arg-type]
+
+
+def test_fewer_cores_than_programs_see(tree: Tree) -> None:
+    assert "may use 0.5" in one(core_findings(2, tree({"sys/fs/cgroup/cpu.max": "50000 100000"})), "warning").fact
+    old = {"sys/fs/cgroup/cpu.max": "", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": 50000}
+    old["sys/fs/cgroup/cpu/cpu.cfs_period_us"] = 100000
+    assert one(core_findings(2, tree(old)), "warning")
+    assert core_findings(2, tree({"sys/fs/cgroup/cpu.max": "max 100000"}))[0].status == "fact"
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(free=10 * GIB)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
+    folders = {"--run-dir": tmp_path / "runs" / "new", "TMPDIR": tmp_path}
+    found = one(disk_findings(folders, 20.0 * GIB, "checkpoints"))
+    assert "10.0 GiB free, and checkpoints take 20.0" in found.fact and "--keep-checkpoints" in found.cure
+    assert not has_fault(disk_findings(folders, 5.0 * GIB, "checkpoints"))
+    usage.free = 0
+    assert [f.fact.split(" ")[0] for f in disk_findings(folders, 0, "") if f.status == "fault"] == [*folders]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.os, "access", lambda path, mode: False)  # root may write everywhere
+    assert "may not write" in one(disk_findings({"--run-dir": tmp_path / "run"}, 0, "")).fact
+
+
+def test_a_host_name_that_does_not_resolve() -> None:
+    found = one(network_findings({}, host="no-such-host.invalid"))
+    assert "no-such-host.invalid" in found.fact and "/etc/hosts" in found.cure
+    assert not has_fault(network_findings({}, host="localhost"))
+
+
+def test_an_interface_that_is_not_there() -> None:
+    names = {"GLOO_SOCKET_IFNAME": "eth77", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert "no interface eth77" in one(network_findings(names, host="localhost")).fact
+    assert not has_fault(network_findings({"NCCL_SOCKET_IFNAME": "^docker"}, host="localhost"))
+
+
+def test_a_proxy_before_the_engines() -> None:
+    proxy = {"http_proxy": "http://proxy:3128"}
+    assert "no_proxy" in one(network_findings(proxy, host="localhost"), "warning").cure
+    passed = network_findings(proxy | {"no_proxy": "localhost,127.0.0.1"}, host="localhost")
+    assert all(finding.status == "fact" for finding in passed)
+
+
+def test_a_server_that_does_not_answer() -> None:
+    found = one(address_findings("reward", "--rm-url", "http://127.0.0.1:9/score"))
+    assert found.fact.startswith("--rm-url http://127.0.0.1:9/score: no connection")
+
+
+@pytest.mark.parametrize(
+    "address", ["http://u:secret@h:abc/x", "http://u:secret@h:99999", "http://u:secret@127.0.0.1:9"]
+)
+def test_an_address_that_is_none_and_no_password_is_shown(address: str) -> None:
+    found = one(address_findings("reward", "--rm-url", address))
+    assert found.fact.startswith(f"--rm-url {address.replace('secret', '***')}: no ") and "secret" not in found.line()
+
+
+class _NvmlError(Exception):
+    pass
+
+
+def _nvml(monkeypatch: pytest.MonkeyPatch, **answers: object) -> None:
+    """Stand in for NVIDIA's library, which no CPU machine has."""
+    values: dict[str, object] = {
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": object(),
+        "nvmlDeviceGetName": b"NVIDIA H100",
+        "nvmlSystemGetDriverVersion": "580.10",
+        "nvmlSystemGetCudaDriverVersion": 13000,
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=0, total=80 * GIB),
+        "nvmlDeviceGetComputeRunningProcesses": [],
+        "nvmlDeviceGetTotalEccErrors": 0,
+        "nvmlDeviceGetCurrentClocksEventReasons": 0,
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+    }
+    module = ModuleType("pynvml")
+    for name, value in (values | answers).items():
+        setattr(module, name, value if callable(value) else lambda *_, value=value: value)
+    module.NVMLError = _NvmlError  # type: ignore[attr-defined]
+    module.NVML_MEMORY_ERROR_TYPE_UNCORRECTED = module.NVML_VOLATILE_ECC = 1  # type: ignore[attr-defined]
+    module.nvmlClocksEventReasonHwThermalSlowdown = 0x40  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    _nvml(monkeypatch)
+    (found,) = gpu_findings()
+    assert found.fact == "1 x NVIDIA H100; driver 580.10 for CUDA 13.0" and found.status == "fact"
+    _nvml(monkeypatch, nvmlDeviceGetTotalEccErrors=3)
+    assert "3 uncorrected memory errors" in one(gpu_findings()).fact
+    _nvml(monkeypatch, nvmlDeviceGetCurrentClocksEventReasons=0x40)
+    assert "hardware thermal slowdown" in one(gpu_findings(), "warning").fact
+    running = [SimpleNamespace(pid=4242)]
+    used = SimpleNamespace(used=70 * GIB, total=80 * GIB)
+    _nvml(monkeypatch, nvmlDeviceGetComputeRunningProcesses=running, nvmlDeviceGetMemoryInfo=used)
+    assert "70.0 of 80.0 GiB are in use by processes 4242" in one(gpu_findings(), "warning").fact
+
+
+def test_a_question_that_a_card_does_not_know_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise _NvmlError("Not Supported")
+
+    questions = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetTotalEccErrors")
+    _nvml(monkeypatch, **dict.fromkeys((*questions, "nvmlDeviceGetCurrentClocksEventReasons"), unknown))
+    (found,) = gpu_findings()
+    assert found.fact.startswith("1 x NVIDIA H100")
+    _nvml(monkeypatch, nvmlDeviceGetHandleByIndex=unknown)
+    assert "GPU 0: NVML does not find it (Not Supported)" in one(gpu_findings()).fact
+
+
+def test_hidden_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def errors(handle: object, *_: object) -> int:
+        return 3 * (handle == 0)
+
+    def by_number(number: int) -> object:
+        return number
+
+    _nvml(
+        monkeypatch,
+        nvmlDeviceGetCount=4,
+        nvmlDeviceGetHandleByIndex=by_number,
+        nvmlDeviceGetHandleByUUID="by name",
+        nvmlDeviceGetTotalEccErrors=errors,
+    )
+    assert "GPU 0 (NVIDIA H100): 3 uncorrected" in one(gpu_findings()).fact
+    for hidden, kinds in (("2,1", "2 x"), ("GPU-4711", "1 x")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        (found,) = gpu_findings()
+        assert found.fact.startswith(f"{kinds} NVIDIA H100")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,1")
+    assert "named twice" in one(gpu_findings()).fact
+
+
+def test_the_summary_counts() -> None:
+    found = [Finding("a", "fact", "x"), Finding("b", "fault", "y", "z"), Finding("c", "warning", "y", "z")]
+    assert summary(found) == "3 checks, 1 fault, 1 warning"
+    assert found[1].line().splitlines() == ["FAULT  b          y", "                  cure: z"]
+
+
+def test_gpus_are_looked_at_where_the_run_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "gpu_findings", lambda: [fact("gpu", "seen")])
+    for device, wanted in (("cpu", 0), ("cuda", 1)):
+        found = examine.machine_findings(examine.Examined(None, None, (), (), device), examine.Options())
+        assert len([one for one in found if one.fact == "seen"]) == wanted

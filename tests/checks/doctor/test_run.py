@@ -1,0 +1,259 @@
+"""`fusionrl doctor` on a command line: model, data, tokenizer and reward; planted faults, and silence without one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionrl import cli
+
+Doctor = Callable[..., tuple[int, list[dict[str, str]]]]
+MACHINE = {"packages", "torch", "shm", "limits", "memory", "cores", "host", "disk"}
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model to spoil."""
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+@pytest.fixture
+def doctor(
+    model: Path, write_rows: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Doctor:
+    """doctor(*flags, rows=…) -> (exit code, findings of the run)."""
+    # What the machine is like has tests of its own, and takes a process that imports torch.
+    monkeypatch.setattr("fusionrl.checks.doctor.examine.machine_findings", lambda *_: [])
+
+    def call(*flags: str, rows: list[Any] | None = None) -> tuple[int, list[dict[str, str]]]:
+        data = write_rows(rows or [{"input": f"{i}+40=", "label": str(i + 40)} for i in range(8)])
+        argv = ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--label-key", "label", "--device", "cpu"]
+        argv += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
+        argv += ["--num-rollout", "2", "--apply-chat-template", *flags]
+        if not {"--rm-type", "--custom-rm-path"} & set(flags):
+            argv += ["--rm-type", "exact"]
+        code = cli.main(["doctor", "--json", *argv])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def troubles(findings: list[dict[str, str]]) -> list[dict[str, str]]:
+    found = [finding for finding in findings if finding["status"] != "fact"]
+    assert all(finding["cure"] for finding in found)
+    return found
+
+
+def edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **changes}))
+
+
+def use_template(model: Path, old: str, new: str) -> None:
+    path = model / "chat_template.jinja"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_healthy_run_has_facts_alone(doctor: Doctor) -> None:
+    code, found = doctor()
+    assert code == 0 and not troubles(found), found
+    assert {finding["check"] for finding in found} == {"flags", "estimate", "tokens", "template", "end", "reward"}
+    (reward,) = [finding for finding in found if finding["check"] == "reward"]
+    assert "in 3 rows (label '40': 1 for '40', 0 for an empty one)" in reward["fact"]
+
+
+def test_flags_of_a_cluster_alone_are_no_run(capsys: pytest.CaptureFixture[str], doctor: Doctor) -> None:
+    """Nobody listens at the address, which the machine's checks tell; they are not made here."""
+    code = cli.main(["doctor", "--json", "--ray-address", "127.0.0.1:9", "--device", "cpu"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["check"], one["status"]) for one in found] == [("flags", "fact"), ("ray", "fault")] and code == 2
+    assert found[0]["fact"].startswith("no flags of a run") and "no Ray cluster answers there" in found[1]["fact"]
+
+
+def test_a_machine_without_the_gpu_that_a_flag_of_a_cluster_asks_for(
+    capsys: pytest.CaptureFixture[str], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a machine with GPUs has none then
+    code = cli.main(["doctor", "--json", "--device", "cuda"])
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["check"], found["status"], code) == ("flags", "fault", 2)
+    assert found["fact"].startswith("--device cuda: ") and "--device cpu" in found["cure"]
+
+
+def test_wrong_flags_are_all_told(doctor: Doctor) -> None:
+    code, found = doctor("--global-batch-size", "3", "--lr", "fast")
+    flags = troubles(found)
+    assert code == 2 and {finding["check"] for finding in flags} == {"flags"}
+    assert any("--lr fast" in finding["fact"] for finding in flags)
+    assert any("--global-batch-size 3" in finding["fact"] for finding in flags)
+
+
+def test_a_file_of_flags_that_is_not_there(doctor: Doctor, tmp_path: Path) -> None:
+    code, found = doctor("--config", str(tmp_path / "none.yaml"))
+    (trouble,) = troubles(found)
+    assert code == 2 and trouble["check"] == "flags" and "none.yaml" in trouble["fact"]
+
+
+def test_gpus_are_examined_where_flags_are_wrong(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("fusionrl.cli.device.detect_device", lambda wanted: "cuda")
+    monkeypatch.setattr(
+        "fusionrl.checks.doctor.examine.machine_findings", lambda examined, _: seen.append(examined.device) or []
+    )
+    assert doctor("--device", "auto", "--lr", "fast")[0] == 2
+    assert seen == ["cuda"]
+
+
+def test_a_model_that_does_not_fit(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusionrl.plan.devices.host_memory", lambda: 1e9)
+    code, found = doctor()
+    (trouble,) = [finding for finding in troubles(found) if finding["check"] == "estimate"]
+    assert code == 2 and trouble["fact"].startswith("DOES NOT FIT")
+
+
+def test_an_end_that_the_template_does_not_write(doctor: Doctor, model: Path) -> None:
+    """A wrong template: turns end with one token, engines stop at another; each answer goes on to its limit."""
+    use_template(model, "{{ m['content'] }}<|im_end|>", "{{ m['content'] }}<|endoftext|>")
+    code, found = doctor()
+    (trouble,) = troubles(found)
+    assert code == 2 and "ends a turn with 256 '<|endoftext|>', and engines stop only at 258" in trouble["fact"]
+    assert not troubles(doctor("--rollout-stop-token-ids", "256")[1])
+    edit(model / "generation_config.json", eos_token_id=[256, 258])
+    assert not troubles(doctor()[1])
+
+
+def test_an_end_that_the_model_cannot_emit(doctor: Doctor, model: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        edit(model / name, eos_token_id=9999)
+    settings = model / "tokenizer_config.json"
+    edit(settings, eos_token=None)
+    for name in ("special_tokens_map.json",):
+        if (model / name).exists():
+            (model / name).unlink()
+    code, found = doctor()
+    (trouble,) = [finding for finding in troubles(found) if finding["check"] == "end"]
+    assert code == 2 and "[9999], are outside of the model's vocabulary of 512" in trouble["fact"]
+    for name in ("config.json", "generation_config.json"):
+        edit(model / name, eos_token_id=None)
+    (trouble,) = [finding for finding in troubles(doctor()[1]) if finding["check"] == "end"]
+    assert "no file of --hf-checkpoint names a token that ends an answer" in trouble["fact"]
+
+
+def test_a_template_of_another_model(doctor: Doctor, model: Path) -> None:
+    use_template(model, "<|im_start|>", "<|start_header_id|>")
+    (trouble,) = troubles(doctor()[1])
+    assert trouble["status"] == "warning" and "writes <|start_header_id|>, not as one token" in trouble["fact"]
+
+
+def test_a_template_that_loses_words(doctor: Doctor, model: Path) -> None:
+    use_template(model, "{{ m['content'] }}", "{{ m['content'] | upper }}")
+    code, found = doctor()
+    assert code == 2 and "leaves out 'How much is 17 and 25?'" in troubles(found)[0]["fact"]
+
+
+def test_tokens_without_an_embedding(doctor: Doctor, model: Path) -> None:
+    edit(model / "config.json", vocab_size=200)
+    code, found = doctor()
+    assert code == 2
+    assert any("vocab" in t["fact"] or "embeddings" in t["fact"] for t in troubles(found)), found
+
+
+def test_a_begin_token_twice(doctor: Doctor, model: Path) -> None:
+    edit(model / "tokenizer_config.json", bos_token="<|endoftext|>")
+    rows = [{"input": "<|endoftext|><|endoftext|>1+1=", "label": "2"}] * 4
+    _, found = doctor("--no-apply-chat-template", rows=rows)
+    (trouble,) = [finding for finding in troubles(found) if finding["check"] == "bos"]
+    assert trouble["status"] == "fault" and "begins with <|endoftext|> twice" in trouble["fact"]
+
+
+def test_a_label_that_does_not_fit_into_an_answer(doctor: Doctor) -> None:
+    code, found = doctor(rows=[{"input": "?", "label": "a long answer"}] * 4)
+    (trouble,) = troubles(found)
+    assert code == 2 and "has 13 tokens, answers have at most 8" in trouble["fact"]
+
+
+def reward_file(tmp_path: Path, body: str) -> str:
+    path = tmp_path / "my_reward.py"
+    path.write_text(f"import re\ndef reward(args, sample, **kw):\n    {body}\n")
+    return f"{path}:reward"
+
+
+def test_a_reward_that_is_always_0(doctor: Doctor, tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return float(sample.response == sample.metadata.get('answer', 0))")
+    code, found = doctor("--custom-rm-path", path)
+    (trouble,) = troubles(found)
+    assert code == 0 and trouble["status"] == "warning"
+    assert "the gold label '40' scores 0 in each form that was tried, an empty answer 0" in trouble["fact"]
+    code, found = doctor("--custom-rm-path", path, "--gold", "{label}")
+    assert code == 2 and troubles(found)[0]["status"] == "fault"
+
+
+def test_a_form_of_ones_own(doctor: Doctor, tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return float(sample.response.strip() == f'FINAL: {sample.label}')")
+    assert troubles(doctor("--custom-rm-path", path)[1])
+    code, found = doctor("--custom-rm-path", path, "--gold", "FINAL: {label}", "--rollout-max-response-len", "16")
+    assert code == 0 and not troubles(found)
+    assert cli.main(["doctor", "--gold", "FINAL"]) == 2
+
+
+def test_a_built_in_reward_that_does_not_reward_the_label(doctor: Doctor) -> None:
+    code, found = doctor("--rm-type", "exact:-1")
+    (trouble,) = troubles(found)
+    assert code == 2 and trouble["status"] == "fault"
+    assert "--rm-type exact:-1: the gold label '40' scores 0 in each form" in trouble["fact"]
+
+
+def test_a_reward_that_raises(doctor: Doctor, tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return float(sample.metadata['level'] > 2)")
+    code, found = doctor("--custom-rm-path", path)
+    (trouble,) = troubles(found)
+    assert code == 2 and "KeyError" in trouble["fact"] and path in trouble["fact"]
+
+
+def test_a_reward_that_hangs(doctor: Doctor, tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "import time; time.sleep(60)")
+    code, found = doctor("--custom-rm-path", path, "--reward-timeout-s", "1")
+    (trouble,) = troubles(found)
+    assert code == 2 and "no reward within 1 s" in trouble["fact"]
+
+
+def test_a_reward_that_gives_a_dict(doctor: Doctor, tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "return {'score': float(sample.response == sample.label)}")
+    code, found = doctor("--custom-rm-path", path)
+    assert code == 2 and "--reward-key" in troubles(found)[0]["cure"]
+    code, found = doctor("--custom-rm-path", path, "--reward-key", "score")
+    assert code == 0 and not troubles(found)
+
+
+def test_deep_finds_weights_that_are_no_numbers(doctor: Doctor, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    assert any(finding["check"] == "weights" for finding in doctor("--deep")[1])
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    code, found = doctor("--deep")
+    (trouble,) = troubles(found)
+    assert code == 2 and f"the first: {name}" in trouble["fact"]
+
+
+@pytest.mark.timed
+def test_without_deep_it_takes_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine that runs the tests: facts, and the exit code 0."""
+    import time
+
+    since = time.monotonic()
+    code = cli.main(["doctor"])
+    assert time.monotonic() - since < 20
+    out = capsys.readouterr().out
+    assert code == 0 and out.splitlines()[-1].endswith("no faults, no warnings"), out
+    assert {line[7:].split()[0] for line in out.splitlines()[:-1]} >= MACHINE

@@ -1,0 +1,97 @@
+"""--profile-…: what is profiled, and what is refused before a run starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusionrl.checks.profile import profile_errors, profile_plan_errors
+from fusionrl.config.config import Config
+from fusionrl.config.parser import read_args
+from fusionrl.config.profile import ProfileOrder, nsys_command
+
+
+def _config(*flags: str) -> Config:
+    config, errors = read_args(["--mode", "rl", "--actor-num-gpus-per-node", "2", *flags])
+    assert not errors
+    return config
+
+
+def test_nothing_is_profiled_without_steps() -> None:
+    assert ProfileOrder.of(_config("--profile-ranks", "1")) is None
+    assert profile_errors(_config(), "cpu") == []
+
+
+def test_steps_and_processes_are_read() -> None:
+    order = ProfileOrder.of(_config("--profile-steps", "3", "5-7", "--profile-ranks", "1", "engine-0", "engine-2"))
+    assert order is not None
+    assert [step for step in range(1, 10) if order.has(step)] == [3, 5, 6, 7]
+    assert [rank for rank in range(3) if order.wants_trainer(rank)] == [1]
+    assert [index for index in range(4) if order.wants_engine(index)] == [0, 2]
+
+
+def test_by_default_the_first_of_each_and_with_all_every_one() -> None:
+    order, whole = (
+        ProfileOrder.of(_config("--profile-steps", "1", *more)) for more in ([], ["--profile-ranks", "all"])
+    )
+    assert order is not None and whole is not None
+    assert (order.trainers, order.engines) == ({0}, {0})
+    assert whole.wants_trainer(999) and whole.wants_engine(999)
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "said"),
+    [
+        (["--profile-steps", "0"], "cpu", "--profile-steps 0: expected steps from 1 on"),
+        (["--profile-steps", "7-5"], "cpu", "--profile-steps 7-5"),
+        (
+            ["--profile-steps", "3", "--profile-ranks", "first"],
+            "cpu",
+            "--profile-ranks first: expected a trainer's rank",
+        ),
+        (["--profile-steps", "3", "--profile-ranks", "2"], "cpu", "--profile-ranks 2: trainers have the ranks 0 to 1"),
+        (["--profile-steps", "3", "--profile-tool", "memory"], "cpu", "sees what a GPU does, and this run is on a CPU"),
+        (["--profile-steps", "3", "--profile-tool", "nsys"], "cuda", "there is no `nsys` on the PATH of this machine"),
+        (["--profile-steps", "3", "--mode", "eval"], "cpu", "--mode eval has no steps"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_cure(
+    flags: list[str], device: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (error,) = profile_errors(_config(*flags), device)
+    assert said in error
+
+
+def test_nsys_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nsys").write_text("#!/bin/sh\n")
+    os.chmod(tmp_path / "nsys", 0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert profile_errors(_config("--profile-steps", "3", "--profile-tool", "nsys"), "cuda") == []
+
+
+def test_nsys_records_between_start_and_stop_alone() -> None:
+    command = nsys_command("/runs/a/profiles/engine-0.%n")
+    assert command[:2] == ["nsys", "profile"]
+    assert {"--capture-range=cudaProfilerApi", "--capture-range-end=repeat"} <= set(command)
+    assert "-o/runs/a/profiles/engine-0.%n" in command
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["900"], ["--profile-steps 900: the run ends with step 300"]),
+        (["299-400", "--profile-ranks", "0", "engine-1"], []),
+        (["3", "--profile-ranks", "engine-9"], ["--profile-ranks engine-9: the last of the engines is engine-1"]),
+        (["3", "--profile-ranks", "all"], []),
+    ],
+)
+def test_steps_and_engines_that_the_plan_does_not_have_are_refused(flags: list[str], said: list[str]) -> None:
+    plan: Any = SimpleNamespace(num_engines=2, num_rollout=300)
+    assert profile_plan_errors(_config("--profile-steps", *flags), plan) == said
+    without: Any = SimpleNamespace(num_engines=0, num_rollout=300)
+    assert profile_plan_errors(_config("--profile-steps", "3"), without) == []

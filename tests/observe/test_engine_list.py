@@ -1,0 +1,86 @@
+"""The list of engines that are wanted in a run, which people and schedulers write."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fusionrl.cli import engines
+from fusionrl.observe.engine_list import (
+    STATES,
+    WANTED,
+    EngineState,
+    add_wanted,
+    engine_url,
+    read_states,
+    read_wanted,
+    remove_wanted,
+    write_states,
+)
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("10.0.0.7:30000", "http://10.0.0.7:30000"),
+        (" http://node-3.rack:8000/ ", "http://node-3.rack:8000"),
+        ("[::1]:9", "http://[::1]:9"),
+    ],
+)
+def test_addresses(address: str, url: str) -> None:
+    assert engine_url(address) == url
+
+
+@pytest.mark.parametrize(
+    "address", ["node", "node:", ":80", "node:x", "node:70000", "https://a:1", "a:1/v1", "u@a:1", ""]
+)
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(ValueError, match="write HOST:PORT"):
+        engine_url(address)
+
+
+def test_a_list_that_people_write(tmp_path: Path) -> None:
+    assert read_wanted(tmp_path) == ([], [])
+    (tmp_path / WANTED).write_text("# mine\na:1  # the fast one\n\nhttp://b:2/\nnonsense\na:1")
+    urls, errors = read_wanted(tmp_path)
+    assert urls == ["http://a:1", "http://b:2"]
+    assert len(errors) == 1 and errors[0].startswith("engines.txt:5: engine 'nonsense'")
+    add_wanted(tmp_path, ["http://b:2", "http://c:3"])
+    assert read_wanted(tmp_path)[0] == ["http://a:1", "http://b:2", "http://c:3"]
+    assert remove_wanted(tmp_path, ["http://a:1", "http://d:4"]) == ["http://d:4"]
+    assert (tmp_path / WANTED).read_text() == "# mine\n\nhttp://b:2/\nnonsense\nhttp://c:3\n"
+
+
+def test_of_many_that_add_at_a_time_none_is_lost(tmp_path: Path) -> None:
+    urls = [f"http://node:{port}" for port in range(1, 25)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda url: add_wanted(tmp_path, [url]), urls))
+    assert sorted(read_wanted(tmp_path)[0]) == sorted(urls)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*arguments: str) -> tuple[int, str]:
+        code = engines.run([*arguments, "--run-dir", str(tmp_path)])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    assert command("list") == (2, f"error: --run-dir {tmp_path}: it is no folder of a run\n")
+    (tmp_path / "config.json").write_text("{}")
+    assert command("list") == (0, "no engine of others is in this run\n")
+    assert command("add")[0] == command("add", "nonsense")[0] == command("remove", "a:1")[0] == 2
+    assert command("add", "a:1", "b:2")[0] == 0
+    write_states(tmp_path, [EngineState(url="http://a:1", state="serving", note="")])
+    assert command("list") == (0, "http://a:1  serving\nhttp://b:2  not seen yet\n")
+    assert command("remove", "a:1")[0] == 0
+    write_states(tmp_path, [EngineState(url="http://a:1", state="lost", note="it died\nin two lines")])
+    assert command("list") == (0, "http://b:2  not seen yet\nhttp://a:1  lost  it died\n")
+    assert read_states(tmp_path)[0]["state"] == "lost" and (tmp_path / STATES).is_file()
+
+
+def test_the_list_keeps_its_mode(tmp_path: Path) -> None:
+    add_wanted(tmp_path, ["http://a:1"])
+    (tmp_path / "engines.txt").chmod(0o664)
+    remove_wanted(tmp_path, ["http://a:1"])
+    assert (tmp_path / "engines.txt").stat().st_mode & 0o777 == 0o664

@@ -1,0 +1,156 @@
+"""Numbers of GPUs by the real nvidia-ml-py, of a library that is compiled here; and host memory of real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusionrl.cluster.own_hardware import HOST, drawn
+from fusionrl.observe import spans
+from fusionrl.observe.hardware.host import peak_bytes, resident_bytes
+from fusionrl.observe.hardware.meter import Meter, summary
+from fusionrl.observe.hardware.nvml import Reading
+from tests.observe.fake_nvml import fake_nvml
+
+ASKS = """
+import json, os, sys
+from dataclasses import asdict
+from fusionrl.cluster.own_hardware import OwnHardware
+from fusionrl.observe.hardware.meter import Meter
+from fusionrl.observe.hardware.nvml import open_nvml
+nvml = open_nvml()
+if nvml is None:
+    print("null"), sys.exit()
+os.sched_getaffinity, kept = lambda pid: set(range(64)), set()
+os.sched_setaffinity = lambda pid, cpus: kept.update(cpus)
+own = OwnHardware([0], binds=True, with_children=False)
+meter = Meter(nvml.devices(["GPU-aaaa"]), every_s=1000.0)
+meter.look(), meter.look()
+print(json.dumps({
+    "all": [device.inventory().as_json() for device in nvml.devices()],
+    "named": [device.inventory().uuid for device in nvml.devices(["1", "GPU-aaaa", "GPU-cccc", "7"])],
+    "reading": [asdict(device.reading()) for device in nvml.devices()],
+    "meter": meter.take(),
+    "facts": own.facts(),
+    "kept": sorted(kept),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a process that finds the stand-in for the driver's library."""
+    return fake_nvml(tmp_path_factory.mktemp("nvml"))
+
+
+def _ask(environment: dict[str, str]) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def answers(library: dict[str, str]) -> dict:
+    """A process with two GPUs, of which it may see the second and then the first; the first is near CPUs 8 to 15."""
+    return _ask({**library, "FAKE_NVML_CPUS": "ff00", "CUDA_VISIBLE_DEVICES": "GPU-aaaa,1"})
+
+
+def test_the_inventory_of_a_card(answers: dict) -> None:
+    assert answers["all"][0] == {
+        "name": "NVIDIA H100 80GB HBM3",
+        "uuid": "GPU-aaaa",
+        "driver": "570.12.01",
+        "memory_bytes": 85 << 30,
+        "num_nvlinks": 17,
+        "ecc": True,
+        "cpus": list(range(8, 16)),
+        "power_limit_w": 700.0,
+    }
+
+
+def test_a_card_that_supports_next_to_nothing_is_no_error(answers: dict) -> None:
+    card, reading = answers["all"][1], answers["reading"][1]
+    assert (card["name"], card["num_nvlinks"], card["ecc"], card["cpus"]) == ("NVIDIA GeForce GT 1030", 0, None, [])
+    assert {reading[name] for name in ("utilisation", "power_w", "temperature_c", "ecc_errors")} == {None}
+    assert reading["slowed_by"] == []
+
+
+def test_cards_are_found_by_number_and_by_name(answers: dict) -> None:
+    assert answers["named"] == ["GPU-bbbb", "GPU-aaaa"]  # what is not there is left out
+
+
+def test_a_reading_says_why_a_card_is_slow(answers: dict) -> None:
+    reading = answers["reading"][0]
+    assert reading["slowed_by"] == ["power cap", "hardware thermal slowdown"]  # and not that it is idle
+    assert (reading["power_w"], reading["ecc_errors"]) == (650.0, 3)
+
+
+def test_a_meter_takes_means_of_rates_and_the_largest_of_the_rest(answers: dict) -> None:
+    assert answers["meter"] == {
+        "utilisation": 0.75,  # of 50 % and 100 %
+        "power_w": 650.0,
+        "memory_used_bytes": float(12 << 30),
+        "temperature_c": 62.0,
+        "ecc_errors": 3.0,
+        "slowed": 1.0,
+    }
+
+
+def test_a_process_is_bound_to_the_cpus_near_its_card(answers: dict) -> None:
+    assert answers["kept"] == answers["facts"]["bound_to_cpus"] == list(range(8, 16))
+    assert [gpu["uuid"] for gpu in answers["facts"]["gpus"]] == ["GPU-aaaa"]
+
+
+@pytest.mark.parametrize("cpus", ["7", "ffffffffffffffff", None])
+def test_it_is_not_bound_to_a_few_cpus_nor_where_nobody_knows(library: dict[str, str], cpus: str | None) -> None:
+    """Three CPUs of 64; all of them; a driver that does not say."""
+    assert _ask({**library, **({"FAKE_NVML_CPUS": cpus} if cpus else {})})["kept"] == []
+
+
+def test_a_driver_that_fails_is_no_gpu(library: dict[str, str]) -> None:
+    assert _ask({**library, "FAKE_NVML_FAILS": "1"}) is None
+
+
+def test_without_a_gpu_there_are_no_numbers_and_no_thread() -> None:
+    assert Meter([]).take() == {}
+    assert summary([Reading(None, None, None, None)]) == {"slowed": 0.0}
+
+
+def test_host_memory_is_that_of_a_process_and_its_children() -> None:
+    held = "b = bytes([1]) * (64 << 20); print(1); input()"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {held!r}])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        alone, together = resident_bytes(child.pid), resident_bytes(child.pid, with_children=True)
+        child.stdin.write(b"\n")
+    assert alone < 60 << 20 < together - alone
+    assert resident_bytes(2**22 + 1) == 0
+    assert peak_bytes(os.getpid()) >= 1 << 20 and peak_bytes(2**22 + 1) == 0
+
+
+def test_memory_and_use_are_curves_of_the_timeline(tmp_path: Path) -> None:
+    spans.record_to(tmp_path, "trainer-0", 1)
+    try:
+        device: Any = SimpleNamespace(reading=lambda: Reading(0.25, 3 << 30, 300.0, 60.0))
+        meter = Meter([device], every_s=1000.0)
+        meter.look()
+        meter.close()
+        assert drawn({HOST: float(2 << 30)}) == {HOST: float(2 << 30)}
+    finally:
+        spans.stop_recording()
+    lines = (tmp_path / "timeline" / "trainer-0.a1.jsonl").read_text().splitlines()[1:]
+    curves = {record[1]: record[3] for record in map(json.loads, lines)}
+    assert curves == {"GPU memory": {"gib": 3.0}, "GPU in use": {"share": 0.25}, "host memory": {"gib": 2.0}}
+
+
+def test_the_library_is_the_fake_one(library: dict[str, str]) -> None:
+    assert Path(library["LD_LIBRARY_PATH"], "libnvidia-ml.so.1").is_file()

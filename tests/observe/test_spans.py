@@ -1,0 +1,228 @@
+"""The record of what a process does: complete, nested, visible from outside, cheap, and never in a run's way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusionrl.observe import spans
+from fusionrl.observe.courses import course, part
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    spans.record_to(tmp_path, "trainer-0", attempt=2)
+    yield tmp_path / "timeline" / "trainer-0.a2.jsonl"
+    spans.stop_recording()
+
+
+def _records(file: Path) -> list:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_spans_nest_and_carry_their_facts(file: Path) -> None:
+    with spans.phase("train", step=3), spans.span("forward", micro_batch=1):
+        time.sleep(0.01)
+    header, begun, inner, outer = _records(file)
+    assert header["process"] == "trainer-0" and header["attempt"] == 2 and header["pid"] == os.getpid()
+    assert begun[:3] == ["B", "", "train"] and begun[4] == {"step": 3}
+    assert inner[2] == "forward" and inner[5] == {"micro_batch": 1} and inner[4] >= 10_000
+    assert outer[2:4] == begun[2:4]
+    assert outer[3] <= inner[3] and inner[3] + inner[4] <= outer[3] + outer[4]
+
+
+def test_a_phase_is_seen_from_outside_while_it_lasts(file: Path) -> None:
+    with spans.phase("train", step=3), spans.span("forward"):
+        (seen,) = spans.open_phases(file)
+        assert (seen.name, seen.facts) == ("train", {"step": 3})
+        assert abs(seen.start_ns - time.monotonic_ns()) < 1e9
+        assert [one.name for one in spans.open_spans()] == ["train", "forward"]
+    assert spans.open_phases(file) == [] == spans.open_spans()
+
+
+def test_a_failure_ends_its_span(file: Path) -> None:
+    with pytest.raises(ZeroDivisionError), spans.phase("train"):
+        1 / 0  # noqa: B018
+    assert spans.open_spans() == []
+
+
+def test_threads_have_lanes_of_their_own(file: Path) -> None:
+    def work() -> None:
+        with spans.span("send"):
+            pass
+
+    with spans.phase("push"):
+        thread = threading.Thread(target=work, name="feed-1")
+        thread.start()
+        thread.join()
+    assert {(one[2], one[1]) for one in _records(file)[1:]} == {("push", ""), ("send", "feed-1")}
+
+
+def test_small_records_are_kept_in_memory_until_a_phase_ends(file: Path) -> None:
+    for index in range(20):
+        spans.note("decode", time.monotonic_ns(), time.monotonic_ns(), lane=f"sample {index}", tokens=4)
+    spans.count("engine", running=3)
+    assert len(_records(file)) == 1
+    with spans.phase("generate"):
+        pass
+    assert len(_records(file)) == 24
+
+
+def test_nothing_happens_without_a_recorder(tmp_path: Path) -> None:
+    with spans.phase("train"), spans.span("forward"):
+        spans.note("decode", 0, 1)
+        spans.count("memory", gb=1.0)
+    assert spans.open_spans() == []
+
+
+def test_a_fork_records_nothing_of_its_own(file: Path) -> None:
+    with spans.phase("generate"):
+        if (child := os.fork()) == 0:
+            spans.note("of the child", 0, 1)
+            spans.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert [one[2] for one in _records(file)[1:]] == ["generate", "generate"]
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
+    recorder = spans.Recorder(tmp_path / "a.jsonl", "driver", 1)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), recorder._file)
+    for _ in range(2):
+        recorder.end(recorder.begin("train", {}, True))
+    recorder.close()
+
+
+def test_a_fact_that_json_cannot_hold_is_left_out_with_its_record(file: Path) -> None:
+    with spans.phase("train"):
+        spans.note("sample", 0, 1, index=1 << 70)
+        spans.note("sample", 0, 1, index="\ud800")
+    assert [record[2] for record in _records(file)[1:]] == ["train", "train"]
+
+
+def test_a_torn_last_line_is_passed_over(file: Path) -> None:
+    key = spans.recorder().begin("train", {"step": 1}, True)
+    with file.open("a") as torn:
+        torn.write('["B","","push",12')
+    assert [one.name for one in spans.open_phases(file)] == ["train"]
+    spans.recorder().end(key)
+
+
+def test_a_process_is_named_by_its_log(tmp_path: Path) -> None:
+    spans.record_beside(tmp_path / "logs" / "engine-actor-1.a3.log")
+    spans.stop_recording()
+    assert (tmp_path / "timeline" / "engine-actor-1.a3.jsonl").is_file()
+    spans.record_beside(tmp_path / "logs" / "a user's.log")
+    assert spans.recorder() is None
+
+
+def test_a_link_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "timeline" / "driver.a1.jsonl").symlink_to(tmp_path / "elsewhere")
+    spans.record_to(tmp_path, "driver", 1)
+    assert spans.recorder() is None
+    assert "timeline" in caplog.text
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_clock_of_this_machine_needs_no_correction() -> None:
+    assert spans.measure_offset(spans.clock) == (spans.boot_id(), 0, 0)
+
+
+def test_the_clock_of_another_machine_is_measured_by_round_trips() -> None:
+    def ask() -> tuple[str, int]:
+        time.sleep(0.002)
+        answer = time.monotonic_ns() + 5_000_000_000
+        time.sleep(0.001)
+        return "another boot", answer
+
+    boot, offset, error = spans.measure_offset(ask)
+    assert boot == "another boot"
+    assert abs(offset - 5_000_000_000) <= error <= 5_000_000
+
+
+def test_a_span_costs_microseconds(file: Path) -> None:
+    start = time.process_time()
+    for index in range(2_000):
+        with spans.span("forward", micro_batch=index):
+            pass
+    assert (time.process_time() - start) / 2_000 < 100e-6
+
+
+def test_the_main_threads_phases_are_known_with_their_times(file: Path) -> None:
+    """Those of other threads and lanes do not count."""
+    other = threading.Thread(target=lambda: _phase("other"))
+    with spans.phase("step"):
+        for _ in range(2):
+            _phase("train")
+        other.start()
+        other.join()
+        with spans.phase("rollout", lane="rollouts"):
+            found = spans.main_phases()
+    assert found.open is not None and found.open.name == "step"
+    assert found.open.start_ns < found.ended_ns < time.monotonic_ns()
+    assert {name: len(times) for name, times in found.lasted.items()} == {"train": 2}
+    assert all(0.0 <= seconds < 1.0 for seconds in found.lasted["train"])
+    assert spans.main_phases().open is None
+
+
+def _phase(name: str) -> None:
+    with spans.phase(name), spans.span("part"):
+        pass
+
+
+def test_the_course_of_a_sample_is_one_record_with_its_parts(file: Path) -> None:
+    async def score() -> None:
+        start = time.monotonic_ns()
+        await asyncio.sleep(0.001)
+        part("reward", start, index=7)
+
+    async def sample(index: int) -> None:
+        with course(index=index) as facts:
+            start = time.monotonic_ns()
+            await asyncio.sleep(0.002)
+            part("turn", start, tokens=5)
+            await asyncio.gather(score(), score())  # tasks of their own
+            facts["status"] = "completed"
+
+    async def both() -> None:
+        await asyncio.gather(sample(1), sample(2))
+
+    asyncio.run(both())
+    spans.flush()
+    found = sorted(_records(file)[1:], key=lambda record: record[3]["index"])
+    assert [record[3] for record in found] == [{"index": index, "status": "completed"} for index in (1, 2)]
+    for _, start, duration, _, parts in found:
+        assert [one[0] for one in parts] == ["turn", "reward", "reward"]
+        assert all(start <= one[1] and one[1] + one[2] <= start + duration for one in parts)
+
+
+def test_a_sample_that_is_cancelled_is_recorded_as_aborted(file: Path) -> None:
+    async def main() -> None:
+        async def sample() -> None:
+            with course(index=3):
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(sample())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    spans.flush()
+    (record,) = _records(file)[1:]
+    assert record[3] == {"index": 3, "status": "aborted"}
+
+
+def test_what_belongs_to_no_sample_is_a_span_of_the_rewards(file: Path) -> None:
+    part("reward", time.monotonic_ns(), samples=8)
+    spans.flush()
+    (record,) = _records(file)[1:]
+    assert record[:3] == ["X", "rewards", "reward"] and record[5] == {"samples": 8}

@@ -1,0 +1,107 @@
+"""Real processes give their stacks, also one that blocks Python's lock; one that is stopped holds nobody up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusionrl.base.stack_signal import ask_for_stacks
+from fusionrl.observe.stalls.look import Seen, look
+
+ANSWERING = "from fusionrl.base.stack_signal import answer_with_stacks; answer_with_stacks()\n"
+BLOCKED = """
+import ctypes
+def blocked():
+    while True:
+        ctypes.PyDLL(None).sleep(60)  # in C, with the interpreter's lock
+print("ready", flush=True)
+blocked()
+"""
+SLEEPING = """
+import threading, time
+def sleeping():
+    time.sleep(60)
+threading.Thread(target=sleeping, daemon=True).start()
+print("ready", flush=True)
+sleeping()
+"""
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(role, program) -> pid of a process that writes into logs/<role>.a1.log, and is at work."""
+    logs, children = tmp_path / "logs", []
+    logs.mkdir()
+
+    def begin(role: str, program: str, *, answers: bool = True) -> int:
+        log = logs / f"{role}.a1.log"
+        before = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as file:
+            source = (ANSWERING if answers else "") + program
+            children.append(subprocess.Popen([sys.executable, "-c", source], stdout=file, stderr=file))
+        deadline = time.monotonic() + 30
+        while log.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return children[-1].pid
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def _functions(one: Seen) -> list[str]:
+    return [frame.function for thread in one.threads for frame in thread.frames]
+
+
+def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tmp_path: Path) -> None:
+    blocked, stopped = start("trainer-0", BLOCKED), start("trainer-1", SLEEPING)
+    first, second = start("engine-0", SLEEPING), start("engine-0", BLOCKED)
+    silent = start("router", SLEEPING, answers=False)
+    os.kill(stopped, signal.SIGSTOP)
+    begun = time.monotonic()
+    found = {one.pid: one for one in look(tmp_path / "logs", answer_s=5.0)}
+    assert time.monotonic() - begun < 4.0
+    assert set(found) == {blocked, stopped, first, second, silent}
+    assert _functions(found[blocked])[0] == "blocked"
+    assert _functions(found[first]).count("sleeping") == 2  # both threads
+    assert _functions(found[second])[0] == "blocked"  # of two that share a log, each has its own
+    assert (found[stopped].trouble, found[stopped].stacks) == ("stopped by a signal", "")
+    assert found[stopped].role == "trainer-1"
+    assert (found[silent].stacks, os.kill(silent, 0)) == ("", None)  # it has no handler: it was not asked, and lives
+    assert "blocked" in found[blocked].render()
+    assert "has not answered" in found[silent].render()
+
+
+MINDED = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+for line in child.stdout:
+    sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+"""
+
+
+def test_a_process_whose_parent_passes_its_output_on_is_found(start: Start, tmp_path: Path) -> None:
+    """As an engine's scheduler, in whose output the parent hides the key."""
+    program = MINDED.replace("sys.argv[1]", repr(ANSWERING + BLOCKED))
+    minder = start("engine-0", program, answers=False)
+    found = {one.pid: one for one in look(tmp_path / "logs", answer_s=5.0)}
+    (child,) = set(found) - {minder}
+    assert found[child].role == "engine-0" and _functions(found[child])[0] == "blocked"
+    os.kill(child, signal.SIGSTOP)
+    assert {one.pid: one.trouble for one in look(tmp_path / "logs")}[child] == "stopped by a signal"
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_without_a_handler_is_not_sent_the_signal(start: Start) -> None:
+    assert not ask_for_stacks(start("router", SLEEPING, answers=False))
+    assert not ask_for_stacks(2**22 + 1)

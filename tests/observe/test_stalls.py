@@ -1,0 +1,141 @@
+"""When the watchdog speaks, and what it says. Both are pure: the clock is told."""
+
+from __future__ import annotations
+
+from fusionrl.observe.stalls.look import Seen
+from fusionrl.observe.stalls.sentence import EngineLoad, named, ranks, sentence, spans
+from fusionrl.observe.stalls.stacks import main_thread, read_stacks
+from fusionrl.observe.stalls.when import Late, Over, Phase, StallClock
+
+IN_COLLECTIVE = """Current thread 0x00007f01 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2891 in all_reduce
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/me/fusionrl/fusionrl/trainer/gradients.py", line 40 in reduce_gradients
+  File "/home/me/fusionrl/fusionrl/trainer/steps.py", line 12 in take
+"""
+IN_HOOK = """[2026] a line of the log
+Thread 0x00007f02 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+Current thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 706 in readinto
+  File "/home/me/rewards/hooks.py", line 17 in my_loss
+  File "/home/me/fusionrl/fusionrl/trainer/loss.py", line 9 in loss
+another line
+"""
+
+
+def _seen(role: str, stacks: str = "", trouble: str = "", pid: int = 7) -> Seen:
+    return Seen(role, pid, "n1", "python", trouble, stacks)
+
+
+class _Run:
+    """A driver whose phases follow one another, looked at once a second."""
+
+    def __init__(self, clock: StallClock) -> None:
+        self.clock, self.now = clock, 0.0
+        self.lasted: dict[str, list[float]] = {}
+
+    def phase(self, name: str, seconds: int) -> list[Late | Over]:
+        begun, told = Phase(name, self.now), []
+        for _ in range(seconds):
+            told.append(self.clock.look(self.now, begun, self.lasted))
+            self.now += 1.0
+        self.lasted.setdefault(name, []).append(float(seconds))
+        return [one for one in told if one is not None]
+
+
+def test_a_phase_is_late_after_five_medians_and_never_before_the_floor() -> None:
+    run = _Run(StallClock(60.0))
+    for seconds in (20, 21, 22):
+        assert run.phase("train", seconds) == []
+    for _ in range(3):
+        assert run.phase("push", 1) == []
+    assert [one.seconds for one in run.phase("push", 70)] == [60.0]
+    told = run.phase("train", 120)
+    assert [(type(one), one.phase, one.seconds) for one in told] == [(Over, "push", 70.0), (Late, "train", 105.0)]
+    assert told[1].usual_s == 21.0
+
+
+def test_it_speaks_with_pauses_that_double_and_of_the_end() -> None:
+    run = _Run(StallClock(60.0))
+    run.phase("train", 2)
+    told = run.phase("train", 1000)
+    assert [(one.seconds, one.number) for one in told] == [(60.0, 1), (120.0, 2), (240.0, 3), (480.0, 4), (960.0, 5)]
+    assert run.phase("push", 10) == [Over("train", 1000.0)]
+
+
+def test_the_first_of_its_kind_is_given_five_times_the_floor() -> None:
+    run = _Run(StallClock(60.0))
+    (told,) = run.phase("start", 400)
+    assert (told.seconds, told.usual_s) == (300.0, None)
+
+
+def test_the_time_limit_ends_the_run_also_where_it_is_no_surprise() -> None:
+    run = _Run(StallClock(60.0, timeout_s=90.0))
+    run.phase("train", 80)
+    told = run.phase("train", 91)
+    assert [(one.seconds, one.is_last) for one in told] == [(90.0, True)]
+
+
+def test_nothing_is_said_between_phases() -> None:
+    clock = StallClock(1.0)
+    assert clock.look(0.0, None, {}) is None
+    assert clock.look(1000.0, None, {}) is None
+
+
+def test_stacks_are_read_out_of_a_log() -> None:
+    other, main = read_stacks(IN_HOOK)
+    assert main_thread([other, main]) is main
+    assert (len(other.frames), len(main.frames)) == (1, 3)
+    assert str(main.place) == "my_loss (rewards/hooks.py:17)"
+    assert main.collective is None
+    (waiting,) = read_stacks(IN_COLLECTIVE)
+    assert waiting.collective == "all_reduce"
+    assert str(waiting.place) == "reduce_gradients (trainer/gradients.py:40)"
+    assert read_stacks("no stacks\n  File of another kind\n") == []
+
+
+def test_a_hung_collective_names_the_ranks_that_did_not_arrive() -> None:
+    seen = [_seen(f"trainer-{rank}", IN_COLLECTIVE) for rank in (0, 1, 2, 5)]
+    seen += [_seen("trainer-3", trouble="stopped by a signal", pid=4711), _seen("trainer-4", IN_HOOK)]
+    assert ranks(seen) == (
+        "ranks 0-2, 5 wait in all_reduce of reduce_gradients (trainer/gradients.py:40),"
+        " where rank 3 (stopped by a signal), rank 4 (in my_loss (rewards/hooks.py:17)) did not arrive"
+    )
+
+
+def test_ranks_in_different_collectives_are_told_apart() -> None:
+    seen = [_seen("trainer-0", IN_COLLECTIVE), _seen("trainer-1", IN_COLLECTIVE.replace("all_reduce", "broadcast"))]
+    assert ranks(seen).startswith("the ranks wait in different collectives: rank 0 waits in all_reduce of")
+    assert ranks(seen[:1]).startswith("rank 0 waits in all_reduce")
+    assert ranks([_seen("trainer-0", IN_HOOK)]) == ""
+
+
+def test_the_line_names_who_is_waited_for_and_how_far_the_others_are() -> None:
+    late = Late("train", 312.4, 21.0, 1)
+    line = sentence(
+        late,
+        ["trainer rank 3", "trainer rank 7"],
+        [_seen("engine-1", trouble="stopped by a signal", pid=12)],
+        sizes={"trainer rank": 8},
+        progress=["2 samples are scored (sample 17 for 300 s)"],
+        engines=[EngineLoad("engine 0", 12, 3, 0.0), EngineLoad("engine 1", fault="does not answer within 3 s")],
+        file="logs/stall-1.a1.txt",
+    )
+    assert line == (
+        '"train" has taken 312 s (median 21 s); waits for trainer ranks 3, 7 of 8; engine-1 is stopped by a signal'
+        " (pid 12); 2 samples are scored (sample 17 for 300 s); engine 0: 12 running, 3 waiting, 0 tok/s; engine 1 does"
+        " not answer within 3 s; stacks in logs/stall-1.a1.txt"
+    )
+
+
+def test_where_nobody_is_waited_for_the_driver_is_named() -> None:
+    line = sentence(Late("save", 60.0, None, 1), [], driver="publish (cluster/checkpoints.py:80)")
+    assert line == '"save" has taken 60 s (the first of its kind); the driver is in publish (cluster/checkpoints.py:80)'
+
+
+def test_names_and_numbers_are_taken_together() -> None:
+    assert spans([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
+    names = [f"engine {index}: pause" for index in (1, 2)] + ["trainer 0", "the Buffer"]
+    assert named(names, {}) == "engines 1-2: pause, trainer 0, the Buffer"
+    assert named([f"trainer rank {rank}" for rank in range(512)], {"trainer rank": 512}) == "trainer ranks 0-511 of 512"

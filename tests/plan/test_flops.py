@@ -1,0 +1,57 @@
+"""FLOPs of a model, against a count of the matrix products that torch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusionrl.models.shape import read_model_shape
+from fusionrl.plan.flops import Work, forward_flops, peak_flops, train_flops
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_forward_and_a_backward_pass_as_torch_counts_them(hf: Any, family: str) -> None:
+    """torch counts all pairs of attention, ours the half that a causal model sees."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    folder, model = hf(family, False)
+    shape, length = read_model_shape(folder), 24
+    model.config._attn_implementation = "eager"
+    work = Work.of([length])
+    with FlopCounterMode(display=False) as counter:
+        logits = model(torch.arange(length)[None] % shape.vocab_size).logits
+    forward = counter.get_total_flops()
+    pairs = 2 * shape.num_layers * shape.num_attention_heads * 2 * shape.head_dim * length**2 / 2
+    ours = forward_flops(shape, work) + pairs
+    assert ours == pytest.approx(forward, rel=0.02)  # the norms' parameters are no matrices
+    with FlopCounterMode(display=False) as counter:
+        logits.sum().backward()
+    assert train_flops(shape, work) + 3 * pairs == pytest.approx(forward + counter.get_total_flops(), rel=0.05)
+
+
+def test_work_adds_up_and_attention_grows_with_the_square() -> None:
+    assert Work.of([3, 4]) == Work(7, 25)
+    assert Work.of([]) == Work(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 80, 989),
+        ("NVIDIA A100-SXM4-40GB", 40, 312),
+        ("NVIDIA L40S", 45, 362),
+        ("NVIDIA L4", 22, 121),
+        ("NVIDIA GB200", 186, 2500),
+        ("NVIDIA B200", 180, 2250),
+        ("NVIDIA GeForce RTX 4090", 24, 165.2),
+    ],
+)
+def test_the_peak_of_a_card_by_its_name(name: str, gib: int, teraflops: float) -> None:
+    assert peak_flops(name, gib * 2.0**30) == teraflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA L40", "NVIDIA GeForce GT 1030", ""])
+def test_a_card_that_no_table_has_gets_no_peak(name: str) -> None:
+    assert peak_flops(name) is None

@@ -1,0 +1,135 @@
+"""The starters of several nodes: real Ray on two made-up machines in network and process namespaces (`nodes.sh`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO, HERE = Path(__file__).parents[2], Path(__file__).parent
+STARTERS = REPO / "scripts" / "cluster"
+NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--mount", "--fork", "--mount-proc"]
+# Counts the nodes, and looks for the token on the command lines of its node.
+COMMAND = """
+import glob, os, signal, sys, time, ray
+ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
+print("nodes:", sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]), flush=True)
+lines = [open(file, "rb").read() for file in glob.glob("/proc/[0-9]*/cmdline")]
+print("shown:", os.environ["RAY_AUTH_TOKEN"].encode() in b" ".join(lines), "mode:", os.environ["RAY_AUTH_MODE"])
+@ray.remote(resources={"part": 1}, num_cpus=0)
+def forwarded():
+    return os.environ.get("NCCL_SOCKET_IFNAME")
+print("forwarded:", ray.get([forwarded.remote() for _ in range(2)]), flush=True)
+ray.shutdown()
+if "wait" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), os._exit(9)))
+    print("waiting", flush=True)
+    time.sleep(120)
+sys.exit(7)
+"""
+
+
+def _can_make_namespaces() -> bool:
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip", "pgrep"))):
+        return False
+    made = subprocess.run(
+        [*NAMESPACES, "ip", "link", "add", "node1", "type", "veth", "peer", "name", "node2"], check=False
+    )
+    return made.returncode == 0
+
+
+def on_two_nodes(tmp_path: Path, words: list[str], *, tools: tuple[str, ...], **variables: str) -> tuple[int, str]:
+    """Exit status and output of `words` on node1, where `tools` are the stand-ins of remote.py."""
+    fakes = tmp_path / "fakes"
+    fakes.mkdir()
+    for name in tools:
+        (fakes / name).write_text(f"#!{sys.executable} -B\n" + (HERE / "remote.py").read_text(encoding="utf-8"))
+        (fakes / name).chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
+    environ |= {"PATH": f"{fakes}:{environ['PATH']}", "FUSIONRL_VENV": str(Path(sys.executable).parents[1])} | variables
+    command = [*NAMESPACES, "bash", str(HERE / "nodes.sh"), sys.executable, *words]
+    done = subprocess.run(
+        command,
+        env=environ,
+        cwd=REPO,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_the_starters_are_valid_bash() -> None:
+    for script in [*STARTERS.glob("*.sh"), *(REPO / "scripts" / "models").glob("*.sh"), HERE / "nodes.sh"]:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_a_starter_says_what_it_lacks(tmp_path: Path) -> None:
+    for flags, part in ((["node2"], "then -- and the command"), (["node2", "--"], "no command")):
+        done = subprocess.run(
+            ["bash", str(STARTERS / "ssh.sh"), *flags], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and part in done.stderr
+    done = subprocess.run(
+        ["bash", str(STARTERS / "slurm.sh")], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "give the command" in done.stderr
+
+
+@pytest.mark.e2e
+def test_ssh(tmp_path: Path) -> None:
+    """Two nodes, a token on no command line, forwarded variables, the command's exit status, and no Ray left."""
+    if not _can_make_namespaces():
+        pytest.skip("this machine grants no network namespaces")
+    words = ["bash", str(STARTERS / "ssh.sh"), "node2", "--", "python", "-c", COMMAND]
+    code, output = on_two_nodes(
+        tmp_path,
+        words,
+        tools=("ssh",),
+        RAY_START_FLAGS='--num-cpus=1 --resources={"part":1}',
+        FORWARD="NCCL_SOCKET_IFNAME",
+        NCCL_SOCKET_IFNAME="fabric0",
+    )
+    assert code == 7, output
+    assert "nodes: ['10.77.0.1', '10.77.0.2']" in output
+    assert "shown: False mode: token" in output
+    assert "forwarded: ['fabric0', 'fabric0']" in output
+    assert "left on node2: 0" in output
+
+
+@pytest.mark.e2e
+def test_slurm(tmp_path: Path) -> None:
+    """The script's own steps with Ray's symmetric run; a signal before the end of the job reaches the command alone."""
+    if not _can_make_namespaces():
+        pytest.skip("this machine grants no network namespaces")
+    told = (
+        'bash "$@" > told.log 2>&1 & job=$!;until grep -qx waiting told.log; do sleep 1; kill -0 $job || break; done;'
+    )
+    told += " kill -USR1 $job; wait $job; code=$?; "
+    told += "kill -0 $job 2>/dev/null && { wait $job; code=$?; }; cat told.log; exit $code"
+    words = ["bash", "-c", told, "batch", str(STARTERS / "slurm.sh"), "python", "-c", COMMAND, "wait"]
+    code, output = on_two_nodes(
+        tmp_path,
+        ["env", f"--chdir={tmp_path}", *words],
+        tools=("srun", "scontrol"),
+        RAY_START_FLAGS='--num-cpus=1 --resources={"part":1}',
+        NCCL_SOCKET_IFNAME="fabric0",
+        RAY_gcs_rpc_server_reconnect_timeout_s="3",  # else the other node looks for the head for a minute
+        SLURM_JOB_ID="12345",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_JOB_NODELIST="node[1-2]",
+        SLURM_SUBMIT_DIR=str(tmp_path),
+    )
+    assert "nodes: ['10.77.0.1', '10.77.0.2']" in output, output
+    assert "shown: False mode: token" in output
+    assert "forwarded: ['fabric0', 'fabric0']" in output
+    assert "told" in output.splitlines(), output
+    assert code == 9, output
+    assert "left on node2: 0" in output
+    assert not list(tmp_path.glob(".slurm-*")), "the file with the command's process stays behind"

@@ -1,0 +1,172 @@
+"""The program that runs on a machine with GPUs: its stages, records and page. Its commands run here at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import gpu_proof, parity
+from tools.proof import machine
+from tools.proof.records import passed_before, with_result, write_line
+from tools.proof.stage import Failed, Result, Setting, Stage, missing, run_stage
+from tools.proof.stages import STAGES, of_names, pages_rows
+
+PAGE = gpu_proof.PAGE.read_text(encoding="utf-8")
+# Rows that no stage fills in, with what they need beside a GPU.
+BY_HAND = {
+    "the same compared with verl's": "verl",
+    "an engine that dies in a colocated run": "two engines, and somebody who kills one",
+    "a reward model and a teacher": "more devices",
+    "an engine over two nodes": "two nodes, and somebody who kills a server",
+    "prefill and decode apart": "more devices",
+    "the image builds": "docker",
+}
+
+
+def test_every_row_has_a_stage_or_a_reason() -> None:
+    rows = pages_rows(machine.ROOT)
+    begins = [row for stage in STAGES for row in stage.rows]
+    for begin in (*begins, *BY_HAND):
+        assert len([row for row in rows if row.startswith(f"| {begin}")]) == 1, begin
+    assert len(rows) == len(begins) + len(BY_HAND)
+    for stage in STAGES:
+        assert f"gpu_proof.py --only {stage.name}`" in "".join(
+            row for row in rows if row.startswith(tuple(f"| {begin}" for begin in stage.rows))
+        ) or stage.name in ("loss-fp32", "trainer-0.6b", "trainer-4b", "step"), stage.name
+
+
+def test_a_row_is_filled_in_and_can_be_again() -> None:
+    result = Result("loop-bf16", "passed", 61.7, {"log-probs differ by": 0.0123456, "transport": "ipc"})
+    once = with_result(PAGE, "the loop colocated", "2026-11-23, 1 x H100", result)
+    (line,) = (line for line in once.splitlines() if line.startswith("| the loop colocated"))
+    assert line.endswith("| 2026-11-23, 1 x H100 | passed in 62 s; log-probs differ by 0.0123; transport ipc |")
+    failed = Result("loop-bf16", "failed", why="a | b")
+    twice = with_result(once, "the loop colocated", "2026-11-24, 1 x H100", failed)
+    assert "| 2026-11-24, 1 x H100 | failed: a / b |" in twice
+    assert len(twice.splitlines()) == len(PAGE.splitlines())
+    skipped = Result("loop-bf16", "skipped", why="needs 2 GPUs")
+    assert with_result(once, "the loop colocated", "2026-11-25, a CPU", skipped) == once
+    assert with_result(twice, "the loop colocated", "2026-11-25, a CPU", skipped) == twice
+    empty = with_result(PAGE, "the loop colocated", "2026-11-25, 1 x H100", skipped)
+    assert "| 2026-11-25, 1 x H100 | skipped: needs 2 GPUs |" in empty
+    assert "| 2026-11-23, 1 x H100 | passed in" in with_result(
+        empty, "the loop colocated", "2026-11-23, 1 x H100", result
+    )
+    with pytest.raises(ValueError, match="0 rows begin with"):
+        with_result(PAGE, "no such row", "x", result)
+
+
+def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
+    path, here = tmp_path / "results.jsonl", {"gpus": ["H100"], "sources": "a"}
+    assert passed_before(path, here) == set()
+    for name, status in (("a", "failed"), ("a", "passed"), ("b", "passed"), ("b", "failed"), ("c", "skipped")):
+        write_line(path, Result(name, status), here)
+    write_line(path, Result("d", "passed"), here | {"sources": "b"})
+    with open(path, "a") as file:
+        file.write('{"stage": "e", "sta')  # killed while it wrote
+    assert passed_before(path, here) == {"a"}
+    # A later look by a machine without the GPUs, or a rehearsal, takes nothing back.
+    write_line(path, Result("a", "skipped"), here)
+    write_line(path, Result("a", "failed"), here | {"gpus": []})
+    assert passed_before(path, here) == {"a"}
+
+
+@pytest.mark.parametrize("room", ["fusionrl", "tools", "tests"])
+def test_a_stage_with_other_sources_is_run_again(room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    (tmp_path / room / "inner").mkdir(parents=True)
+    path = tmp_path / room / "inner" / "a.py"
+    path.write_text("x = 1")
+    before = machine.facts(rehearses=True)
+    assert machine.facts(rehearses=True) == before
+    path.write_text("x = 2")
+    assert machine.facts(rehearses=True)["sources"] != before["sources"]
+
+
+def test_what_the_machine_lacks_is_said() -> None:
+    stage = Stage("x", (), lambda setting: [], lambda *_: {}, num_gpus=2, packages=("no_such_package",))
+    assert missing(stage, 8, machine.has_package, False) == "not installed: no_such_package"
+    assert missing(stage, 1, lambda name: True, False) == "needs 2 GPUs, and this machine shows 1"
+    assert missing(stage, 2, lambda name: True, False) is None
+    assert missing(stage, 0, machine.has_package, True) is None
+
+
+def _stage(*code: str) -> Stage:
+    def read(setting: Setting, status: int, output: str) -> dict[str, object]:
+        if status:
+            raise Failed("it failed")
+        return {"said": output.strip()}
+
+    return Stage("x", (), lambda setting: [sys.executable, "-c", *code], read)
+
+
+def test_a_stage_of_its_own(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, tmp_path, True)
+    found = run_stage(_stage("print('hello')"), setting, 30.0, os.environ)
+    assert (found.status, found.figures) == ("passed", {"said": "hello"})
+    found = run_stage(_stage("import sys; print('no memory'); sys.exit(3)"), setting, 30.0, os.environ)
+    assert (found.status, found.why) == ("failed", "it failed (exit status 3; no memory)")
+    # One that hangs is ended with what it has started.
+    hangs = (
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        " print(p.pid, flush=True); time.sleep(600)"
+    )
+    start = time.monotonic()
+    found = run_stage(_stage(hangs), setting, 2.0, os.environ)
+    assert found.status == "failed" and "no end after 2 s" in found.why
+    assert time.monotonic() - start < 15
+    child = int((tmp_path / "output.txt").read_text().split()[0])
+    for _ in range(50):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("a process is left behind")
+
+
+def test_layouts_of_the_stage_fit_on_its_two_gpus(tmp_path: Path) -> None:
+    (stage,) = of_names("parity")
+    for rehearses in (True, False):
+        command = stage.command(Setting(tmp_path, tmp_path, rehearses))
+        values = {flag: command[command.index(flag) + 1] for flag in ("--only", "--max-ranks")}
+        rows = parity.rows_with(values["--only"], int(values["--max-ranks"]))
+        assert len(rows) == 1 if rehearses else len(rows) > 1
+        assert all(row.world <= stage.num_gpus for row in rows)
+
+
+def test_names() -> None:
+    assert [stage.name for stage in of_names("push,loop-bf16")] == ["loop-bf16", "push"]
+    with pytest.raises(ValueError, match="--only nothing"):
+        of_names("nothing")
+    assert gpu_proof.main(["--list"]) == 0
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    assert gpu_proof.main([]) == 2
+    assert "--rehearse" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rehearsal(tmp_path: Path) -> None:
+    """Stages that start no engine; all of them: `tools/gpu_proof.py --rehearse`."""
+    program = [sys.executable, str(machine.ROOT / "tools" / "gpu_proof.py"), "--rehearse", "--out", str(tmp_path)]
+    command = [*program, "--only", "loss-fp32,refusal"]
+    environ = os.environ | {"PYTHONPATH": str(machine.ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["status"]) for line in lines] == [
+        ("loss-fp32", "passed"),
+        ("refusal", "passed"),
+    ]
+    assert "a CPU (rehearsal) | passed in" in (tmp_path / "gpu-results.md").read_text()
+    assert gpu_proof.PAGE.read_text(encoding="utf-8") == PAGE
+    again = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert again.stdout.count("has passed before") == 2

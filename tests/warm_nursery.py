@@ -1,0 +1,137 @@
+"""A warm nursery (`fusionrl.cluster.warm`) that all workers of a session of tests share.
+
+Whole runs begin with forks of it. Servers that a test starts by itself are forks as those of a run are. A start costs
+a second or two of a core and not ten. A process whose model has another architecture, or whose environment is another,
+is started in the usual way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from fusionrl.base.births import FOLDER_VARIABLE
+from fusionrl.base.nursery import Order
+from fusionrl.base.title import ROOM
+from fusionrl.cluster.ahead import start_nursery
+from fusionrl.cluster.nursery_order import engine_branch, warm_order
+from fusionrl.cluster.warm import ROOM_VARIABLE, WARM_KEY, WARM_VARIABLE, WarmBranches
+from fusionrl.config.config import Config
+
+ARCHITECTURE = "Qwen3ForCausalLM"  # of `make_tiny_qwen3`
+
+
+def model_in(home: Path) -> str:
+    """Return a folder with the configuration of the tests' models; a nursery reads no more of them."""
+    (home / "config.json").write_text(json.dumps({"architectures": [ARCHITECTURE]}))
+    return str(home)
+
+
+_FREE = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+
+
+def _of_runs(home: Path, key: str) -> Order:
+    return warm_order(Config.from_flat({"mode": "rl", "hf_checkpoint": model_in(home)}), home, key, _FREE)
+
+
+class SharedNursery:
+    """One worker's view of it. `folder`: of all workers of this session.
+
+    Whoever finds none starts one, and ends it when its own tests are over; so the next to ask may start another.
+    """
+
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], order_of: Callable[[Path, str], Order] = _of_runs
+    ) -> None:
+        """`environment`: of runs. `order_of`: makes the order of a nursery, of its folder and its key."""
+        self.environment = environment
+        self._found, self._lock, self._order_of = folder / "nursery.json", folder / "nursery.lock", order_of
+        self._own: list[tuple[subprocess.Popen[bytes], Path]] = []
+
+    def variables(self) -> dict[str, str]:
+        """Return those with which a run's branches are forks of a nursery that lives."""
+        with open(self._lock, "w", encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._lives():
+                self._start()
+            return json.loads(self._found.read_text())
+
+    def close(self) -> None:
+        """End what this worker has started."""
+        for nursery, home in self._own:
+            nursery.kill()
+            nursery.wait()
+            assert nursery.stdin is not None
+            nursery.stdin.close()
+            shutil.rmtree(home, ignore_errors=True)
+
+    def _lives(self) -> bool:
+        if not self._found.exists():
+            return False
+        folder = json.loads(self._found.read_text())[WARM_VARIABLE]
+        sockets = [str(path) for path in Path(folder).glob("*") if path.is_socket()]
+        return bool(sockets) and all(_listens(path) for path in sockets)
+
+    def _start(self) -> None:
+        home = Path(tempfile.mkdtemp(prefix="nursery-"))  # a short path: a socket's has 107 characters
+        key = secrets.token_hex(32)
+        with only(self.environment):  # which branches are told only what their environment lacks
+            order = self._order_of(home, key)
+            nursery = start_nursery(home, order.to_line(), {ROOM_VARIABLE: " " * ROOM})
+        self._own.append((nursery, home))
+        while not all(Path(branch.path).exists() for branch in order.branches) and nursery.poll() is None:
+            time.sleep(0.01)
+        new = self._found.with_suffix(".new")
+        new.touch(0o600)
+        new.write_text(json.dumps({WARM_VARIABLE: str(home), WARM_KEY: key}))
+        new.replace(self._found)
+
+
+class EngineBranch:
+    """A branch for the servers that one worker's tests start by themselves."""
+
+    def __init__(self, nursery: SharedNursery, key: str | None = None) -> None:
+        """`key`: of a Ray cluster whose actors start servers."""
+        self._home = Path(tempfile.mkdtemp(prefix="engines-"))
+        key = key or secrets.token_hex(32)
+        with only({**nursery.environment, **nursery.variables()}):
+            order = Order(key, [], [engine_branch(model_in(self._home), self._home)])
+            self._branches = WarmBranches(order, self._home / "nursery.log")
+        self.variables = {FOLDER_VARIABLE: str(self._home), "RAY_AUTH_TOKEN": key}
+
+    def close(self) -> None:
+        """End it."""
+        self._branches.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+@contextmanager
+def only(environment: Mapping[str, str]) -> Iterator[None]:
+    """Within it, this process's environment is `environment`."""
+    usual = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(usual)
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(path)
+        except OSError:  # refused, or the folder is gone
+            return False
+    return True

@@ -1,0 +1,143 @@
+"""The models and layouts of `tools/parity.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusionrl.plan.layout import TrainerLayout
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+    "pad_token_id": None,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+    "qwen3 tied": {"head_dim": 24, "tie_word_embeddings": True},
+    "glm4": {"head_dim": 16},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_moe": EXPERTS | {"head_dim": 24, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "glm4_moe": SIGMOID | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v2": LATENT
+    | EXPERTS
+    | {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
+    "deepseek_v3": LATENT | SIGMOID,
+    "deepseek_v3 dense": LATENT | SIGMOID | {"first_k_dense_replace": 4},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of one model, with further fields of Megatron's classes."""
+
+    model: str
+    world: int
+    sizes: dict[str, int] = field(default_factory=dict)
+    note: str = ""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> TrainerLayout:
+        sizes = dict(self.sizes)
+        sizes.setdefault("etp", sizes.get("tp", 1) if "ep" in sizes else 1)
+        return TrainerLayout(self.world, **sizes)
+
+    @property
+    def name(self) -> str:
+        layout = self.layout
+        parts = [f"{axis.upper()} {size}" for axis, size in self.sizes.items()]
+        if layout.dp > 1:
+            parts.append(f"DP {layout.dp}")
+        return " ".join(parts) + (f", {self.note}" if self.note else "")
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ROWS = [
+    Row("qwen3", 2),
+    Row("qwen3", 2, note="overlapped", ddp=OVERLAP),
+    Row("qwen3", 2, note="full recompute", transformer=FULL),
+    Row("qwen3", 2, {"tp": 2}),
+    Row("qwen3", 2, {"tp": 2}, "no sequence parallel", {"sequence_parallel": False}),
+    Row("qwen3", 2, {"tp": 2}, "selective recompute", selective("core_attn", "mlp", "layernorm")),
+    Row("qwen3 tied", 2, {"tp": 2}),
+    Row("qwen3", 2, {"pp": 2}),
+    Row("qwen3 tied", 2, {"pp": 2}),
+    Row("qwen3", 2, {"pp": 2}, "uneven stages", {"num_layers_in_first_pipeline_stage": 1}),
+    Row("qwen3", 2, {"pp": 2, "vpp": 2}),
+    Row("qwen3 tied", 2, {"pp": 2, "vpp": 2}),
+    Row("qwen3", 2, {"cp": 2}),
+    Row("llama", 2, {"tp": 2}),
+    Row("qwen2", 2, {"tp": 2}),
+    Row("glm4", 2, {"tp": 2}),
+    Row("glm4", 2, {"pp": 2}),
+    Row("qwen3_moe", 2, {"ep": 2}),
+    Row("qwen3_moe", 2, {"ep": 2}, "experts recomputed", selective("moe")),
+    Row("qwen2_moe", 2, {"tp": 2}),
+    Row("qwen2_moe", 2, {"ep": 2}),
+    Row("mixtral", 2, {"tp": 2}),
+    Row("mixtral", 2, {"ep": 2}),
+    Row("mixtral", 2, {"pp": 2}),
+    Row("glm4_moe", 2, {"tp": 2}),
+    Row("glm4_moe", 2, {"ep": 2}),
+    Row("deepseek_v2", 2, {"tp": 2}),
+    Row("deepseek_v2", 2, {"ep": 2}),
+    Row("deepseek_v3", 2, {"tp": 2}),
+    Row("deepseek_v3 dense", 2, {"tp": 2}),
+    Row("deepseek_v3", 2, {"ep": 2}),
+    Row("deepseek_v3", 2, {"pp": 2}),
+    Row("deepseek_v3", 2, {"cp": 2}),
+    Row("qwen3", 4),
+    Row("qwen3", 4, {"pp": 4}),
+    Row("qwen3", 4, {"cp": 4}),
+    Row("qwen3", 4, {"tp": 2, "cp": 2}),
+    Row("qwen3", 4, {"tp": 2, "pp": 2}),
+    Row("qwen3", 4, {"pp": 2, "vpp": 2, "cp": 2}),
+    Row("qwen3", 4, {"pp": 2, "vpp": 2}),
+    Row("qwen3_moe", 4, {"ep": 2}),
+    Row("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 1}),
+    Row("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}),
+    Row("qwen3_moe", 4, {"cp": 2, "ep": 2}),
+    Row("deepseek_v3", 4, {"tp": 2, "ep": 2, "etp": 1}),
+    Row("deepseek_v3", 4, {"tp": 2, "pp": 2}),
+    Row("qwen3", 8, {"tp": 2, "pp": 2}),
+    Row("qwen3", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2}),
+    Row("qwen3_moe", 8, {"tp": 2, "pp": 2, "vpp": 2, "cp": 2, "ep": 2, "etp": 1}),
+    Row("deepseek_v3", 8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}),
+]
