@@ -1,10 +1,11 @@
 """Start SGLang's own HTTP server: `python -m fusionrl.engines.launch_server <SGLang's arguments>`.
 
-It adds four things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
+It adds five things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=cpu` the import stand-ins of
 `cpu_sglang` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
 parent's main module again, has them too; and SGLang's own children are forked instead, as below. The API key
 comes by standard input, as every user of the machine can read a command line, and every process of the same user the
-environment. And nothing of SGLang is imported before that, so a spawned child that is not SGLang's pays nothing.
+environment. Each event of a stream tells which weights sampled which token (`stream_versions`). And nothing of SGLang
+is imported before that, so a spawned child that is not SGLang's pays nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import contextmanager, suppress
 from fusionrl.base.imports import without_collections
 from fusionrl.base.stack_signal import answer_with_stacks
 from fusionrl.engines import rendezvous
+from fusionrl.upstream import stream_versions
 
 _OF_SCHEDULERS = (
     "sglang.srt.managers.tp_worker",
@@ -105,11 +107,12 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    stream_versions.register()  # the schedulers are forked, below
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
         from fusionrl.upstream import cpu_attention, cpu_devices, cpu_pause, cpu_sampling, cpu_speculation
         from fusionrl.upstream.speculation import FLAG
 
-        cpu_attention.register()  # the schedulers are forked, below
+        cpu_attention.register()
         cpu_devices.register()
         cpu_pause.register()
         cpu_sampling.register()
@@ -125,6 +128,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where there is a GPU
     rendezvous.install()
+    stream_versions.register()
     answer_with_stacks()
 if __name__ == "__main__":
     main(sys.argv[1:])
