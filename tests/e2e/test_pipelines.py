@@ -20,8 +20,9 @@ pytestmark = pytest.mark.e2e
 NOT_THERE = "rank 1 (stopped by a signal) did not arrive"  # as the watchdog says
 # A function for whole batches, as slime's users write them: a worker that always has groups under way.
 WORKER = ["--rollout-function-path", "tests/e2e/slime_batches.py:generate_rollout_continuously"]
-# Random weights end an answer at any length. Engines that always have more to do are in the middle of some at a push.
-LONG_ANSWERS = ["--rollout-max-response-len", "48", "--admission-lead", "2", "--sglang-max-running-requests", "8"]
+# Answers that take the engines longer than a step takes the trainer, on any machine: then some are under way at a push.
+LONG_ANSWERS = ["--rollout-max-response-len", "96", "--rollout-ignore-eos", "--sglang-max-running-requests", "3"]
+LONG_ANSWERS += ["--admission-lead", "2"]
 
 
 def trained_prompts(folder: Path) -> list[str]:
@@ -120,6 +121,6 @@ def test_a_pipeline(
     assert gaps and max(gaps) < 1e-4
     if pipeline == "async-partial":  # every token is of the version that it claims; tools/pipeline_matrix.py has more
         found = rescore(saved_samples(folder), checkpoint_versions(folder, task / "model"), max_staleness=bound)
-        assert found.faults == [] and found.samples == 8 * 8 * 4
+        assert found.told() == [] and found.samples == 8 * 8 * 4
         assert found.stale_tokens > 0 and found.spanning > 0
         assert sum(row["pipeline/tokens_prefilled_again"] for row in rows) > 0
