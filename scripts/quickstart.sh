@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reinforcement learning of a real (tiny) language model on this machine, with the real parts, in about five minutes:
+# Reinforcement learning of a real (tiny) language model on this machine, with the real parts, in about three minutes:
 # SFT -> eval -> GRPO -> eval through the ordinary command line. Usage: bash scripts/quickstart.sh [SEED] [FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -125,8 +125,8 @@ class GenerateClient:
     ) -> AsyncGenerator[Generation, None]:
         """Send one request with `input_ids`, and yield what is sampled as it comes. The last piece alone has a finish
         reason. Leaving the loop ends the request; at once, where the generator is closed. A piece has the
-        exact versions of its tokens from a server that this project started; from another, the version of the moment
-        at which it was sent, and `join` takes the exact ones of the last event.
+        versions of its tokens from a server that this project started (`upstream.stream_versions`); from another, the
+        version of the moment at which it was sent, and `join` takes those of the last event.
 
         Where an engine dies, another one goes on after the tokens that have come: the pieces follow one another, and
         `part` counts the requests. Stop strings, grammars and penalties then see the tokens since alone; `generate`

@@ -166,7 +166,7 @@ class StreamParser:
     def parse(self, event: Mapping[str, object]) -> Generation:
         """The tokens that are new in `event`; the finish reason is "" in all but the last one.
 
-        The versions are exact where the event tells them (`upstream.stream_versions`), else that of the moment.
+        The versions are those that the event tells (`upstream.stream_versions`), else that of the moment.
         Raises:
             AnswerError: tokens are missing, or a field is wrong (`parse_generation`).
         """

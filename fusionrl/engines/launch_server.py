@@ -4,8 +4,8 @@ It adds five things to `python -m sglang.launch_server`. With `FUSIONRL_DEVICE=c
 `cpu_sglang` are installed when this module is imported, so that a spawned child of SGLang's, which imports its
 parent's main module again, has them too; and SGLang's own children are forked instead, as below. The API key
 comes by standard input, as every user of the machine can read a command line, and every process of the same user the
-environment. Each event of a stream tells which weights sampled which token (`stream_versions`). And nothing of SGLang
-is imported before that, so a spawned child that is not SGLang's pays nothing.
+environment. Nothing of SGLang is imported before that. And each event of a stream tells which weights sampled which
+token (`stream_versions`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    stream_versions.register()  # the schedulers are forked, below
+    stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
         from fusionrl.upstream import cpu_attention, cpu_devices, cpu_pause, cpu_sampling, cpu_speculation
         from fusionrl.upstream.speculation import FLAG
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__mp_main__":  # a child that SGLang spawns, as it does where there is a GPU
     rendezvous.install()
-    stream_versions.register()
     answer_with_stacks()
+    stream_versions.register()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -3,17 +3,27 @@
 SGLang's scheduler knows it, and tells it with the last event of an answer. Its front end gives the events before that
 the version of the moment, which is too new for tokens that were on their way through the detokenizer at an update.
 An engine that dies has no last event, and a function that streams stops before it.
+
+One case is not exact, in the last event either: a pause `in_place` of an engine that schedules ahead, as on a GPU. The
+token that is being sampled then counts as one of the new weights.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Let schedulers of this process, and of those forked from it, tell it with each event. Idempotent."""
-    from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
-    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+    try:
+        from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans
+    except ImportError as error:  # another version of SGLang has them elsewhere
+        logger.warning("the events of a stream tell the weight version of the moment, but for the last one: %s", error)
+        return
 
     usual = _GenerationStreamAccumulator.accept
     if getattr(usual, "tells_versions", False):

@@ -1,7 +1,8 @@
 """SGLang's server as somebody else starts it: `python -m tests.e2e.guest_server PORT MODEL`; its key by environment.
 
-On a CPU SGLang cannot start without `fusionrl.engines.launch_server`. Of that, one thing is turned off, which a server
-of somebody else's lacks: its ranks, and the trainers, are met by torch's own means.
+On a CPU SGLang cannot start without `fusionrl.engines.launch_server`. Of that, two things are turned off, which a
+server of somebody else's lacks: its ranks, and the trainers, are met by torch's own means; and the events of a stream
+tell the version of the moment.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import sys
 
 from fusionrl.engines import launch_server, rendezvous
+from fusionrl.upstream import stream_versions
 
 if __name__ == "__main__":
-    rendezvous.install = lambda: None
+    rendezvous.install = stream_versions.register = lambda: None
     port, model = sys.argv[1:]
     sys.stdin = io.StringIO(os.environ["FUSIONRL_ENGINE_KEY"])
     launch_server.main(

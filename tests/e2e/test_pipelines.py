@@ -21,8 +21,7 @@ NOT_THERE = "rank 1 (stopped by a signal) did not arrive"  # as the watchdog say
 # A function for whole batches, as slime's users write them: a worker that always has groups under way.
 WORKER = ["--rollout-function-path", "tests/e2e/slime_batches.py:generate_rollout_continuously"]
 # Answers that take the engines longer than a step takes the trainer, on any machine: then some are under way at a push.
-LONG_ANSWERS = ["--rollout-max-response-len", "96", "--rollout-ignore-eos", "--sglang-max-running-requests", "3"]
-LONG_ANSWERS += ["--admission-lead", "2"]
+LONG_ANSWERS = ["--rollout-max-response-len", "96", "--admission-lead", "2", "--sglang-max-running-requests", "2"]
 
 
 def trained_prompts(folder: Path) -> list[str]:
@@ -88,7 +87,8 @@ def test_a_pipeline(
         stalls = partial(_stops_a_rank, first, folder)
         kill_and_check(first, folder, stalls, "trainer-1.a1.log", "trainer rank 1 died: its process ")
         line = next(line for line in first.output().splitlines() if NOT_THERE in line)
-        assert "waits for trainer rank" in line and "trainer-1 is stopped by a signal (pid " in line
+        # It is stopped in a training step or, on some machines, in the push after it.
+        assert re.search(r"waits for trainer(s 0-1| rank)", line) and "trainer-1 is stopped by a signal (pid " in line
         assert "rank 0 waits in " in line
         (file,) = re.findall(r"stacks in (\S+)", line)
         assert "=== driver" in Path(file).read_text() and "=== trainer-0: process" in Path(file).read_text()

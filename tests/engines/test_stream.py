@@ -55,6 +55,19 @@ def test_a_stream_gives_the_answer(is_incremental: bool) -> None:
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
+def test_each_piece_has_the_versions_that_its_event_tells(is_incremental: bool) -> None:
+    """The weights change after five tokens, within a piece; events tell the versions of all tokens so far."""
+    served, parser = engine(is_incremental=is_incremental, version="8"), StreamParser()
+    pieces = []
+    for first, end in ((0, 3), (3, 7), (7, 7), (7, 8)):  # then the engine dies
+        event = served.event(0, first, end, is_last=False)
+        spans = [{"version": "7", "start": 0, "end": min(5, end)}, {"version": "8", "start": 5, "end": end}]
+        event["meta_info"]["weight_versions"] = spans[: 1 + (end > 5)]
+        pieces.append(parser.parse(event))
+    assert [piece.weight_versions for piece in pieces] == [[(7, 3)], [(7, 2), (8, 2)], [], [(8, 1)]]
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
 def test_what_a_dead_engine_sent_is_kept_and_another_goes_on(is_incremental: bool) -> None:
     """Death after four tokens, then one before its first, then after three more; the session's key goes along."""
     served = engine(("die", 4), ("die", 0), ("end", 3), is_incremental=is_incremental)

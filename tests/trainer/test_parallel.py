@@ -42,7 +42,7 @@ def assert_same(got, want, bound, family=""):
             if not (family == "glm4" and name.endswith("k_proj.bias")):
                 off = np.abs(weights[name] - tensor)
                 # A gradient near 0 is rounding as well: one element in a thousand may be further off, on some CPUs.
-                assert off.max() <= 20 * bound and (off > 10 * bound).mean() <= 1e-3, name
+                assert off.max() <= 40 * bound and (off > 10 * bound).mean() <= 1e-3, name
 
 
 @pytest.mark.parametrize("per_token", [True, False])
