@@ -202,7 +202,7 @@ class Router:
 
 
 def _half_of_pair(url: str, api_key: str | None) -> dict[str, object]:
-    """What the router wants to know of an engine that prefills or decodes; the engine itself says it.
+    """Ask an engine that prefills or decodes for what the router wants to know of it.
 
     Raises:
         RuntimeError: it does neither, or does not answer.

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 NOT_THERE = "rank 1 (stopped by a signal) did not arrive"  # as the watchdog says
 # A function for whole batches, as slime's users write them: a worker that always has groups under way.
 WORKER = ["--rollout-function-path", "tests/e2e/slime_batches.py:generate_rollout_continuously"]
-# Answers that take the engines longer than a step takes the trainer, on any machine: then some are under way at a push.
+# Answers that take the engines longer than a step takes the trainer: then some are under way at a push.
 LONG_ANSWERS = ["--rollout-max-response-len", "96", "--admission-lead", "2", "--sglang-max-running-requests", "2"]
 
 

@@ -167,7 +167,7 @@ def open_nvml() -> Nvml | None:
 
 
 def _asked(nvml: Any, function: Callable[[], T]) -> T | None:
-    """What the library answers; None where the card or the driver does not support the question."""
+    """Return what the library answers; None where the card or the driver does not support the question."""
     try:
         return function()
     except nvml.NVMLError as error:

@@ -123,7 +123,7 @@ def _ask(asked: dict[Path, int], answer_s: float) -> dict[int, str]:
 
 
 def _read(log: Path, start: int) -> str:
-    """What was written into a log since `start`, but for lines that are not of stacks."""
+    """Read what was written into a log since `start`, but for lines that are not of stacks."""
     try:
         with log.open("rb") as file:
             file.seek(start)
