@@ -169,14 +169,16 @@ def server_command(
 def to_flags(arguments: Mapping[str, object]) -> list[str]:
     """Command-line form of upstream field values: `{"a_b": 1, "c": True, "d": None}` → `--a-b 1 --c`.
 
-    True is a bare flag, False and None leave the flag out, a list is several values, a dict is JSON.
+    True is a bare flag, False and None leave the flag out, a list is several values; a dict, and a list that has one,
+    is JSON.
     """
     flags: list[str] = []
     for name, value in arguments.items():
         if value is None or value is False:
             continue
         flags.append("--" + name.replace("_", "-"))
-        if isinstance(value, dict):
+        is_listed = isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value)
+        if isinstance(value, dict) or is_listed:
             flags.append(json.dumps(value))
         elif isinstance(value, list | tuple):
             flags.extend(str(item) for item in value)

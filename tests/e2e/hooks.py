@@ -113,16 +113,6 @@ async def two_turns(args: Any, sample: Any, sampling_params: Any) -> Any:
     return sample
 
 
-async def noted_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
-    """The default, after a file that says which rollout has begun."""
-    from pathlib import Path
-
-    from fusionrl.plugin_api import generate
-
-    Path(args.run_dir, f"began-{args.rollout_id}").touch()
-    return await generate(args, sample, sampling_params)
-
-
 async def hostile_generate(args: Any, sample: Any, sampling_params: Any) -> Any:
     """The model's tokens, but the text of a program that cheats or escapes, one after the other."""
     from fusionrl.plugin_api import generate

@@ -58,7 +58,9 @@ def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) 
     stop_scheduler(first, servers[0])
     first.wait_for(lambda: "engine-0 is stopped by a signal (pid " in first.output(), 60)
     line = next(line for line in first.output().splitlines() if "engine-0 is stopped" in line)
-    assert re.search(r'"generate" has taken .* waits for .*; engine 0: \d+ running, .*0 tok/s; stacks in ', line), line
+    assert re.search(
+        r'"(generate|push)" has taken .* waits for .*; engine 0: \d+ running, .*0 tok/s; stacks in ', line
+    ), line
     os.kill(servers[0], signal.SIGKILL)
     assert first.wait(60) == 1
     text = first.output()

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e import holds
 from tests.e2e.launch import launch, metrics_of
 from tests.e2e.test_two_nodes import ray_mode  # noqa: F401  # a fixture
 
@@ -52,16 +53,18 @@ def test_two_groups_of_which_one_engine_spans_two_nodes(
             + ["--engine-group", "small:num_gpus=1,max-running-requests=16"]
             + ["--use-fault-tolerance", "--verify-weights", "always", "--update-weight-transport", "broadcast"]
             + ["--rollout-ignore-eos", "--rollout-max-response-len", "200"]
-            + ["--custom-generate-function-path", "tests/e2e/hooks.py:noted_generate"],
+            + holds.flags(folder, rollouts=[0, 1]),
             tmp_path,
         )
         try:
-            launched.wait_for(lambda: (folder / "began-0").exists(), timeout_s=300)
+            holds.wait_for_held(launched, folder, 0)
             assert len(_servers(model)) == 3
             (head,), (part,) = (_servers(model, *wide, f"--node-rank {rank}") for rank in (0, 1))
             assert len(_servers(model, *small)) == 1
-            launched.wait_for(lambda: (folder / "began-1").exists(), timeout_s=300)
+            holds.let_go(folder, 0)
+            holds.wait_for_held(launched, folder, 1)
             part.send_signal(signal.SIGKILL)
+            holds.let_go(folder, 1)
             assert launched.wait(300) == 0, launched.output()[-3000:]
         finally:
             for pid in launched.living() if launched.process.poll() is None else []:

@@ -10,37 +10,24 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e import holds
 from tests.e2e.launch import Launched, launch, metrics_of
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 300
-
-
-def _num_decodes(folder: Path, index: int) -> int:
-    """Lines of an engine's log that tell of decoding, one for 40 steps."""
-    return (folder / "logs" / f"engine-{index}.log").read_text(errors="replace").count("Decode batch")
+NUM_SAMPLES, NUM_TOKENS = 16, 100
 
 
 def _strike(launched: Launched, folder: Path, rollout_id: int, number: int) -> None:
-    """Send the signal to an engine that has answered in part in the rollout: to its server, SIGSTOP to its scheduler.
-
-    The log's first new line may come after a single step, whose tokens are still under way; the second comes 40 later.
-    The processes are looked up before, as an answer takes little more than a second.
-    """
-    launched.wait_for(lambda: (folder / f"began-{rollout_id}").exists(), timeout_s=300)
-    before = [_num_decodes(folder, index) for index in range(2)]
-    victims = [_victim(launched, index, number) for index in range(2)]
-    launched.wait_for(lambda: any(_num_decodes(folder, i) > before[i] + 1 for i in range(2)))
-    os.kill(next(victims[i] for i in range(2) if _num_decodes(folder, i) > before[i] + 1), number)
+    """Send the signal to an engine that has answered in part: to its server, SIGSTOP to its scheduler."""
+    scheduler = holds.wait_for_held(launched, folder, rollout_id)[0]
+    os.kill(scheduler if number == signal.SIGSTOP else _server_of(scheduler), number)
+    holds.let_go(folder, rollout_id)
 
 
-def _victim(launched: Launched, index: int, number: int) -> int:
-    (server,) = launched.find(rf"^\S+ -m fusionrl\.engines\.launch_server .*--random-seed {42 + index} ")
-    if number != signal.SIGSTOP:
-        return server
-    children = psutil.Process(server).children(recursive=True)
-    return next(child.pid for child in children if "scheduler" in "".join(child.cmdline()))
+def _server_of(scheduler: int) -> int:
+    parents = psutil.Process(scheduler).parents()
+    return next(parent.pid for parent in parents if "fusionrl.engines.launch_server" in " ".join(parent.cmdline()))
 
 
 def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> None:
@@ -52,7 +39,7 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
         + ["--use-fault-tolerance", "--stream-responses", "--verify-weights", "always"]
         + ["--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "15"]
         + ["--rollout-ignore-eos", "--rollout-max-response-len", str(NUM_TOKENS)]
-        + ["--custom-generate-function-path", "tests/e2e/hooks.py:noted_generate"],
+        + holds.flags(folder, rollouts=[1, 2], num_streams=NUM_SAMPLES),
         tmp_path,
     )
     try:
@@ -78,7 +65,7 @@ def test_a_round_outlives_its_engines(rl_flags: list[str], tmp_path: Path) -> No
     for rollout_id in range(3):
         path = folder / "rollouts" / f"step_{rollout_id + 1:06d}.train.a1.jsonl"
         samples = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len(samples) == 16
+        assert len(samples) == NUM_SAMPLES
         for sample in samples:
             assert sample["response_length"] == len(sample["rollout_log_probs"]) == NUM_TOKENS
             assert set(sample["weight_versions"]) == {rollout_id}

@@ -41,6 +41,11 @@ def test_flags_of_every_kind_of_value() -> None:
     assert to_flags(arguments) == ["--a-b", "1", "--on", "--many", "1", "x", "--table", '{"k": [1]}']
 
 
+def test_a_list_of_objects_is_one_json_value() -> None:
+    hooks = [{"name": "h", "target_modules": ["model"]}]
+    assert to_flags({"forward_hooks": hooks}) == ["--forward-hooks", '[{"name": "h", "target_modules": ["model"]}]']
+
+
 def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g")
     command = server_command(make_spec(), 1234, 1235)
