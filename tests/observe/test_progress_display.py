@@ -10,6 +10,7 @@ import re
 import struct
 import termios
 import threading
+import time
 
 import pytest
 
@@ -195,12 +196,13 @@ def test_a_pty_is_drawn_on_and_its_clock_runs_between_updates(terminal: pytest.M
 
     reader = threading.Thread(target=drain)
     reader.start()
-    redrawn = threading.Event()
     with open(follower, "w", encoding="utf-8") as stream:
         progress = Progress(10, "sft", stream, refresh_s=0.01)
         progress.update(3, {"loss": 2.5})
         progress.status("saving a checkpoint")
-        redrawn.wait(0.2)
+        deadline = time.monotonic() + 30.0
+        while b"".join(received).count(b"saving a checkpoint") < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
         progress.close()
         progress.close()
     reader.join(timeout=5)

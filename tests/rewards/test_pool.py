@@ -154,7 +154,7 @@ def test_what_a_reward_function_prints_is_not_lost(
 
 
 def test_a_loop_that_is_blocked_for_a_while_loses_nothing(pool: RewardPool, hooks: str) -> None:
-    rewards, samples = score(pool, f"{hooks}:blocks_a_little", 200, 2.0)
+    rewards, samples = score(pool, f"{hooks}:blocks_a_little", 200, 60.0)
     assert rewards == [float(i) for i in range(200)]
     assert [sample.metadata["seen"] for sample in samples] == list(range(200))
 

@@ -38,7 +38,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], 
 print(child.pid, flush=True)
 for line in "starting Ray,step 0/3,generating,training,pushing weights,step 1/3,saving a checkpoint".split(","):
     print(line, flush=True)
-    time.sleep(0.1)
+    time.sleep(1.0 if "push" in line else 0.1)  # a moment that is seen on a machine that is busy
 {after}
 """
 
