@@ -163,6 +163,8 @@ def parse_with(
 ) -> dict[str, object]:
     """The fields that `option values…` sets by upstream's own parser.
 
+    A list that it reads from one JSON text stays that text: so it is handed to engines.
+
     Raises:
         UpstreamError: unknown to upstream, a value it does not take, or a field that fusionrl owns.
     """
@@ -181,7 +183,9 @@ def parse_with(
     parsed, rest = parser.parse_known_args([f"{option}={values[0]}"] if len(values) == 1 else [option, *values])
     if rest:
         raise UpstreamError(f"unexpected value {' '.join(rest)}")
-    return {action.dest: getattr(parsed, action.dest)}
+    value = getattr(parsed, action.dest)
+    is_text = action.nargs is None and isinstance(value, list) and len(values) == 1 and values[0].startswith("[")
+    return {action.dest: values[0] if is_text else value}
 
 
 def is_switch(parser: argparse.ArgumentParser, option: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from fusionrl.engines.spec import LOADER, EngineSpec, server_command, server_environment, to_flags
 from fusionrl.plan.checks import FP32_ATTENTION
+from fusionrl.upstream import flags
 
 
 def make_spec(**changes: Any) -> EngineSpec:
@@ -44,6 +45,23 @@ def test_flags_of_every_kind_of_value() -> None:
 def test_a_list_of_objects_is_one_json_value() -> None:
     hooks = [{"name": "h", "target_modules": ["model"]}]
     assert to_flags({"forward_hooks": hooks}) == ["--forward-hooks", '[{"name": "h", "target_modules": ["model"]}]']
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--forward-hooks", ['[{"name": "h"}]']),
+        ("--decoupled-spec-connect-endpoints", ['["a", "b"]']),
+        ("--remote-instance-weight-loader-send-weights-group-ports", ["[1, 2]"]),
+        ("--bucket-time-to-first-token", ["0.1", "1.0"]),
+    ],
+)
+def test_lists_reach_sglang_as_they_were_given(option: str, values: list[str]) -> None:
+    """Some lists are one JSON text for SGLang, others are several values."""
+    fields = flags.parse_with(flags.sglang_parser(), option, values, flags.SGLANG_OWNED)
+    found, given = [flags._import_sglang_parser().parse_args([*x]) for x in (to_flags(fields), [option, *values])]
+    name = next(iter(fields))
+    assert isinstance(getattr(given, name), list) and getattr(found, name) == getattr(given, name)
 
 
 def test_gpu_engine_names_its_devices_and_has_no_cpu_option(monkeypatch: pytest.MonkeyPatch) -> None:
