@@ -1,8 +1,8 @@
 """Processes that turn long answers into arrays: one interpreter parses 600 of 4,096 tokens a second, and no more.
 
-Short ones are parsed where they are; to send them away would cost more. The processes are started with the first long
-answer, end with the client, and at the latest when the end of the connection is closed with the process that started
-them. One that dies costs time: what it had is parsed here.
+Short ones are parsed where they are; to send them away would cost more. So are the first long ones: to start the
+processes takes as long as to parse `START_AFTER` bytes. They end with the client, and at the latest when the end of the
+connection is closed with the process that started them. One that dies costs time: what it had is parsed here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fusionrl.engines.generation import Generation, parse_answer
 
 MAX_PROCESSES = 4  # as many as one event loop can feed
 LONG_BYTES = 48 * 1024  # about 1,100 tokens with log-probs
+START_AFTER = 16 << 20  # bytes of long answers: 0.2 s of a core, as two processes take to start
 IN_HAND = 4  # answers that a process has at a time, so that it need not wait for the next; the rest stay here once
 
 
@@ -33,12 +34,16 @@ class Parsers:
         self._num_processes = min(cores, MAX_PROCESSES)
         self._helpers: list[_Helper] = []
         self._starting: asyncio.Task[None] | None = None
+        self._num_bytes = 0  # of long answers, so far
         self._room = asyncio.Semaphore(self._num_processes * IN_HAND)
 
     async def parse(self, body: bytes, asked: Asked | None = None) -> list[Generation]:
         """As `parse_answer`."""
         asked = asked or Asked()
         if len(body) < LONG_BYTES:
+            return parse_answer(body, asked)
+        self._num_bytes += len(body)
+        if self._num_bytes <= START_AFTER:
             return parse_answer(body, asked)
         async with self._room:
             if self._starting is None:

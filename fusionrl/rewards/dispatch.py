@@ -25,13 +25,14 @@ from fusionrl.rewards.model import model_score
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
 from fusionrl.rewards.remote import PATH as REMOTE_PATH
-from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rewards.settings import Packer, RewardSettings
 
 logger = logging.getLogger(__name__)
 
 _lost: Counter[str] = Counter()
 _lost_here: ContextVar[Counter[str]] = ContextVar("lost", default=_lost)
 _lock = threading.Lock()
+_packer = Packer()
 
 
 class RewardError(HookError):
@@ -181,7 +182,7 @@ def _submit(
 ) -> Future[object]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = reward_pool(settings.num_processes or cores)
-    packed = settings.grading.packed(_args_for(path, settings))
+    packed = _packer.packed(settings.grading, _args_for(path, settings))
     return pool.submit(packed, samples, call=call, kwargs=kwargs, limit_s=settings.timeout_s, is_async=asynchronous)
 
 

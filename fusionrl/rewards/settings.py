@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import is_
 
 from fusionrl.config.config import HookArgs
 from fusionrl.config.hooks import hook_values
@@ -36,6 +38,92 @@ class Grading:
             return whole
         kept = {name: one for name, one in values.items() if _pickled(one) is not None}
         return pickle.dumps(replace(self, args=Namespace(**kept)))
+
+
+class Fresh:
+    """What a pickled `Grading` holds, unpickled for each call, as a function may write on its `args`; only what it can
+    change within is made anew."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+        self._first: Grading = pickle.loads(pickled)
+        args = self._first.args
+        values = {} if args is None else vars(args)
+        changing = [name for name, one in values.items() if type(one) not in UNCHANGING]
+        self._values = dict(values)
+        self._changing = _pickled({name: values[name] for name in changing})
+
+    def grading(self) -> Grading:
+        """One for one call."""
+        if self._first.args is None:
+            return self._first
+        if self._changing is None:
+            again: Grading = pickle.loads(self._pickled)
+            return again
+        args = Namespace()
+        vars(args).update(self._values)
+        vars(args).update(pickle.loads(self._changing))
+        return replace(self._first, args=args)
+
+
+class Packer:
+    """`Grading.packed`, once for as long as nothing changes.
+
+    Every sample is scored with all flags; to pickle those takes longer than all else that is done to ask for a reward.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Packed | None = None
+
+    def packed(self, grading: Grading, args: Namespace | None) -> bytes:
+        """`grading.packed(args)`; the same object again where neither has changed since."""
+        last = self._last
+        if args is None:
+            return grading.packed(None)
+        if last is None or not last.holds(grading, vars(args)):
+            last = self._last = _Packed.of(grading, vars(args))
+        return last.pickled
+
+
+# Types of values that nobody can change within: to compare them, or to hand them to somebody, takes no pickle.
+UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A pickle of a grading with the values of an `args`, and what tells whether it still holds.
+
+    values    by name: the same objects mean the same flags, but for those that may change within
+    changing  names of these
+    state     pickle of what these were; None where one of them cannot be pickled
+    """
+
+    grading: Grading
+    values: dict[str, object]
+    changing: tuple[str, ...]
+    state: bytes | None
+    pickled: bytes
+
+    @classmethod
+    def of(cls, grading: Grading, values: Mapping[str, object]) -> _Packed:
+        named = {name: type(one) for name, one in values.items() if name not in HookArgs.SHARED}
+        changing = tuple(name for name, kind in named.items() if kind not in UNCHANGING)
+        return cls(grading, dict(values), changing, _state(values, changing), grading.packed(Namespace(**values)))
+
+    def holds(self, grading: Grading, values: Mapping[str, object]) -> bool:
+        """Whether it is the pickle of `grading` with `values`, too."""
+        return (
+            self.state is not None
+            and len(values) == len(self.values)
+            and all(map(is_, values, self.values))
+            and all(map(is_, values.values(), self.values.values()))
+            and grading == self.grading
+            and _state(values, self.changing) == self.state
+        )
+
+
+def _state(values: Mapping[str, object], names: tuple[str, ...]) -> bytes | None:
+    return _pickled([values[name] for name in names])
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.observe.log import setup_logging, write_whole_lines
 from fusionrl.rewards.calls import call_reward, reward_path
 from fusionrl.rewards.pool import STATE
-from fusionrl.rewards.settings import Grading
+from fusionrl.rewards.settings import UNCHANGING, Fresh, Grading
 
 T = TypeVar("T")
 BEAT_S = 0.1
@@ -97,8 +97,12 @@ def _failure(number: int, error: BaseException, path: str | None, positions: Seq
     return frame((number, "error", text, [user_frames(error, path), trace, list(positions)]))
 
 
-def _attributes(sample: Sample) -> dict[str, bytes]:
-    return {name: pickle.dumps(value) for name, value in vars(sample).items()}
+def _attributes(sample: Sample) -> dict[str, object]:
+    """What tells whether an attribute was changed."""
+    return {
+        name: (type(value), value) if type(value) in UNCHANGING else pickle.dumps(value)
+        for name, value in vars(sample).items()
+    }
 
 
 class _Inbox:
@@ -106,6 +110,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._gradings: dict[bytes, bytes] = {}
+        self._fresh: tuple[bytes, Fresh] | None = None  # of the key
         self._registered = b""  # the grading whose hooks' folders this process knows
 
     def take(self, message: tuple[Any, ...]) -> _Job | None:
@@ -117,7 +122,9 @@ class _Inbox:
         return _Job(number, call, kwargs, partial(self._load, key, self._gradings[key], payload))
 
     def _load(self, key: bytes, pickled: bytes, payload: bytes) -> tuple[Grading, list[Sample]]:
-        grading: Grading = pickle.loads(pickled)
+        if self._fresh is None or self._fresh[0] != key:
+            self._fresh = key, Fresh(pickled)
+        grading = self._fresh[1].grading()
         if key != self._registered:  # samples may hold objects of classes in other hooks' files
             register_hooks(grading.hooks)
             self._registered = key

@@ -17,13 +17,20 @@ import psutil
 import pytest
 from aiohttp import web
 
+from fusionrl.engines import parsers as parsers_module
 from fusionrl.engines.asked import AnswerError
 from fusionrl.engines.client import GenerateClient
-from fusionrl.engines.parsers import LONG_BYTES, Parsers
+from fusionrl.engines.parsers import LONG_BYTES, START_AFTER, Parsers
 from tools.bench.buffer import make_answer
 
 LONG = 4096
 SHORT = 16
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first long answer starts the processes."""
+    monkeypatch.setattr(parsers_module, "START_AFTER", 0)
 
 
 def _run(use: Callable[[Parsers], Awaitable[Any]]) -> Any:
@@ -69,6 +76,22 @@ def test_short_answers_start_no_process() -> None:
         return _helpers()
 
     assert _run(use) == []
+
+
+def test_few_long_answers_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client belongs to one rollout: processes for each that had a few long answers took longer than these."""
+    monkeypatch.setattr(parsers_module, "START_AFTER", START_AFTER)
+    tokens, _, body = make_answer(0, LONG)
+
+    async def use(parsers: Parsers) -> tuple[int, list[psutil.Process]]:
+        num_parsed = 0
+        while not (helpers := _helpers()):
+            assert np.array_equal((await parsers.parse(body))[0].tokens, tokens)
+            num_parsed += 1
+        return num_parsed, helpers
+
+    num_parsed, helpers = _run(use)
+    assert num_parsed == START_AFTER // len(body) + 1 and len(helpers) > 0
 
 
 def test_killed_helpers_cost_no_answer() -> None:
@@ -141,11 +164,12 @@ def test_a_client_that_is_closed_leaves_none_behind() -> None:
 
 OWNER = """
 import asyncio, sys
-from fusionrl.engines.parsers import Parsers
+from fusionrl.engines import parsers as module
 from tools.bench.buffer import make_answer
 
 async def main():
-    parsers = Parsers()
+    module.START_AFTER = 0
+    parsers = module.Parsers()
     await parsers.parse(make_answer(0, 4096)[2])
     print("parsed", flush=True)
     await asyncio.sleep(600)

@@ -18,7 +18,7 @@ import pytest
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.dispatch import RewardError, async_rm, batched_async_rm, counting_lost, take_lost
 from fusionrl.rewards.registry import RM_TYPES
-from fusionrl.rewards.settings import Grading, RewardSettings
+from fusionrl.rewards.settings import Fresh, Grading, Packer, RewardSettings
 
 HOOKS = """
 import asyncio, os
@@ -228,6 +228,57 @@ def test_a_reward_process_is_sent_what_rewards_need(hooks: str) -> None:
     assert vars(for_hook.args) == {n: v for n, v in vars(args).items() if n not in ("abort_event", "own")}
     other = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"])).grading
     assert other.hooks == {"custom_rm_path": f"{hooks}:length", "rollout_sample_hook_path": ["a.py:f"]}
+
+
+def test_flags_are_packed_once_for_as_long_as_nothing_changes(hooks: str) -> None:
+    """Whatever a function could notice is packed anew: another value, a list that grew, a flag that came or went."""
+    args = flags(f"{hooks}:length", prompt_data=["a"], number=1, abort_event=threading.Event())
+    settings, packer = RewardSettings.of_args(args), Packer()
+
+    def packed() -> bytes:
+        found = packer.packed(settings.grading, args)
+        assert packer.packed(settings.grading, args) is found, "the same object, where nothing has changed"
+        assert pickle.loads(found) == pickle.loads(settings.grading.packed(args)), "as if it were packed now"
+        return found
+
+    last = packed()
+
+    def check_changed() -> None:
+        nonlocal last
+        assert packed() != last
+        last = packed()
+
+    args.prompt_data.append("b")
+    check_changed()
+    args.number = 2
+    check_changed()
+    args.number = 2.0
+    check_changed()
+    args.more = None
+    check_changed()
+    del args.more
+    check_changed()
+    args.nested = {"deep": [{"er": 1}]}
+    check_changed()
+    args.nested["deep"][0]["er"] = 2
+    check_changed()
+    settings = RewardSettings.of_args(flags(f"{hooks}:length", rollout_sample_hook_path=["a.py:f"]))
+    check_changed()
+    args.lock = threading.Lock()  # it cannot be sent, and stays here
+    assert packer.packed(settings.grading, args) == settings.grading.packed(args)
+
+
+def test_what_a_function_writes_on_its_args_is_gone_at_the_next_sample() -> None:
+    args = argparse.Namespace(number=1, names=["a"], nested={"deep": [1]})
+    fresh = Fresh(Grading(custom_rm_path="x.py:f").packed(args))
+    for _ in range(2):
+        got = fresh.grading()
+        assert vars(got.args) == vars(args) and got.custom_rm_path == "x.py:f"
+        got.args.number, got.args.own = 2, 1
+        got.args.names.append("b")
+        got.args.nested["deep"][0] = 2
+        del got.args.nested
+    assert Fresh(Grading(rm_type="exact").packed(None)).grading() == Grading(rm_type="exact")
 
 
 def test_a_sample_that_nothing_scores_says_so() -> None:

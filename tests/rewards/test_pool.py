@@ -13,7 +13,7 @@ import pytest
 
 from fusionrl.data.sample import Sample
 from fusionrl.rewards.calls import is_async
-from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
+from fusionrl.rewards.pool import BLOCKED_S, Lost, RewardPool, RewardRaised
 from fusionrl.rewards.settings import Grading
 
 GUILTY = 7
@@ -138,6 +138,14 @@ def test_one_of_a_thousand_never_returns(pool: RewardPool, hooks: str, name: str
     assert rewards[GUILTY] == Lost(reason)
     assert rewards[:GUILTY] + rewards[GUILTY + 1 :] == [float(i) for i in range(count) if i != GUILTY]
     assert took <= max(without, limit_s) + 1.0
+
+
+@pytest.mark.parametrize("name", ["blocks", "spins_on_the_loop"])
+def test_a_blocked_loop_costs_nobody_else_a_short_limit(pool: RewardPool, hooks: str, name: str) -> None:
+    """The limit is over before the pool can know that the loop is blocked, and by whom."""
+    score(pool, f"{hooks}:waits", 10, 5.0)  # a process is there
+    rewards, _ = score(pool, f"{hooks}:{name}", 100, BLOCKED_S - 0.3)
+    assert rewards == [Lost("timeout") if i == GUILTY else float(i) for i in range(100)]
 
 
 def test_what_a_reward_function_prints_is_not_lost(
