@@ -24,7 +24,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["fusionrl", "fusionrl.*"]),
-    package_data={"fusionrl.observe.view": ["assets/*"]},  # the scripts and the style of `fusionrl view`
+    package_data={
+        "fusionrl.observe.view": ["assets/*"],  # the scripts and the style of `fusionrl view`
+        "fusionrl.upstream": ["*.c"],  # compiled on the user's machine
+    },
     # Naming the root makes an editable install put the checkout itself on the path, so that hooks such as
     # plugins.rewards.last_number.reward load from any directory and in every Ray worker.
     package_dir={"": "."},

@@ -109,11 +109,12 @@ def main(argv: list[str]) -> None:
 
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        from fusionrl.upstream import cpu_attention, cpu_devices, cpu_pause, cpu_sampling, cpu_speculation
+        from fusionrl.upstream import cpu_attention, cpu_devices, cpu_layers, cpu_pause, cpu_sampling, cpu_speculation
         from fusionrl.upstream.speculation import FLAG
 
         cpu_attention.register()
         cpu_devices.register()
+        cpu_layers.register()
         cpu_pause.register()
         cpu_sampling.register()
         if FLAG in argv:

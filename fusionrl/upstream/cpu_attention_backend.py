@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from fusionrl.upstream import cpu_kernels
 from fusionrl.upstream.batched_attention import AttentionPlan, Workspace, attend, plan_attention
 from fusionrl.upstream.tree_attention import plan_trees
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -75,10 +76,25 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        if batch.forward_mode.is_decode() and self._is_for_kernel(query, keys, values, batch):
+            window = layer.sliding_window_size
+            out = cpu_kernels.attend_decode(
+                *(query, keys, values, self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens),
+                scale=layer.scaling,
+                window=window if window is not None and window > -1 else None,
+            )
+            return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
         row_bytes = max(keys[0].numel(), values[0].numel()) * query.element_size()
         plan = self._plan(layer, batch, query.dtype, row_bytes)
         out = attend(plan, query, keys, values, self._workspace, scale=layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _is_for_kernel(self, query: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch) -> bool:
+        """Return whether `cpu_kernels.attend_decode` can take these tensors."""
+        table, rows, lengths = self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
+        types = (table.dtype, rows.dtype, lengths.dtype)
+        is_dense = keys.is_contiguous() and values.is_contiguous() and rows.is_contiguous() and lengths.is_contiguous()
+        return types == (torch.int32, torch.int64, torch.int64) and is_dense and cpu_kernels.fit(query, keys, values)
 
     def _plan(self, layer: RadixAttention, batch: ForwardBatch, dtype: torch.dtype, row_bytes: int) -> AttentionPlan:
         """The calls of this forward pass, made for the first layer of each window."""

@@ -1,4 +1,4 @@
-"""JSON files in the user's cache folder, for this user alone: answers that take longer to find out than to read."""
+"""Files in the user's cache folder, for this user alone: JSON of answers that take longer to find out than to read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ def kept_path(name: str, facts: Iterable[str]) -> Path:
     digest = hashlib.sha256(sys.version.encode())
     for fact in facts:
         digest.update(f" {fact}".encode(errors="surrogateescape"))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusionrl"
-    return folder / f"{name}-{digest.hexdigest()[:24]}.json"
+    return cache_folder() / f"{name}-{digest.hexdigest()[:24]}.json"
+
+
+def cache_folder() -> Path:
+    """Return the folder of fusionrl in the user's cache.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusionrl"
 
 
 def file_fact(path: str | Path, facts: os.stat_result) -> str:
@@ -32,13 +40,24 @@ def file_fact(path: str | Path, facts: os.stat_result) -> str:
     return f"{path} {facts.st_size} {facts.st_mtime_ns}"
 
 
+def is_own_file(path: Path) -> bool:
+    """Return whether there is a file of this user's that nobody else may write."""
+    try:
+        return _is_own(os.lstat(path))
+    except OSError:
+        return False
+
+
+def _is_own(facts: os.stat_result) -> bool:
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+
+
 def read_kept(path: Path) -> Json:
     """Return the answer in a file of this user's that nobody else may write; None: there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with open(descriptor, encoding="utf-8") as file:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+            if not _is_own(os.fstat(descriptor)):
                 return None
             found: Json = json.load(file)
     except (OSError, ValueError):

@@ -1,4 +1,5 @@
-"""Rotary embeddings of packed sequences as one function of autograd; what it cannot do, Megatron-core does.
+"""Rotary embeddings of packed sequences as one function of autograd, in fp32 on a CPU by our own kernel
+(`cpu_kernels.py`); what it cannot do, Megatron-core does.
 
 By itself autograd runs over queries and keys a dozen times a layer, and Megatron-core makes the cosines anew for each
 of the two and for each layer.
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from fusionrl.upstream import cpu_kernels
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -39,16 +42,18 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(values, cos, sin)
+        return _turned(values, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin), None, None
+        return _turned(grad, cos, sin, back=True), None, None
 
 
-def _turned(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.size(-1)
+def _turned(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    if cpu_kernels.fit(values, cos, sin) and values.stride(-1) == 1:
+        return cpu_kernels.rotate(values, cos[:, 0], sin[:, 0], back=back)
+    half, sin = cos.size(-1), -sin if back else sin
     out = values.new_empty(values.shape)
     first, second = values[..., :half], values[..., half : 2 * half]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)

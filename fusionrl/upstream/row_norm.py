@@ -1,6 +1,7 @@
-"""RMSNorm on a CPU as one function of autograd. Pure torch.
+"""RMSNorm on a CPU as one function of autograd.
 
-torch has a kernel of it for GPUs; on a CPU it is a chain of small operations, backward twice as many.
+torch has a kernel of it for GPUs; on a CPU it is a chain of small operations, backward twice as many. In fp32 our own
+kernel computes it (`cpu_kernels.py`), where there is one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from fusionrl.upstream import cpu_kernels
+
 
 class _Norm(torch.autograd.Function):
     """hidden [..., h], weight [h] → hidden / sqrt(mean of its squares + eps) * weight; computed in fp32."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if cpu_kernels.fit(hidden, weight):
+            out, scale = cpu_kernels.rms_norm(hidden, weight, eps)
+            ctx.save_for_backward(hidden, weight, scale)
+            return out
         rows = hidden.float()
         length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         scale = (length.square_() / rows.size(-1)).add_(eps).rsqrt_()  # [..., 1]
@@ -27,6 +34,8 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight, scale = ctx.saved_tensors
+        if cpu_kernels.fit(grad, hidden, weight):
+            return *cpu_kernels.rms_norm_backward(grad, hidden, weight, scale), None
         normed, of_output = hidden.float() * scale, grad.float()
         product = (of_output * normed).flatten(0, -2)
         mean = (product @ weight.float() / weight.numel()).view(scale.shape)  # of gradient · output's direction

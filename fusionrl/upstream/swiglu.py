@@ -1,8 +1,8 @@
-"""`silu(gate) * up` as one function of autograd. Pure torch.
+"""`silu(gate) * up` as one function of autograd.
 
 By itself autograd keeps three tensors of the width of an MLP for it, and writes seven of them backward. The function
-here keeps its input alone, and writes that input's gradient in place. That saves memory, and no time: `silu(gate)` is
-computed once more backward.
+here keeps its input alone, and writes that input's gradient in place. In torch that saves memory, and no time:
+`silu(gate)` is computed once more backward. In fp32 on a CPU our own kernel (`cpu_kernels.py`) saves time, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from fusionrl.upstream import cpu_kernels
+
 
 class _SwiGLU(torch.autograd.Function):
     """both [..., 2 f], the gate first → silu(gate) * up [..., f]."""
@@ -19,6 +21,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
+        if cpu_kernels.fit(both):
+            return cpu_kernels.swiglu(both)
         gate, up = both.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -26,6 +30,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
+        if cpu_kernels.fit(both, grad):
+            return cpu_kernels.swiglu_backward(grad, both)
         gate, up = both.chunk(2, -1)
         out = torch.empty_like(both)
         grad_gate, grad_up = out.chunk(2, -1)

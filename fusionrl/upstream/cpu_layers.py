@@ -1,0 +1,98 @@
+"""Layers of SGLang's engines on a CPU by our own kernels (`cpu_kernels.py`), put into SGLang from outside.
+
+Without CPU kernels of its own, SGLang computes norms, gates and rotary embeddings by a chain of torch's operations
+each. What a kernel does not do (other types, other kinds of embeddings) SGLang computes as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fusionrl.upstream import cpu_kernels
+
+Path: TypeAlias = Callable[..., object]
+_PATH = "forward_native"  # its name in every layer of SGLang's
+
+
+def register() -> None:
+    """Let the layers of this process, and of those forked from it, use the kernels. Idempotent."""
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    if cpu_kernels.loaded():
+        _replace(RMSNorm, _norm)
+        _replace(SiluAndMul, _gate)
+        _replace(RotaryEmbedding, _rotary)
+
+
+def _replace(layer: type, make: Callable[[Path], Path]) -> None:
+    """Put `make(usual)` in the place of the layer's torch path, which subclasses with a path of their own keep."""
+    usual: Path = getattr(layer, _PATH)
+    if not getattr(usual, "is_kernel", False):
+        ours = make(usual)
+        ours.is_kernel = True  # type: ignore[attr-defined]
+        setattr(layer, _PATH, ours)
+
+
+def _norm(usual: Path) -> Path:
+    def forward_native(
+        self: torch.nn.Module,
+        x: Tensor,
+        residual: Tensor | None = None,
+        post_residual_addition: Tensor | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        if post_residual_addition is not None or not _is_plain(self, x):
+            return usual(self, x, residual, post_residual_addition, *args, **kwargs)
+        weight, eps = self.weight, self.variance_epsilon
+        if residual is None:
+            return cpu_kernels.rms_norm(x, weight, eps)[0] if cpu_kernels.fit(x, weight) else usual(self, x)
+        if not cpu_kernels.fit(x, residual, weight):
+            return usual(self, x, residual)
+        return cpu_kernels.add_rms_norm(x, residual, weight, eps)
+
+    return forward_native
+
+
+def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
+    return norm.variance_size_override is None and x.size(-1) == norm.weight.numel() == norm.hidden_size
+
+
+def _gate(usual: Path) -> Path:
+    def forward_native(self: torch.nn.Module, x: Tensor) -> object:
+        return cpu_kernels.swiglu(x) if cpu_kernels.fit(x) else usual(self, x)
+
+    return forward_native
+
+
+def _rotary(usual: Path) -> Path:
+    def forward_native(
+        self: torch.nn.Module,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        offsets: Tensor | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        angles = self.cos_sin_cache
+        is_other = args or offsets is not None or any(value is not None for value in kwargs.values())
+        is_plain = self.is_neox_style and positions.dtype is torch.int64 and not hasattr(self, "sin_cos_cache")
+        if is_other or not is_plain or not cpu_kernels.fit(query, key, angles):
+            return usual(self, positions, query, key, offsets, *args, **kwargs)
+        positions = positions.flatten()
+        cos, sin = angles.chunk(2, -1)
+
+        def turned(values: Tensor) -> Tensor:
+            heads = values.view(positions.numel(), -1, self.head_size)
+            return cpu_kernels.rotate(heads, cos, sin, positions).view(values.shape)
+
+        return turned(query), turned(key)
+
+    return forward_native

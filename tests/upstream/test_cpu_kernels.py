@@ -1,0 +1,223 @@
+"""Our kernels against the formulas in float64: values, gradients, strides, threads, NaN; and machines without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionrl.upstream import cpu_kernels
+from fusionrl.upstream.rotary import rotate
+from fusionrl.upstream.row_norm import rms_norm
+from fusionrl.upstream.swiglu import swiglu
+
+SHAPES = [(1, 5), (3, 7), (65, 32), (300, 128), (128, 576)]  # the last two are worth a second thread
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(1)
+    assert cpu_kernels.loaded(), "this machine has a C compiler"
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def _norm64(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return hidden * (hidden.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def _gate64(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def _turned64(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.size(-1)
+    a, b, rest = values.split([half, half, values.size(-1) - 2 * half], -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+def _check(ours: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Values and gradients, within a few units in the last place of the largest of each."""
+    inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    doubles = tuple(x.detach().double().requires_grad_() for x in inputs)
+    out, expected = ours(*inputs), exact(*doubles)
+    assert out.dtype is torch.float32
+    of_output = torch.randn_like(out)
+    grads = torch.autograd.grad((out * of_output).sum(), inputs)
+    wanted = torch.autograd.grad((expected * of_output.double()).sum(), doubles)
+    for found, right in zip((out, *grads), (expected, *wanted), strict=True):
+        assert found.shape == right.shape
+        assert (found.double() - right).abs().max() <= 2e-6 * right.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms(threads: int, shape: tuple[int, int]) -> None:
+    eps = 1e-5
+    weight = torch.randn(shape[1])
+    norm, exact = (lambda x, w: rms_norm(x, w, eps)), (lambda x, w: _norm64(x, w, eps))
+    _check(norm, exact, 3 * torch.randn(shape), weight)
+    wide = torch.randn(shape[0], 2, 3 * shape[1])[..., shape[1] : 2 * shape[1]]  # rows in a wider tensor
+    _check(norm, exact, wide, weight)
+    _check(norm, exact, torch.randn(shape[1], shape[0]).t(), weight)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_sum_with_a_residual_is_normed(threads: int, shape: tuple[int, int]) -> None:
+    hidden, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
+    out, both = cpu_kernels.add_rms_norm(hidden, residual, weight, 1e-6)
+    assert torch.equal(both, hidden + residual)
+    assert torch.equal(out, cpu_kernels.rms_norm(both, weight, 1e-6)[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gates(threads: int, shape: tuple[int, int]) -> None:
+    _check(swiglu, _gate64, 3 * torch.randn(shape[0], 2 * shape[1]))
+    _check(swiglu, _gate64, torch.randn(2 * shape[1], shape[0]).t())
+
+
+def test_gates_far_from_zero() -> None:
+    """exp of what is beyond its range neither overflows nor turns into NaN."""
+    gate = torch.tensor([0.0, -0.0, 20.0, -20.0, 87.5, -87.5, 120.0, -120.0, 3e38, -3e38])
+    both = torch.stack((gate, torch.ones_like(gate)), -1).requires_grad_()
+    out = swiglu(both)
+    torch.testing.assert_close(out[:, 0], torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
+    (grad,) = torch.autograd.grad(out.sum(), both)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("turned", [16, 8])
+def test_rotations(threads: int, turned: int) -> None:
+    for count in (1, 5, 400):
+        angles = torch.randn(count, 1, turned // 2)
+        cos, sin = angles.cos(), angles.sin()
+        values = torch.randn(count, 6, 40)[:, 1:5, 10:26]  # heads of a wider tensor
+        exact = lambda x, c=cos, s=sin: _turned64(x, c.double(), s.double())  # noqa: E731
+        _check(lambda x, c=cos, s=sin: rotate(x, c, s), exact, values)
+
+
+def test_rotations_by_positions() -> None:
+    table, positions = torch.randn(9, 8), torch.tensor([4, 0, 8, 4])
+    values, (cos, sin) = torch.randn(4, 2, 8), torch.randn(9, 8).chunk(2, -1)
+    out = cpu_kernels.rotate(values, cos, sin, positions)
+    rows = (part[positions, None] for part in (cos, sin))
+    torch.testing.assert_close(out, _turned64(values, *rows))
+    for beyond in (9, -1):
+        with pytest.raises(IndexError):
+            cpu_kernels.rotate(values, *table.chunk(2, -1), torch.tensor([0, 1, beyond, 2]))
+    with pytest.raises(IndexError):
+        cpu_kernels.rotate(torch.randn(10, 2, 8), *table.chunk(2, -1))
+
+
+def _attended64(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scale: float) -> Tensor:
+    """query [H, D] of one request, whose keys are at `slots` → [H, V]."""
+    repeat = query.size(0) // keys.size(1)
+    key, value = (x[slots.long()].repeat_interleave(repeat, 1).double() for x in (keys, values))
+    shares = torch.einsum("hd,lhd->hl", query.double() * scale, key).softmax(-1)
+    return torch.einsum("hl,lhv->hv", shares, value)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 32, 32), (9, 3, 64, 64), (2, 2, 128, 128), (4, 1, 24, 17)], ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+def test_attention_of_one_token_a_request(threads: int, sizes: tuple[int, int, int, int], window: int | None) -> None:
+    heads, groups, size, value_size = sizes
+    lengths = torch.tensor([1, 7, 300, 40, 6, 8])
+    keys, values = torch.randn(900, groups, size), torch.randn(900, groups, value_size)
+    table = torch.randint(0, 900, (8, 310), dtype=torch.int32)
+    rows = torch.tensor([5, 0, 7, 2, 1, 3])
+    query = 3 * torch.randn(6, heads + 2, size)[:, 1:-1]
+    out = cpu_kernels.attend_decode(query, keys, values, table, rows, lengths, scale=0.2, window=window)
+    for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        first = 0 if window is None else max(0, length - 1 - window)
+        expected = _attended64(query[i], keys, values, table[row, first:length], 0.2)
+        assert (out[i].double() - expected).abs().max() < 2e-6
+
+
+def test_a_slot_that_the_cache_has_not_is_refused() -> None:
+    keys = torch.randn(10, 1, 8)
+    for beyond in (10, -1):
+        table = torch.tensor([[0, beyond, 2]], dtype=torch.int32)
+        with pytest.raises(IndexError):
+            cpu_kernels.attend_decode(
+                *(torch.randn(1, 1, 8), keys, keys, table, torch.tensor([0]), torch.tensor([3])), scale=1.0
+            )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    hidden = torch.randn(3, 8)
+    hidden[1, 2] = bad
+    assert cpu_kernels.rms_norm(hidden, torch.ones(8), 1e-6)[0].isnan().any(1).tolist() == [False, True, False]
+    both = torch.ones(3, 8)
+    both[1, 2] = bad
+    assert cpu_kernels.swiglu(both).isfinite().all(1).tolist() == [True, False, True]
+    keys = torch.randn(4, 1, 8)
+    keys[2, 0, 3] = bad
+    table, rows = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32), torch.tensor([0, 1])
+    out = cpu_kernels.attend_decode(
+        torch.randn(2, 1, 8).abs(), keys, keys.clone(), table, rows, torch.tensor([2, 2]), scale=1.0
+    )
+    assert out.isfinite().all(-1).flatten().tolist() == [True, False]
+
+
+def test_other_types_are_left_to_torch() -> None:
+    assert cpu_kernels.fit(torch.ones(1))
+    assert not cpu_kernels.fit(torch.ones(1), torch.ones(1, dtype=torch.bfloat16))
+    assert not cpu_kernels.fit(torch.ones(1, device="meta"))
+
+
+@pytest.mark.parametrize("cpu", ["with kernels", "without"])
+def test_torch_computes_the_same(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a machine without a compiler."""
+    monkeypatch.setattr(cpu_kernels, "loaded", lambda: cpu == "with kernels")
+    angles = torch.randn(5, 1, 4)
+    _check(lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: _norm64(x, w, 1e-5), torch.randn(5, 16), torch.randn(16))
+    _check(swiglu, _gate64, torch.randn(5, 16))
+    exact = lambda x: _turned64(x, angles.double().cos(), angles.double().sin())  # noqa: E731
+    _check(lambda x: rotate(x, angles.cos(), angles.sin()), exact, torch.randn(5, 3, 16))
+
+
+ASK = "import fusionrl.upstream.cpu_kernels as k; print(k.loaded(), k.fit(k.torch.ones(1)))"
+
+
+def _ask(cache: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"XDG_CACHE_HOME": str(cache)} | environ
+    return subprocess.run([sys.executable, "-c", ASK], env=variables, capture_output=True, text=True, check=True)
+
+
+def test_compiled_once_for_this_user_alone(tmp_path: Path) -> None:
+    assert _ask(tmp_path).stdout == "True True\n"
+    (library,) = (tmp_path / "fusionrl").iterdir()
+    before = library.stat()
+    assert before.st_mode & 0o077 == 0
+    assert _ask(tmp_path).stdout == "True True\n"
+    assert library.stat().st_mtime_ns == before.st_mtime_ns
+    library.chmod(0o722)  # others may have written to it
+    _ask(tmp_path)
+    assert library.stat().st_mtime_ns != before.st_mtime_ns
+    assert library.stat().st_mode & 0o077 == 0
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """A compiler that fails is named with what it said; one that is not there is asked for."""
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
+    broken.chmod(0o755)
+    failed = _ask(tmp_path / "cache", CC=str(broken))
+    assert failed.stdout == "False False\n"
+    assert failed.stderr.count("no room") == 1, failed.stderr
+    none = _ask(tmp_path / "cache", CC="no-such-compiler", PATH=str(tmp_path / "empty"))
+    assert none.stdout == "False False\n"
+    assert "install gcc" in none.stderr

@@ -1,0 +1,125 @@
+"""SGLang's layers with our kernels against the same layers without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusionrl.upstream import cpu_kernels, cpu_layers, cpu_sglang
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sglang() -> Iterator[None]:
+    """SGLang's layers with the kernels; the tests of other files get those that they had."""
+    cpu_sglang.install()
+    layers = _layers()
+    usual = [layer.forward_native for layer in layers]
+    cpu_layers.register()
+    first = [layer.forward_native for layer in layers]
+    cpu_layers.register()
+    assert [layer.forward_native for layer in layers] == first, "registered once"
+    yield
+    for layer, before in zip(layers, usual, strict=True):
+        layer.forward_native = before
+
+
+def _layers() -> tuple[type, type, type]:
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    return RMSNorm, SiluAndMul, RotaryEmbedding
+
+
+@pytest.fixture
+def num_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each kernel was called."""
+    counts = dict.fromkeys(("rms_norm", "add_rms_norm", "swiglu", "rotate"), 0)
+
+    def counted(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            counts[name] += 1
+            return kernel(*args, **kwargs)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(cpu_kernels, name, counted(name, getattr(cpu_kernels, name)))
+    return counts
+
+
+def _both(layer: Callable[..., object], *inputs: Tensor, **more: object) -> None:
+    """The layer's outputs with the kernels and without are equal."""
+    ours = layer(*inputs, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "fit", lambda *tensors: False)
+        torch.testing.assert_close(ours, layer(*inputs, **more), rtol=2e-6, atol=2e-6)
+
+
+def _norm(size: int, **kwargs: object) -> torch.nn.Module:
+    norm = _layers()[0](size, **kwargs)
+    torch.nn.init.normal_(norm.weight)
+    return norm.requires_grad_(False)
+
+
+def test_norms(num_calls: dict[str, int]) -> None:
+    norm, hidden, residual = _norm(32), torch.randn(9, 32), torch.randn(9, 32)
+    _both(norm, hidden)
+    _both(norm, torch.randn(9, 3, 64)[..., :32])
+    assert num_calls == {"rms_norm": 2, "add_rms_norm": 0, "swiglu": 0, "rotate": 0}
+    _both(norm, hidden, residual)
+    assert num_calls["add_rms_norm"] == 1
+    before = hidden.clone(), residual.clone()
+    norm(hidden, residual)
+    assert torch.equal(hidden, before[0]) and torch.equal(residual, before[1]), "neither is written over"
+
+
+def test_other_norms_are_left_to_sglang(num_calls: dict[str, int]) -> None:
+    hidden = torch.randn(9, 32)
+    _both(_norm(32), hidden, torch.randn(9, 32), torch.randn(9, 32))  # a third summand
+    _both(_norm(32, var_hidden_size=16), hidden)
+    _both(_norm(32).bfloat16(), hidden.bfloat16())
+    assert set(num_calls.values()) == {0}
+    with pytest.raises(ValueError, match="hidden_size"):
+        _norm(32)(torch.randn(9, 31))
+
+
+def test_gates(num_calls: dict[str, int]) -> None:
+    gate = _layers()[1]()
+    _both(gate, torch.randn(9, 32))
+    assert num_calls["swiglu"] == 1
+    _both(gate, torch.randn(9, 32, dtype=torch.bfloat16))
+    assert num_calls["swiglu"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "is_neox", "dtype", "num_kernels"),
+    [(16, True, torch.float32, 2), (8, True, torch.float32, 2), (16, False, torch.float32, 0), (16, True, None, 0)],
+)
+def test_rotary_embeddings(
+    num_calls: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    rotary_dim: int,
+    is_neox: bool,
+    dtype: torch.dtype | None,
+    num_kernels: int,
+) -> None:
+    """Queries and keys are parts of a wider tensor; None: bf16."""
+    from sglang.srt.layers.rotary_embedding import base
+
+    monkeypatch.setattr(base, "_is_cpu", True)  # as in an engine's process, which has a variable for it
+    dtype = dtype or torch.bfloat16
+    rope = _layers()[2](16, rotary_dim, 64, 10000, is_neox, dtype)
+    both = torch.randn(7, 6 * 16 + 5, dtype=dtype)
+    query, key = both[:, : 4 * 16], both[:, 4 * 16 : 6 * 16]
+    positions = torch.tensor([0, 3, 63, 1, 1, 2, 40])
+    _both(rope, positions, query, key)
+    assert num_calls["rotate"] == num_kernels
+    if num_kernels:
+        _both(rope, positions, query, key, torch.zeros(7, dtype=torch.long))  # SGLang's: offsets
+        assert num_calls["rotate"] == num_kernels
+        with pytest.raises(IndexError):
+            rope(torch.tensor([0, 64, 0, 0, 0, 0, 0]), query, key)
