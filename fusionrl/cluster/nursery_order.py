@@ -63,6 +63,6 @@ def engine_branch(model_path: str, folder: Path) -> Branch:
         ["fusionrl.engines.server_imports"],
         "fusionrl.engines.forked:mind_server",
         environment,
-        kept=["SGLANG_", "HF_", "TRANSFORMERS_", "TORCHDYNAMO_"],
+        kept=["SGLANG_", "HF_", "TRANSFORMERS_", "TORCHDYNAMO_", "THP_"],
         free=["SGLANG_CPU_OMP_THREADS_BIND"],  # each rank reads it when it begins
     )

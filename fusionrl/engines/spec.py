@@ -215,6 +215,8 @@ def server_environment(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "cpu":
         env["OMP_NUM_THREADS"] = str(spec.num_threads)
         env["TORCHDYNAMO_DISABLE"] = "1"
+        # Large tensors in large pages: a push is received into new memory, which the kernel maps page by page.
+        env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if spec.tp_size > 1:
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _thread_binding(spec))
         _skip_other_models(env, spec.model_path)
