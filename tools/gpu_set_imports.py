@@ -36,11 +36,12 @@ def modules() -> Iterator[str]:
 
 
 def error_of(name: str) -> str | None:
-    """Import a module; return the last line of its error."""
+    """Import a module; return the kind of its error and the first line that says something."""
     try:
         importlib.import_module(name)
     except Exception as error:  # whatever a package raises is what is asked for
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
     return None
 
 

@@ -26,8 +26,20 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 def by_value(named: NamedTensors) -> str:
     """Base64 pickle that holds the tensors' bytes. Views are cloned, as a pickle takes a view's whole
     storage."""
+    _name_as_torch_does()
     owned = [(name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)) for name, tensor in named]
     return pybase64.b64encode(pickle.dumps(owned, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+
+
+def _name_as_torch_does() -> None:
+    """Let pickles name the function that makes a storage from bytes as torch names it: SGLang allows no other name.
+
+    Megatron-core 0.19 puts a function of its own there, and pickles of a trainer's tensors would name that one.
+    """
+    function = torch.storage._load_from_bytes
+    if function.__module__ != "torch.storage":
+        function.__module__ = "torch.storage"
+        function.__name__ = function.__qualname__ = "_load_from_bytes"
 
 
 class SharedBuffer:

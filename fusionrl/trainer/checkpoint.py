@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from torch.distributed.checkpoint.api import CheckpointException
@@ -42,6 +43,9 @@ FORMAT, WITHOUT_HASHES = 2, 1
 COUNTERS = {"rollout_id", "optimizer_steps", "skipped"}
 # Where Megatron-LM says which checkpoint of a folder is the newest.
 TRACKER = "latest_checkpointed_iteration.txt"
+# What is no shard. Megatron-core 0.19 writes it as a shard, but prefers such a file where one is.
+_COMMON = "common.pt"
+_BACKEND = "torch_dist"
 # How the optimizer's state is laid out; kept with the checkpoint, for Megatron asks for it when it loads.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -223,6 +227,8 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
     told: str | None = None
     try:
         if isinstance(facts, dict) and facts:
+            if _COMMON not in facts and os.path.lexists(Path(path) / _COMMON):
+                raise ValueError(f"{where}: {_COMMON} was not saved with it")
             names = sorted(facts)
             share = {name: facts[name] for name in names[rank % len(names) :: size]}
             check_facts(Path(path), share, where)
@@ -234,6 +240,17 @@ def _check_files(path: str, description: Mapping[str, object], rank: int) -> Non
     dist.all_gather_object(everyone, told)
     if found := [text for text in everyone if text is not None]:
         raise ValueError(f"{found[0]}; resume from another one")
+
+
+def _check_backend(folder: str) -> None:
+    """Refuse what another backend wrote; Megatron-core 0.19 reads it as its own.
+
+    Raises:
+        ValueError: metadata.json names another one.
+    """
+    config = maybe_load_config(folder)  # None: Megatron says so itself
+    if config is not None and config.sharded_backend != _BACKEND:
+        raise ValueError(f"metadata.json names the backend {config.sharded_backend!r:.40}, not {_BACKEND}")
 
 
 def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, rank: int) -> dict[str, Any]:
@@ -254,6 +271,7 @@ def load(path: str, trained: Trained, layout: TrainerLayout, shape: ModelShape, 
     if description["format"] != WITHOUT_HASHES:
         _check_files(path, description, rank)
     try:
+        _check_backend(path)
         with only_data():
             state = dist_checkpointing.load(
                 _sharded_state(trained, layout, rank, loading=True, with_rng=same_layout),
@@ -331,6 +349,7 @@ def load_weights(path: str, modules: list[torch.nn.Module], flag: str = "--megat
     folder = weights_folder(path, flag)
     state = _weights_state(modules)
     try:
+        _check_backend(str(folder))
         with only_data():
             loaded = dist_checkpointing.load(state, str(folder), get_default_load_sharded_strategy(str(folder)))
         for name, module in zip(state, modules, strict=True):

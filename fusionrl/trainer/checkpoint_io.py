@@ -17,6 +17,7 @@ import select
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -71,6 +72,8 @@ def write_buckets(transforms: list[object], buckets: list[Bucket]) -> Written[Re
         running.put(index)
         FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], outcome, running, True)
         report = outcome.get()[1]
+        if isinstance(report, Exception):
+            _empty_frames(report)
         path = Path(buckets[index][0])
         return report, {} if isinstance(report, Exception) else facts_of(path.parent, [path.name])
 
@@ -85,6 +88,18 @@ def write_buckets(transforms: list[object], buckets: list[Bucket]) -> Written[Re
             raise OSError(f"{type(report).__name__}: {report}") from report
     files = {name: fact for _, facts in done for name, fact in facts.items()}
     return Written({index: report for index, (report, _) in enumerate(done)}, files)
+
+
+def _empty_frames(error: BaseException) -> None:
+    """Clear the locals in an error's traceback: they hold what was written, and the error itself, in a loop.
+
+    Python 3.12.0 and 3.12.1 crash when the garbage collector finds a view of a BytesIO in a loop, and a rank whose
+    disk is full died of it (python/cpython#111049).
+    """
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__context__
 
 
 def _share(buckets: list[Bucket]) -> tuple[int, int, list[SharedBucket]]:

@@ -164,12 +164,25 @@ def _objects_run_code(step: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
+def _common_shard(trainer: Path) -> Any:
+    """What Megatron-core 0.19 writes among the shards, and reads from common.pt if there is one."""
+    import torch
+
+    metadata = pickle.loads((trainer / ".metadata").read_bytes())
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn.startswith("common_state/"))
+    with (trainer / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        return torch.load(io.BytesIO(file.read(place.length)), weights_only=True)[0]
+
+
 def _common(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Change common.pt; where Megatron-core writes none, put one there."""
+
     def mutate(step: Path) -> None:
         import torch
 
         path = step / "trainer" / "common.pt"
-        data = torch.load(path, weights_only=True)
+        data = torch.load(path, weights_only=True) if path.exists() else _common_shard(step / "trainer")
         changed = change(data)
         torch.save(data if changed is None else changed, path)
 
@@ -263,6 +276,7 @@ MUTATIONS: dict[str, Mutation] = {
     "trainer: a shard is cut off": Mutation(lambda step: os.truncate(_largest(step), 1000)),
     "trainer: a shard is longer": Mutation(lambda step: _largest(step).open("ab").write(b"x") and None),
     "trainer: two shards change places": Mutation(_swap),
+    "trainer: another common.pt": Mutation(_common(_set("scheduler", "num_steps", to=99))),
     "trainer: .metadata runs a program": Mutation(_write("trainer/.metadata", pickle.dumps(Runs()))),
     # the same with hashes that fit
     "forged .metadata: runs a program": Mutation(_write("trainer/.metadata", pickle.dumps(Runs())), True),
