@@ -45,6 +45,7 @@ NEEDS: dict[str, frozenset[str]] = {
     "reward-worker": frozenset({HOOKS, ENGINES}),
     "engine": frozenset({ENGINES}),
     "router": frozenset({ENGINES}),
+    "compiler": frozenset(),  # of the kernels for this CPU
     "checkpoint-writer": frozenset(),
     "answer-parser": frozenset(),
     "guard": frozenset(),

@@ -254,7 +254,7 @@ int attend_decode(const float *query, int64_t query_stride, const float *keys, c
         work += seen;
     }
     int threads = work * heads * size > 16 * FEW ? omp_get_max_threads() : 1;
-    float *all_scores = malloc((size_t)threads * count * longest * sizeof(float));
+    float *all_scores = malloc(((size_t)threads * count * longest + 1) * sizeof(float)); /* never of no bytes */
     if (!all_scores)
         return 1;
 #pragma omp parallel for collapse(2) num_threads(threads)

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fusionrl.base.environment import child_environment
 from fusionrl.upstream.kept_files import cache_folder, file_fact, is_own_file
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -256,6 +257,7 @@ def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # for this user alone
         new = Path(folder) / path.name
         command = [compiler, *FLAGS, "-o", str(new), str(SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+        environment = child_environment("compiler")
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, env=environment)
         new.chmod(0o700)
         os.replace(new, path)
