@@ -61,7 +61,8 @@ def _norm(usual: Path) -> Path:
 
 
 def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
-    return norm.variance_size_override is None and x.size(-1) == norm.weight.numel() == norm.hidden_size
+    is_fp32 = getattr(norm, "override_orig_dtype", None) in (None, torch.float32)  # of the output
+    return is_fp32 and norm.variance_size_override is None and x.size(-1) == norm.weight.numel() == norm.hidden_size
 
 
 def _gate(usual: Path) -> Path:

@@ -82,6 +82,7 @@ def test_other_norms_are_left_to_sglang(num_calls: dict[str, int]) -> None:
     _both(_norm(32), hidden, torch.randn(9, 32), torch.randn(9, 32))  # a third summand
     _both(_norm(32, var_hidden_size=16), hidden)
     _both(_norm(32).bfloat16(), hidden.bfloat16())
+    _both(_norm(32, override_orig_dtype=torch.bfloat16), hidden)
     assert set(num_calls.values()) == {0}
     with pytest.raises(ValueError, match="hidden_size"):
         _norm(32)(torch.randn(9, 31))
