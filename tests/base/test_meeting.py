@@ -135,6 +135,7 @@ c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
 found = torch.zeros(4)
 dist.broadcast(found, src=0, group=group)
 assert found.tolist() == [0, 1, 2, 3], found
+dist.destroy_process_group(group)  # or gloo's threads, still alive at the exit, abort the process now and then
 """
 
 

@@ -72,6 +72,7 @@ except OSError as error:
 checkpoint.facts_of = facts_of
 saving.finish()
 print(sorted(path.name for path in Path(folder, "trainer").iterdir()))
+dist.destroy_process_group()  # or gloo's threads, still alive at the exit, abort the process now and then
 """
 
 
