@@ -80,8 +80,14 @@ class Broadcast:
             wait([future_of(call) for call in own], _HEAR_S)
             # Engines of others hear of nothing: they wait at the store, which ends with the last reference to it.
             del self._store
+            joined.add_done_callback(self._leave_late)
             raise
         self._group = joined.result()
+
+    def _leave_late(self, joined: Future[dist.ProcessGroup]) -> None:
+        """All had come when an engine failed: the others would wait in the group that nobody uses."""
+        if joined.exception() is None:
+            start_thread(self.device, _leave, joined.result())
 
     def _ask_guests(self, targets: Sequence[EngineTarget]) -> None:
         """Find engines of others that do not answer: it is said of them that they are there before they have come.
@@ -124,9 +130,14 @@ class Broadcast:
             for target in self._targets
         ]
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        # An engine answers when it has the bytes; one that refuses never joins the broadcast, and its answer ends this.
-        wait_all(calls, timeout_s)
-        work.wait()
+        try:
+            # An engine answers when it has the bytes; one that refuses never joins the broadcast: its answer ends this.
+            wait_all(calls, timeout_s)
+            work.wait()
+        finally:
+            # It holds the connections to the engines, and an error's traceback would hold it: an engine that still
+            # waits for bytes is let go when they close.
+            del work
         if flat.is_cuda:
             torch.cuda.current_stream().synchronize()  # the buffer is written again
         return len(calls)

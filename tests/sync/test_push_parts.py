@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fusionrl.base.meeting import CalledOff
+from fusionrl.base.meeting import CalledOff, meet
+from fusionrl.base.stores import join_group_store
 from fusionrl.models.families.rules import Rule
 from fusionrl.plan.push import Bucket, EngineTarget, PushTensor
 from fusionrl.sync import send
@@ -143,6 +146,98 @@ def test_an_engine_that_refuses_to_join_sets_the_others_free() -> None:
     with pytest.raises(CalledOff, match="no group today"):
         calls[0].result(20)
     assert time.monotonic() - start < 20
+
+
+class Gloo:
+    """An engine with a gloo group; this process has torch's registry of groups once, so it goes without."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+    def init_weights_update_group(self, **values: Any) -> None:
+        name, rank = values["group_name"], values["rank_offset"]
+        store = join_group_store(values["master_address"], values["master_port"], 30.0)
+        meet(store, rank, values["world_size"], 30.0)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self.group = c10d.ProcessGroupGloo(store, rank, values["world_size"], timedelta(minutes=30))
+
+    def update_weights_from_distributed(self, **values: Any) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self.group.broadcast([torch.zeros(4, dtype=torch.uint8)], options).wait()
+
+    def destroy_weights_update_group(self, name: str) -> None:
+        """Nothing, as an engine whose scheduler stands in a broadcast."""
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_an_engine_that_waits_for_bytes_is_let_go_when_another_is_dead(no_collection: None) -> None:
+    """Now and then it waited until a collection of garbage freed the error of the push, and the next one failed."""
+    dying, waiting = Gloo(), Gloo()
+    begun: list[Future[Any]] = []
+
+    class Dying(Threaded):
+        """The last of its calls: the source then finds its connection closed before it sends anything."""
+
+        @property
+        def update_weights_from_distributed(self) -> Any:
+            def die(**values: Any) -> Future[Any]:
+                dying.group = None
+                time.sleep(0.5)
+                failed: Future[Any] = Future()
+                failed.set_exception(RuntimeError("connection refused"))
+                return failed
+
+            return SimpleNamespace(remote=die)
+
+    class Noting(Threaded):
+        @property
+        def update_weights_from_distributed(self) -> Any:
+            def note(**values: Any) -> Future[Any]:
+                begun.append(Threaded(waiting).update_weights_from_distributed.remote(**values))
+                return begun[0]
+
+            return SimpleNamespace(remote=note)
+
+    targets = [EngineTarget(0, Dying(dying), "", (0,)), EngineTarget(1, Noting(waiting), "", (0,))]
+    broadcast = Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu"))
+    broadcast.connect(targets)
+    flat = torch.arange(4, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="engine 0: connection refused") as raised:
+        broadcast.send([("weight", flat)], flat, {}, 30.0)
+    assert not begun[0].done()
+    broadcast.close()
+    with pytest.raises(RuntimeError, match="onnection"):
+        begun[0].result(20)
+    assert raised.value is not None, "the error, and what its traceback holds, lives until here"
+
+
+def test_a_group_that_came_into_being_though_an_engine_failed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[object] = []
+    monkeypatch.setattr(dist, "destroy_process_group", left.append)
+
+    class Failing(Gloo):
+        def init_weights_update_group(self, **values: Any) -> None:
+            super().init_weights_update_group(**values)
+            raise RuntimeError("died after it joined")
+
+    with pytest.raises(RuntimeError, match="engine 0: joining the group: died after it joined"):
+        Broadcast("gloo", "127.0.0.1", 60.0, torch.device("cpu")).connect(
+            [EngineTarget(0, Threaded(Failing()), "", (0,))]
+        )
+    deadline = time.monotonic() + 20
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(left) == 1 and isinstance(left[0], dist.ProcessGroup)
+    monkeypatch.undo()
+    dist.destroy_process_group(left[0])
 
 
 @pytest.mark.parametrize(("backend", "way"), [("nccl", "aborted"), ("gloo", "destroyed")])
