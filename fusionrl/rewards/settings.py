@@ -41,8 +41,8 @@ class Grading:
 
 
 class Fresh:
-    """What a pickled `Grading` holds, unpickled for each call, as a function may write on its `args`; only what it can
-    change within is made anew."""
+    """A pickled `Grading` for each call anew, as a function may write on its `args`; values that it cannot change within
+    are shared."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled

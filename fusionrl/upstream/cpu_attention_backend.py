@@ -93,8 +93,10 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         """Return whether `cpu_kernels.attend_decode` can take these tensors."""
         table, rows, lengths = self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
         types = (table.dtype, rows.dtype, lengths.dtype)
-        is_dense = keys.is_contiguous() and values.is_contiguous() and rows.is_contiguous() and lengths.is_contiguous()
-        return types == (torch.int32, torch.int64, torch.int64) and is_dense and cpu_kernels.fit(query, keys, values)
+        is_dense = all(tensor.is_contiguous() for tensor in (keys, values, table, rows, lengths))
+        is_shared = keys.size(2) == query.size(2) and query.size(1) % keys.size(1) == 0
+        is_typed = types == (torch.int32, torch.int64, torch.int64)
+        return is_typed and is_dense and is_shared and cpu_kernels.fit(query, keys, values)
 
     def _plan(self, layer: RadixAttention, batch: ForwardBatch, dtype: torch.dtype, row_bytes: int) -> AttentionPlan:
         """The calls of this forward pass, made for the first layer of each window."""

@@ -34,9 +34,15 @@ def _replace(layer: type, make: Callable[[Path], Path]) -> None:
     """Put `make(usual)` in the place of the layer's torch path, which subclasses with a path of their own keep."""
     usual: Path = getattr(layer, _PATH)
     if not getattr(usual, "is_kernel", False):
-        ours = make(usual)
-        ours.is_kernel = True  # type: ignore[attr-defined]
-        setattr(layer, _PATH, ours)
+        path = make(usual)
+        path.is_kernel = True  # type: ignore[attr-defined]
+        setattr(layer, _PATH, path)
+
+
+def _fit(*tensors: Tensor) -> bool:
+    """Return whether the kernels can take these tensors; none of them computes a gradient here."""
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return not needs_grad and cpu_kernels.fit(*tensors)
 
 
 def _norm(usual: Path) -> Path:
@@ -52,8 +58,8 @@ def _norm(usual: Path) -> Path:
             return usual(self, x, residual, post_residual_addition, *args, **kwargs)
         weight, eps = self.weight, self.variance_epsilon
         if residual is None:
-            return cpu_kernels.rms_norm(x, weight, eps)[0] if cpu_kernels.fit(x, weight) else usual(self, x)
-        if not cpu_kernels.fit(x, residual, weight):
+            return cpu_kernels.rms_norm(x, weight, eps)[0] if _fit(x, weight) else usual(self, x)
+        if residual.shape != x.shape or not _fit(x, residual, weight):
             return usual(self, x, residual)
         return cpu_kernels.add_rms_norm(x, residual, weight, eps)
 
@@ -67,7 +73,7 @@ def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
 
 def _gate(usual: Path) -> Path:
     def forward_native(self: torch.nn.Module, x: Tensor) -> object:
-        return cpu_kernels.swiglu(x) if cpu_kernels.fit(x) else usual(self, x)
+        return cpu_kernels.swiglu(x) if _fit(x) else usual(self, x)
 
     return forward_native
 
@@ -85,7 +91,7 @@ def _rotary(usual: Path) -> Path:
         angles = self.cos_sin_cache
         is_other = args or offsets is not None or any(value is not None for value in kwargs.values())
         is_plain = self.is_neox_style and positions.dtype is torch.int64 and not hasattr(self, "sin_cos_cache")
-        if is_other or not is_plain or not cpu_kernels.fit(query, key, angles):
+        if is_other or not is_plain or not _fit(query, key, angles):
             return usual(self, positions, query, key, offsets, *args, **kwargs)
         positions = positions.flatten()
         cos, sin = angles.chunk(2, -1)

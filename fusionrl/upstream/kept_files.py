@@ -1,4 +1,4 @@
-"""Files in the user's cache folder, for this user alone: JSON of answers that take longer to find out than to read."""
+"""Files in the user's cache folder, for this user alone, of what takes longer to find out than to read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -40,25 +41,24 @@ def file_fact(path: str | Path, facts: os.stat_result) -> str:
     return f"{path} {facts.st_size} {facts.st_mtime_ns}"
 
 
-def is_own_file(path: Path) -> bool:
-    """Return whether there is a file of this user's that nobody else may write."""
-    try:
-        return _is_own(os.lstat(path))
-    except OSError:
-        return False
+def open_kept(path: Path) -> BinaryIO:
+    """Open a file of this user's that nobody else may write.
 
-
-def _is_own(facts: os.stat_result) -> bool:
-    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    Raises:
+        OSError: there is none.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        os.close(descriptor)
+        raise PermissionError(f"{path}: not a file of this user's alone")
+    return os.fdopen(descriptor, "rb")
 
 
 def read_kept(path: Path) -> Json:
     """Return the answer in a file of this user's that nobody else may write; None: there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with open(descriptor, encoding="utf-8") as file:
-            if not _is_own(os.fstat(descriptor)):
-                return None
+        with open_kept(path) as file:
             found: Json = json.load(file)
     except (OSError, ValueError):
         return None
@@ -71,12 +71,20 @@ def write_kept(path: Path, answer: object) -> None:
     Raises:
         OSError, TypeError, ValueError: the file cannot be written, or the answer is no JSON.
     """
-    text = json.dumps(answer)
+    write_bytes(path, json.dumps(answer).encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file for this user alone: readers find what was there before, or all of it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.")  # for this user alone
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content)
         os.replace(new, path)
     except BaseException:
         os.unlink(new)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fusionrl.upstream import cpu_kernels
 
@@ -45,13 +45,14 @@ class _Rotation(torch.autograd.Function):
         return _turned(values, cos, sin, back=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turned(grad, cos, sin, back=True), None, None
 
 
 def _turned(values: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    if cpu_kernels.fit(values, cos, sin) and values.stride(-1) == 1:
+    if cpu_kernels.fit(values, cos, sin):
         return cpu_kernels.rotate(values, cos[:, 0], sin[:, 0], back=back)
     half, sin = cos.size(-1), -sin if back else sin
     out = values.new_empty(values.shape)

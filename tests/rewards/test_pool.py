@@ -140,6 +140,7 @@ def test_one_of_a_thousand_never_returns(pool: RewardPool, hooks: str, name: str
     assert took <= max(without, limit_s) + 1.0
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", ["blocks", "spins_on_the_loop"])
 def test_a_blocked_loop_costs_nobody_else_a_short_limit(pool: RewardPool, hooks: str, name: str) -> None:
     """The limit is over before the pool can know that the loop is blocked, and by whom."""

@@ -173,9 +173,12 @@ class Gloo:
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
+    """Python collects no garbage."""
+    was_enabled = gc.isenabled()
     gc.disable()
     yield
-    gc.enable()
+    if was_enabled:
+        gc.enable()
 
 
 def test_an_engine_that_waits_for_bytes_is_let_go_when_another_is_dead(no_collection: None) -> None:

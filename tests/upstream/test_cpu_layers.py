@@ -83,6 +83,8 @@ def test_other_norms_are_left_to_sglang(num_calls: dict[str, int]) -> None:
     _both(_norm(32, var_hidden_size=16), hidden)
     _both(_norm(32).bfloat16(), hidden.bfloat16())
     _both(_norm(32, override_orig_dtype=torch.bfloat16), hidden)
+    _both(_norm(32), hidden, torch.randn(1, 32))  # a residual that is the same for all
+    _both(_norm(32), hidden.clone().requires_grad_())  # whoever wants gradients
     assert set(num_calls.values()) == {0}
     with pytest.raises(ValueError, match="hidden_size"):
         _norm(32)(torch.randn(9, 31))
@@ -119,6 +121,10 @@ def test_rotary_embeddings(
     positions = torch.tensor([0, 3, 63, 1, 1, 2, 40])
     _both(rope, positions, query, key)
     assert num_calls["rotate"] == num_kernels
+    _both(rope, torch.arange(14)[::2], query, key)
+    _both(rope, positions, torch.randn(4 * 16, 7, dtype=dtype).t(), key)
+    assert num_calls["rotate"] == 3 * num_kernels
+    num_kernels *= 3
     if num_kernels:
         _both(rope, positions, query, key, torch.zeros(7, dtype=torch.long))  # SGLang's: offsets
         assert num_calls["rotate"] == num_kernels
