@@ -41,8 +41,8 @@ class Grading:
 
 
 class Fresh:
-    """A pickled `Grading` for each call anew, as a function may write on its `args`; values that it cannot change within
-    are shared."""
+    """A pickled `Grading` for each call anew, as a function may write on its `args`; values that it cannot change
+    within are shared."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
