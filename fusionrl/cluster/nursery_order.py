@@ -24,9 +24,10 @@ def make_order(config: Config, folder: Path) -> Order:
     if uses_engines(config) and config.model.hf_checkpoint is not None:
         branches.append(engine_branch(config.model.hf_checkpoint, folder))
     megatron = ["fusionrl.trainer.early_imports"] if torch else []
+    client = ["aiohttp"] if uses_engines(config) else []  # of engines; imported by their first request elsewhere
     worker = Branch(
         str(folder / worker_starter.SOCKET),
-        [*torch, "fusionrl.cluster.engine_worker", "fusionrl.cluster.workers", *megatron, *_OF_ACTORS],
+        [*torch, "fusionrl.cluster.engine_worker", "fusionrl.cluster.workers", *megatron, *client, *_OF_ACTORS],
         "fusionrl.cluster.worker_birth:main",  # with it Ray, which keeps its variables
         late=["RAY_JOB_ID", "RAY_RAYLET_PID"],
     )

@@ -1,4 +1,7 @@
-"""Asynchronous client of `/generate`, of an engine or of the router."""
+"""Asynchronous client of `/generate`, of an engine or of the router.
+
+aiohttp is imported by the first request: a run's command and its trainers import this module and send none.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import aiohttp
 import numpy as np
 import orjson
 
@@ -19,6 +21,9 @@ from fusionrl.engines.http import EndpointError, auth_headers
 from fusionrl.engines.parsers import Parsers
 from fusionrl.engines.siblings import Siblings
 from fusionrl.engines.targets import Targets
+
+if TYPE_CHECKING:
+    import aiohttp
 
 __all__ = ["ROUTING_KEY", "GenerateClient", "Generation", "abort_all", "parse_generation"]
 
@@ -134,6 +139,8 @@ class GenerateClient:
 
         Raises as `generate`.
         """
+        import aiohttp
+
         self._check_tokens(payload)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         tokens: list[int] = []
@@ -247,6 +254,8 @@ class GenerateClient:
 
         refused  who gave answers that were refused; this one comes from elsewhere.
         """
+        import aiohttp
+
         headers = self._headers_of(routing_key)
         attempt = 0
         while True:
@@ -288,6 +297,8 @@ class GenerateClient:
         return None if routing_key is None else {ROUTING_KEY: routing_key}
 
     def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
         if self._is_closed:
             raise RuntimeError("client closed")
         if self._session is None:
@@ -416,6 +427,8 @@ async def abort_all(engine_urls: Sequence[str], api_key: str | None = None, time
     The router does not pass this on, so it goes to the engines. One that does not answer is logged: a dead engine has
     nothing to abort, and the driver looks after it. RuntimeError names those that refused.
     """
+    import aiohttp
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
 
         async def abort(url: str) -> None:

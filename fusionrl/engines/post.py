@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from fusionrl.base.environment import ROUTER_KEY
 from fusionrl.engines.http import LONGEST_ANSWER, ROUTER_URLS, auth_headers
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _LONGEST_PAUSE_S = 8.0
 _LONGEST_ERROR = 1 << 16  # bytes of the text of an error status
@@ -36,6 +38,8 @@ async def post(
         RuntimeError: a 4xx answer, or the last failed try, with the server's text; an answer that is no JSON, or that
             has over `LONGEST_ANSWER` bytes.
     """
+    import aiohttp  # a tenth of a second, which commands that import this module need not take
+
     key = os.environ.get(ROUTER_KEY)
     if key and any(f"{url}/".startswith(f"{known}/") for known in os.environ.get(ROUTER_URLS, "").split()):
         headers = {**auth_headers(key), **(headers or {})}

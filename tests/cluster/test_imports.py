@@ -36,6 +36,19 @@ def test_an_engine_s_actor_imports_nothing_of_buffer_and_trainers() -> None:
     assert_runs(code)
 
 
+def test_who_sends_engines_nothing_imports_no_client_of_theirs() -> None:
+    """A tenth of a second for the command, and for the nursery of a run without engines."""
+    code = (
+        "import sys, fusionrl.cli.train, fusionrl.driver.run\n"
+        "import fusionrl.cluster.workers, fusionrl.cluster.ray_needs, fusionrl.cluster.tokenizer_imports\n"
+        "assert 'aiohttp' not in sys.modules\n"
+        "from fusionrl.engines.client import GenerateClient\n"
+        "GenerateClient('http://127.0.0.1:1')._headers_of(None)\n"
+        "assert 'aiohttp' not in sys.modules"
+    )
+    assert_runs(code)
+
+
 def test_what_the_nursery_imports_leaves_ray_out() -> None:
     """Ray reads the number of the job when it is loaded, and the nursery has none yet: no worker would start."""
     code = (

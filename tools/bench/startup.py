@@ -136,6 +136,7 @@ def measure(checkout: Path, mode: str, data: Path, folder: Path) -> Measured:
     """
     run_dir, mark = folder / f"run-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
     env = {**os.environ, "PYTHONPATH": str(checkout), MARK: mark}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process compiles each module
     command = [sys.executable, "-m", "fusionrl.cli", "train", *flags_of(mode, data), "--run-dir", str(run_dir)]
     watch, start = Watch(mark), time.time()
     with (folder / "output.txt").open("w+") as output:
