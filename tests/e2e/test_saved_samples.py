@@ -37,6 +37,8 @@ def test_partial_rollouts(task: Path, rl_flags: list[str], tmp_path: Path) -> No
     for row in rows:  # only what this rollout sampled is trained on; of a sibling finished in an earlier one nothing
         assert row["loss_mask"] == [int(version == row["rollout"]) for version in row["weight_versions"]]
     # Where the first rewards are slow, whole groups wait for the next rollout, which then may have nothing to train on.
-    trained = {row["step"]: row["rollout/staleness/token_max"] for row in metrics if "rollout/staleness/token_max" in row}
+    trained = {
+        row["step"]: row["rollout/staleness/token_max"] for row in metrics if "rollout/staleness/token_max" in row
+    }
     assert len(trained) >= 3 and set(trained.values()) == {0}
     assert set(trained) == {row["rollout"] + 1 for row in rows if any(row["loss_mask"])}
