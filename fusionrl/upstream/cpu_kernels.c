@@ -1,4 +1,4 @@
-/* Kernels of a transformer on a CPU, in fp32; `cpu_kernels.py` compiles and calls them.
+/* Kernels of a transformer on a CPU, computed in fp32; `cpu_kernels.py` compiles and calls them.
  *
  * A small model's step is hundreds of operations on tensors that fit into the cache. To begin each operation, and to
  * pass over memory once more, takes longer than the arithmetic. Each function here does a chain of them at once.
@@ -6,6 +6,9 @@
  * Rows are divided over at most `threads` threads where the work is worth it. Each row is computed by one thread in one
  * order, and sums over rows are divided in the same way for any number of threads, so results do not depend on it. NaN
  * and infinities travel as in torch.
+ *
+ * `half` is 1 where the tensors are of bf16, 0 for fp32. Each number of bf16 is widened as it is read, and each result
+ * is rounded once, to the nearest, as it is written.
  */
 
 #include <math.h>
@@ -17,6 +20,44 @@
 #define FEW 32768 /* elements for which a second thread is not worth its start */
 #define BLOCK 64  /* rows that are summed in fp32 before their sum is added in fp64 */
 #define PARTS 32  /* of a sum over rows, at most: more threads would find nothing to do */
+
+/* Inlined, so that the compiler makes a loop for each value of `half`, `size` and so on that a caller names. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float widened(uint16_t bits) {
+    union {
+        uint32_t bits;
+        float value;
+    } number;
+    number.bits = (uint32_t)bits << 16;
+    return number.value;
+}
+
+INLINE uint16_t rounded(float value) {
+    union {
+        float value;
+        uint32_t bits;
+    } number;
+    number.value = value;
+    uint32_t up = number.bits + 0x7fff + ((number.bits >> 16) & 1); /* to even where both are as near */
+    return (uint16_t)(value != value ? 0x7fc0 : up >> 16);          /* a NaN stays one */
+}
+
+/* Number j of x. */
+INLINE float at(const void *x, int64_t j, int half) {
+    return half ? widened(((const uint16_t *)x)[j]) : ((const float *)x)[j];
+}
+
+INLINE void put(void *x, int64_t j, float value, int half) {
+    if (half)
+        ((uint16_t *)x)[j] = rounded(value);
+    else
+        ((float *)x)[j] = value;
+}
+
+/* x from its number j on. */
+INLINE const void *from(const void *x, int64_t j, int half) { return (const char *)x + j * (half ? 2 : 4); }
+INLINE void *into(void *x, int64_t j, int half) { return (char *)x + j * (half ? 2 : 4); }
 
 /* e^x within 2 units in the last place, for the compiler to vectorise; below e^-87 it stays there, from e^88.4 on it is
  * infinite. */
@@ -42,43 +83,71 @@ static inline float exp_of(float x) {
     return p * two_to_k.value;
 }
 
-/* out = x / sqrt(mean(x^2) + eps) * weight for each of `rows` rows of n numbers, x's `stride` apart; x + add in x's
- * place, and kept in `sum`, where `add` is given; the factor of each row in `scale` [rows], where that is given. */
-void rms_norm(const float *x, int64_t stride, const float *add, float *sum, const float *weight, float *out,
-              float *scale, int64_t rows, int64_t n, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > FEW)
-    for (int64_t i = 0; i < rows; i++) {
-        const float *row = x + i * stride;
-        float *to = out + i * n;
-        float squares = 0.0f;
-        if (add) {
-            const float *other = add + i * n;
-            float *both = sum + i * n;
+INLINE void norm_row(const void *x, const void *add, void *sum, const void *weight, void *out, float *scale, int64_t n,
+                     float eps, int half) {
+    float squares = 0.0f;
+    if (add) {
 #pragma omp simd reduction(+ : squares)
-            for (int64_t j = 0; j < n; j++) {
-                float value = row[j] + other[j];
-                both[j] = value;
-                squares += value * value;
-            }
-            row = both;
-        } else {
-#pragma omp simd reduction(+ : squares)
-            for (int64_t j = 0; j < n; j++)
-                squares += row[j] * row[j];
+        for (int64_t j = 0; j < n; j++) {
+            float value = at(x, j, half) + at(add, j, half);
+            put(sum, j, value, half);
+            squares += value * value;
         }
-        float factor = 1.0f / sqrtf(squares / (float)n + eps);
-        if (scale)
-            scale[i] = factor;
+    } else {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < n; j++)
+            squares += at(x, j, half) * at(x, j, half);
+    }
+    float factor = 1.0f / sqrtf(squares / (float)n + eps);
+    if (scale)
+        *scale = factor;
+    if (add) { /* the sum as it was before it was rounded */
 #pragma omp simd
         for (int64_t j = 0; j < n; j++)
-            to[j] = row[j] * factor * weight[j];
+            put(out, j, (at(x, j, half) + at(add, j, half)) * factor * at(weight, j, half), half);
+    } else {
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++)
+            put(out, j, at(x, j, half) * factor * at(weight, j, half), half);
     }
+}
+
+/* out = x / sqrt(mean(x^2) + eps) * weight for each of `rows` rows of n numbers, x's `stride` apart; x + add in x's
+ * place, and kept in `sum`, where `add` is given; the factor of each row in `scale` [rows], where that is given. */
+void rms_norm(const void *x, int64_t stride, const void *add, void *sum, const void *weight, void *out, float *scale,
+              int64_t rows, int64_t n, float eps, int half, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * n > FEW)
+    for (int64_t i = 0; i < rows; i++) {
+        const void *row = from(x, i * stride, half), *other = add ? from(add, i * n, half) : 0;
+        void *both = add ? into(sum, i * n, half) : 0, *to = into(out, i * n, half);
+        float *factor = scale ? scale + i : 0;
+        if (half)
+            norm_row(row, other, both, weight, to, factor, n, eps, 1);
+        else
+            norm_row(row, other, both, weight, to, factor, n, eps, 0);
+    }
+}
+
+/* What a row adds to the weight's gradient is added to `block`. */
+INLINE void norm_row_backward(const void *x, const void *grad, const void *weight, float factor, void *grad_x,
+                              float *block, int64_t n, int half) {
+    float product = 0.0f;
+#pragma omp simd reduction(+ : product)
+    for (int64_t j = 0; j < n; j++) {
+        float both = at(grad, j, half) * at(x, j, half);
+        product += both * at(weight, j, half);
+        block[j] += both * factor;
+    }
+    float back = product * factor * factor / (float)n;
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++)
+        put(grad_x, j, factor * (at(grad, j, half) * at(weight, j, half) - at(x, j, half) * back), half);
 }
 
 /* The gradients of `rms_norm` without `add`: of x [rows, n], whose rows are `stride` apart, and of the weight [n],
  * summed over the rows. Returns 0; 1: no memory. */
-int rms_norm_backward(const float *x, int64_t stride, const float *grad, const float *weight, const float *scale,
-                      float *grad_x, float *grad_weight, int64_t rows, int64_t n, int threads) {
+int rms_norm_backward(const void *x, int64_t stride, const void *grad, const void *weight, const float *scale,
+                      void *grad_x, void *grad_weight, int64_t rows, int64_t n, int half, int threads) {
     int64_t parts = (rows + BLOCK / 4 - 1) / (BLOCK / 4);
     parts = parts > PARTS ? PARTS : parts;
     double *sums = calloc((size_t)(parts * n + 1), sizeof(double)); /* never of no bytes */
@@ -94,19 +163,12 @@ int rms_norm_backward(const float *x, int64_t stride, const float *grad, const f
         float *block = blocks + part * n;
         int64_t first = rows * part / parts, end = rows * (part + 1) / parts;
         for (int64_t i = first; i < end; i++) {
-            const float *row = x + i * stride, *grad_row = grad + i * n;
-            float *to = grad_x + i * n;
-            float factor = scale[i], product = 0.0f;
-#pragma omp simd reduction(+ : product)
-            for (int64_t j = 0; j < n; j++) {
-                float both = grad_row[j] * row[j];
-                product += both * weight[j];
-                block[j] += both * factor;
-            }
-            float back = product * factor * factor / (float)n;
-#pragma omp simd
-            for (int64_t j = 0; j < n; j++)
-                to[j] = factor * (grad_row[j] * weight[j] - row[j] * back);
+            const void *row = from(x, i * stride, half), *grad_row = from(grad, i * n, half);
+            void *to = into(grad_x, i * n, half);
+            if (half)
+                norm_row_backward(row, grad_row, weight, scale[i], to, block, n, 1);
+            else
+                norm_row_backward(row, grad_row, weight, scale[i], to, block, n, 0);
             if ((i - first) % BLOCK == BLOCK - 1 || i == end - 1)
                 for (int64_t j = 0; j < n; j++) {
                     sum[j] += block[j];
@@ -118,38 +180,71 @@ int rms_norm_backward(const float *x, int64_t stride, const float *grad, const f
         double total = 0.0;
         for (int64_t part = 0; part < parts; part++)
             total += sums[part * n + j];
-        grad_weight[j] = (float)total;
+        put(grad_weight, j, (float)total, half);
     }
     free(sums);
     free(blocks);
     return 0;
 }
 
+INLINE void swiglu_row(const void *gate, const void *up, void *out, int64_t n, int half) {
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) {
+        float x = at(gate, j, half);
+        put(out, j, x / (1.0f + exp_of(-x)) * at(up, j, half), half);
+    }
+}
+
 /* out [rows, n] = silu(gate) * up of `both` [rows, 2 n], the gate first. */
-void swiglu(const float *both, float *out, int64_t rows, int64_t n, int threads) {
+void swiglu(const void *both, void *out, int64_t rows, int64_t n, int half, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * n > FEW / 4)
     for (int64_t i = 0; i < rows; i++) {
-        const float *gate = both + 2 * i * n, *up = gate + n;
-        float *to = out + i * n;
+        const void *gate = from(both, 2 * i * n, half), *up = from(both, (2 * i + 1) * n, half);
+        void *to = into(out, i * n, half);
+        if (half)
+            swiglu_row(gate, up, to, n, 1);
+        else
+            swiglu_row(gate, up, to, n, 0);
+    }
+}
+
+INLINE void swiglu_row_backward(const void *gate, const void *up, const void *grad, void *grad_gate, void *grad_up,
+                                int64_t n, int half) {
 #pragma omp simd
-        for (int64_t j = 0; j < n; j++)
-            to[j] = gate[j] / (1.0f + exp_of(-gate[j])) * up[j];
+    for (int64_t j = 0; j < n; j++) {
+        float x = at(gate, j, half), back = at(grad, j, half), sigmoid = 1.0f / (1.0f + exp_of(-x));
+        put(grad_gate, j, back * at(up, j, half) * sigmoid * (1.0f + x * (1.0f - sigmoid)), half);
+        put(grad_up, j, back * x * sigmoid, half);
     }
 }
 
 /* The gradient of `swiglu` with respect to `both`. */
-void swiglu_backward(const float *both, const float *grad, float *grad_both, int64_t rows, int64_t n, int threads) {
+void swiglu_backward(const void *both, const void *grad, void *grad_both, int64_t rows, int64_t n, int half,
+                     int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * n > FEW / 4)
     for (int64_t i = 0; i < rows; i++) {
-        const float *gate = both + 2 * i * n, *up = gate + n, *grad_row = grad + i * n;
-        float *grad_gate = grad_both + 2 * i * n, *grad_up = grad_gate + n;
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) {
-            float sigmoid = 1.0f / (1.0f + exp_of(-gate[j]));
-            grad_gate[j] = grad_row[j] * up[j] * sigmoid * (1.0f + gate[j] * (1.0f - sigmoid));
-            grad_up[j] = grad_row[j] * gate[j] * sigmoid;
-        }
+        const void *gate = from(both, 2 * i * n, half), *up = from(both, (2 * i + 1) * n, half);
+        const void *back = from(grad, i * n, half);
+        void *to_gate = into(grad_both, 2 * i * n, half), *to_up = into(grad_both, (2 * i + 1) * n, half);
+        if (half)
+            swiglu_row_backward(gate, up, back, to_gate, to_up, n, 1);
+        else
+            swiglu_row_backward(gate, up, back, to_gate, to_up, n, 0);
     }
+}
+
+INLINE void rotate_head(const void *x, const void *cosines, const void *sines, float sign, void *out, int64_t size,
+                        int64_t turned, int half) {
+    int64_t pairs = turned / 2;
+#pragma omp simd
+    for (int64_t j = 0; j < pairs; j++) {
+        float a = at(x, j, half), b = at(x, pairs + j, half);
+        float c = at(cosines, j, half), s = sign * at(sines, j, half);
+        put(out, j, a * c - b * s, half);
+        put(out, pairs + j, b * c + a * s, half);
+    }
+    for (int64_t j = turned; j < size; j++)
+        put(out, j, at(x, j, half), half);
 }
 
 /* Turn the first `turned` numbers of each head, halves against each other, by the token's angles; copy the others.
@@ -157,10 +252,9 @@ void swiglu_backward(const float *both, const float *grad, float *grad_both, int
  * x [rows, heads, size], tokens `stride` apart and heads `head_stride`; cosines and sines [any, turned / 2], rows
  * `angle_stride` apart, row i for token i, or row positions[i]; `sign` -1 turns back.
  * Returns 0; 2, with `out` unwritten: a token has no row among the `num_angles`. */
-int rotate(const float *x, int64_t stride, int64_t head_stride, const float *cosines, const float *sines,
-           int64_t angle_stride, int64_t num_angles, const int64_t *positions, float sign, float *out, int64_t rows,
-           int64_t heads, int64_t size, int64_t turned, int threads) {
-    int64_t half = turned / 2;
+int rotate(const void *x, int64_t stride, int64_t head_stride, const void *cosines, const void *sines,
+           int64_t angle_stride, int64_t num_angles, const int64_t *positions, float sign, void *out, int64_t rows,
+           int64_t heads, int64_t size, int64_t turned, int half, int threads) {
     for (int64_t i = 0; positions && i < rows; i++)
         if (positions[i] < 0 || positions[i] >= num_angles)
             return 2;
@@ -169,30 +263,37 @@ int rotate(const float *x, int64_t stride, int64_t head_stride, const float *cos
 #pragma omp parallel for num_threads(threads) if (rows * heads * size > FEW)
     for (int64_t i = 0; i < rows; i++) {
         int64_t place = positions ? positions[i] : i;
-        const float *c = cosines + place * angle_stride, *s = sines + place * angle_stride;
+        const void *c = from(cosines, place * angle_stride, half), *s = from(sines, place * angle_stride, half);
         for (int64_t head = 0; head < heads; head++) {
-            const float *from = x + i * stride + head * head_stride;
-            float *to = out + (i * heads + head) * size;
-#pragma omp simd
-            for (int64_t j = 0; j < half; j++) {
-                float a = from[j], b = from[half + j];
-                to[j] = a * c[j] - b * (sign * s[j]);
-                to[half + j] = b * c[j] + a * (sign * s[j]);
-            }
-            for (int64_t j = turned; j < size; j++)
-                to[j] = from[j];
+            const void *one = from(x, i * stride + head * head_stride, half);
+            void *to = into(out, (i * heads + head) * size, half);
+            if (half)
+                rotate_head(one, c, s, sign, to, size, turned, 1);
+            else
+                rotate_head(one, c, s, sign, to, size, turned, 0);
         }
     }
     return 0;
 }
 
-/* The attention of `count` queries of one key head over `length` keys, which are at table[0], table[1], ... */
-static inline __attribute__((always_inline)) void attend_one(
-    const float *query, const float *keys, const float *values, int64_t key_row, int64_t value_row,
-    const int32_t *table, int64_t length, float *scores, float *out, int64_t count, int64_t size, int64_t value_size,
-    float scale) {
+/* Row `slot` of a cache in fp32: where it is, or widened into `place`. */
+INLINE const float *cached(const void *rows, int64_t step, int64_t slot, float *place, int64_t n, int half) {
+    const void *row = from(rows, slot * step, half);
+    if (!half)
+        return row;
+#pragma omp simd
+    for (int64_t d = 0; d < n; d++)
+        place[d] = at(row, d, 1);
+    return place;
+}
+
+/* The attention of `count` queries of one key head over `length` keys, which are at table[0], table[1], ...; `row` has
+ * place for the larger of `size` and `value_size`. */
+INLINE void attend_one(const float *query, const void *keys, const void *values, int64_t key_step, int64_t value_step,
+                       const int32_t *table, int64_t length, float *scores, float *row, float *out, int64_t count,
+                       int64_t size, int64_t value_size, float scale, int half) {
     for (int64_t j = 0; j < length; j++) {
-        const float *key = keys + table[j] * key_row;
+        const float *key = cached(keys, key_step, table[j], row, size, half);
         for (int64_t g = 0; g < count; g++) {
             const float *head = query + g * size;
             float score = 0.0f;
@@ -221,7 +322,7 @@ static inline __attribute__((always_inline)) void attend_one(
         memset(to, 0, (size_t)value_size * sizeof(float));
     }
     for (int64_t j = 0; j < length; j++) {
-        const float *value = values + table[j] * value_row;
+        const float *value = cached(values, value_step, table[j], row, value_size, half);
         for (int64_t g = 0; g < count; g++) {
             float share = scores[g * length + j], *to = out + g * value_size;
 #pragma omp simd
@@ -239,10 +340,10 @@ static inline __attribute__((always_inline)) void attend_one(
  *         rows[i]
  * window  the token sees so many before itself; < 0: all
  * Returns 0; 1: no memory; 2, with `out` unwritten: a row, a length or a slot is beyond its table. */
-int attend_decode(const float *query, int64_t query_stride, const float *keys, const float *values,
-                  const int32_t *table, int64_t table_stride, int64_t num_rows, int64_t num_columns,
-                  const int64_t *rows, const int64_t *lengths, float *out, int64_t num_slots, int64_t requests,
-                  int64_t heads, int64_t groups, int64_t size, int64_t value_size, int64_t window, float scale,
+int attend_decode(const void *query, int64_t query_stride, const void *keys, const void *values, const int32_t *table,
+                  int64_t table_stride, int64_t num_rows, int64_t num_columns, const int64_t *rows,
+                  const int64_t *lengths, void *out, int64_t num_slots, int64_t requests, int64_t heads,
+                  int64_t groups, int64_t size, int64_t value_size, int64_t window, float scale, int half,
                   int threads) {
     int64_t count = heads / groups, longest = 0, work = 0;
     for (int64_t i = 0; i < requests; i++) {
@@ -260,30 +361,46 @@ int attend_decode(const float *query, int64_t query_stride, const float *keys, c
         work += seen;
     }
     threads = work * heads * size > 16 * FEW ? threads : 1;
-    float *all_scores = malloc(((size_t)threads * count * longest + 1) * sizeof(float)); /* never of no bytes */
-    if (!all_scores)
+    /* Of each thread: the scores, the answers and the queries in fp32, and a row of the cache. */
+    int64_t most = size > value_size ? size : value_size, place = count * (longest + value_size + size) + most;
+    float *places = malloc(((size_t)threads * place + 1) * sizeof(float)); /* never of no bytes */
+    if (!places)
         return 1;
 #pragma omp parallel for collapse(2) num_threads(threads)
     for (int64_t i = 0; i < requests; i++)
         for (int64_t group = 0; group < groups; group++) {
-            float *scores = all_scores + (size_t)omp_get_thread_num() * count * longest;
+            float *scores = places + (size_t)omp_get_thread_num() * place, *answers = scores + count * longest;
+            float *queries = answers + count * value_size, *row = queries + count * size;
             int64_t length = lengths[i], first = window >= 0 && length > window + 1 ? length - window - 1 : 0;
             const int32_t *slots = table + rows[i] * table_stride + first;
-            const float *head = query + i * query_stride + group * count * size;
-            const float *key = keys + group * size, *value = values + group * value_size;
-            float *to = out + (i * heads + group * count) * value_size;
-#define ATTEND(SIZE, VALUE_SIZE)                                                                                       \
-    attend_one(head, key, value, groups *size, groups *value_size, slots, length - first, scores, to, count, SIZE,    \
-               VALUE_SIZE, scale)
+            const void *head = from(query, i * query_stride + group * count * size, half);
+            const void *key = from(keys, group * size, half), *value = from(values, group * value_size, half);
+            void *to = into(out, (i * heads + group * count) * value_size, half);
+            for (int64_t d = 0; half && d < count * size; d++)
+                queries[d] = at(head, d, 1);
+            const float *asked = half ? queries : head;
+            float *answered = half ? answers : to;
+#define ATTEND(SIZE, VALUE_SIZE, HALF)                                                                                 \
+    attend_one(asked, key, value, groups *size, groups *value_size, slots, length - first, scores, row, answered,      \
+               count, SIZE, VALUE_SIZE, scale, HALF)
+#define ATTEND_EITHER(SIZE, VALUE_SIZE)                                                                                \
+    do {                                                                                                               \
+        if (half)                                                                                                      \
+            ATTEND(SIZE, VALUE_SIZE, 1);                                                                               \
+        else                                                                                                           \
+            ATTEND(SIZE, VALUE_SIZE, 0);                                                                               \
+    } while (0)
             if (size == 32 && value_size == 32)
-                ATTEND(32, 32);
+                ATTEND_EITHER(32, 32);
             else if (size == 64 && value_size == 64)
-                ATTEND(64, 64);
+                ATTEND_EITHER(64, 64);
             else if (size == 128 && value_size == 128)
-                ATTEND(128, 128);
+                ATTEND_EITHER(128, 128);
             else
-                ATTEND(size, value_size);
+                ATTEND_EITHER(size, value_size);
+            for (int64_t d = 0; half && d < count * value_size; d++)
+                put(to, d, answered[d], 1);
         }
-    free(all_scores);
+    free(places);
     return 0;
 }

@@ -1,8 +1,9 @@
 """Kernels of a transformer on a CPU (`cpu_kernels.c`), as functions of tensors.
 
 torch does each of these in several operations, each of which passes over memory and takes microseconds to begin; on
-small tensors that is most of their time. The functions here take fp32 tensors in a CPU's memory, as `fit` tells, and
-write new ones. Where there is no library (`cpu_library.py`), `fit` says no, and callers go on with torch.
+small tensors that is most of their time. The functions here take tensors in a CPU's memory, as `fit` tells, all of fp32
+or all of bf16, and write new ones of that type; they compute in fp32. Where there is no library (`cpu_library.py`),
+`fit` says no, and callers go on with torch.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ logger = logging.getLogger(__name__)
 _pointer, _long, _float = c_void_p, c_int64, c_float
 # Of each function: what it returns and takes. The last of all is the number of threads.
 _ARGUMENTS = {
-    "rms_norm": (None, [_pointer, _long, *[_pointer] * 5, _long, _long, _float, c_int]),
-    "rms_norm_backward": (c_int, [_pointer, _long, *[_pointer] * 5, _long, _long, c_int]),
-    "swiglu": (None, [_pointer, _pointer, _long, _long, c_int]),
-    "swiglu_backward": (None, [*[_pointer] * 3, _long, _long, c_int]),
+    "rms_norm": (None, [_pointer, _long, *[_pointer] * 5, _long, _long, _float, c_int, c_int]),
+    "rms_norm_backward": (c_int, [_pointer, _long, *[_pointer] * 5, _long, _long, c_int, c_int]),
+    "swiglu": (None, [_pointer, _pointer, _long, _long, c_int, c_int]),
+    "swiglu_backward": (None, [*[_pointer] * 3, _long, _long, c_int, c_int]),
     "rotate": (
         c_int,
-        [_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer, *[_long] * 4, c_int],
+        [
+            *(_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer),
+            *(*[_long] * 4, c_int, c_int),
+        ],
     ),
     "attend_decode": (
         c_int,
-        [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float, c_int],
+        [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float, c_int, c_int],
     ),
 }
 
@@ -49,11 +53,18 @@ def loaded() -> bool:
 
 
 def fit(*tensors: Tensor) -> bool:
-    """Return whether the kernels can take these tensors: fp32, on a CPU; and whether there are kernels."""
-    for tensor in tensors:
-        if tensor.dtype is not torch.float32 or tensor.device.type != "cpu":
-            return False
-    return loaded()
+    """Return whether the kernels can take these: all fp32 or all bf16, on a CPU; and whether there are kernels."""
+    dtype = tensors[0].dtype
+    if dtype is not torch.float32 and dtype is not torch.bfloat16:
+        return False
+    return all(tensor.dtype is dtype and tensor.device.type == "cpu" for tensor in tensors) and loaded()
+
+
+def _is_half(*tensors: Tensor) -> bool:
+    """Return whether these are of bf16; all of them are of one type."""
+    dtype = tensors[0].dtype
+    assert all(tensor.dtype is dtype for tensor in tensors) and dtype in (torch.float32, torch.bfloat16)
+    return dtype is torch.bfloat16
 
 
 def _rows(tensor: Tensor) -> tuple[Tensor, int]:
@@ -71,14 +82,15 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of `hidden` [..., h] → (the same shape, the factor of each row [..., 1])."""
+    """RMSNorm of `hidden` [..., h] → (the same shape, the factor of each row [..., 1] in fp32)."""
     assert weight.shape == hidden.shape[-1:]
     (hidden, step), weight = _rows(hidden), weight.contiguous()
     size = hidden.size(-1)
-    out, scale = hidden.new_empty(hidden.shape), hidden.new_empty(*hidden.shape[:-1], 1)
+    out = hidden.new_empty(hidden.shape)
+    scale = hidden.new_empty(*hidden.shape[:-1], 1, dtype=torch.float32)
     _library().rms_norm(
         *(hidden.data_ptr(), step, None, None, weight.data_ptr(), out.data_ptr(), scale.data_ptr()),
-        *(scale.numel(), size, eps, torch.get_num_threads()),
+        *(scale.numel(), size, eps, _is_half(hidden, weight), torch.get_num_threads()),
     )
     return out, scale
 
@@ -92,7 +104,7 @@ def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     out, both = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
     _library().rms_norm(
         *(hidden.data_ptr(), step, residual.data_ptr(), both.data_ptr(), weight.data_ptr(), out.data_ptr(), None),
-        *(hidden.numel() // size, size, eps, torch.get_num_threads()),
+        *(hidden.numel() // size, size, eps, _is_half(hidden, residual, weight), torch.get_num_threads()),
     )
     return out, both
 
@@ -105,7 +117,7 @@ def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scale: Tenso
     others = (grad, weight, scale, out, grad_weight)
     code = _library().rms_norm_backward(
         *(hidden.data_ptr(), step, *(tensor.data_ptr() for tensor in others)),
-        *(scale.numel(), weight.numel(), torch.get_num_threads()),
+        *(scale.numel(), weight.numel(), _is_half(grad, hidden, weight), torch.get_num_threads()),
     )
     _check(code, "")
     return out, grad_weight
@@ -117,7 +129,7 @@ def swiglu(both: Tensor) -> Tensor:
     size = both.size(-1) // 2
     out = both.new_empty(*both.shape[:-1], size)
     rows = both.numel() // both.size(-1)
-    _library().swiglu(both.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
+    _library().swiglu(both.data_ptr(), out.data_ptr(), rows, size, _is_half(both), torch.get_num_threads())
     return out
 
 
@@ -127,7 +139,7 @@ def swiglu_backward(grad: Tensor, both: Tensor) -> Tensor:
     out = both.new_empty(both.shape)
     pointers = (both.data_ptr(), grad.data_ptr(), out.data_ptr())
     rows = both.numel() // both.size(-1)
-    _library().swiglu_backward(*pointers, rows, grad.size(-1), torch.get_num_threads())
+    _library().swiglu_backward(*pointers, rows, grad.size(-1), _is_half(both, grad), torch.get_num_threads())
     return out
 
 
@@ -153,7 +165,7 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = 
     code = _library().rotate(
         *(values.data_ptr(), *values.stride()[:2], cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.size(0)),
         *(None if positions is None else positions.data_ptr(), -1.0 if back else 1.0, out.data_ptr()),
-        *(count, heads, size, 2 * cos.size(-1), torch.get_num_threads()),
+        *(count, heads, size, 2 * cos.size(-1), _is_half(values, cos, sin), torch.get_num_threads()),
     )
     _check(code, "a token's position is beyond the table of angles")
     return out
@@ -202,7 +214,8 @@ def attend_decode(
             keys.size(1),
             size,
         ),
-        *(values.size(2), -1 if window is None else window, scale, torch.get_num_threads()),
+        *(values.size(2), -1 if window is None else window, scale, _is_half(query, keys, values)),
+        torch.get_num_threads(),
     )
     _check(code, "a row or a length is beyond the table, or a slot beyond the cache")
     return out

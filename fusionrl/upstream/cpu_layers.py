@@ -67,8 +67,10 @@ def _norm(usual: Path) -> Path:
 
 
 def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
-    is_fp32 = getattr(norm, "override_orig_dtype", None) in (None, torch.float32)  # of the output
-    return is_fp32 and norm.variance_size_override is None and x.size(-1) == norm.weight.numel() == norm.hidden_size
+    is_same = getattr(norm, "override_orig_dtype", None) in (None, x.dtype)  # of the output
+    if x.dtype is not torch.float32 and (norm.cast_x_before_out_mul or norm.fp32_residual):
+        return False
+    return is_same and norm.variance_size_override is None and x.size(-1) == norm.weight.numel() == norm.hidden_size
 
 
 def _gate(usual: Path) -> Path:

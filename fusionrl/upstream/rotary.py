@@ -1,4 +1,4 @@
-"""Rotary embeddings of packed sequences as one function of autograd, in fp32 on a CPU by our own kernel
+"""Rotary embeddings of packed sequences as one function of autograd, on a CPU by our own kernel
 (`cpu_kernels.py`); what it cannot do, Megatron-core does.
 
 By itself autograd runs over queries and keys a dozen times a layer, and Megatron-core makes the cosines anew for each

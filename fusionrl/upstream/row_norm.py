@@ -1,7 +1,7 @@
 """RMSNorm on a CPU as one function of autograd.
 
-torch has a kernel of it for GPUs; on a CPU it is a chain of small operations, backward twice as many. In fp32 our own
-kernel computes it (`cpu_kernels.py`), where there is one.
+torch has a kernel of it for GPUs; on a CPU it is a chain of small operations, backward twice as many. Our own kernel
+computes it (`cpu_kernels.py`), where there is one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 By itself autograd keeps three tensors of the width of an MLP for it, and writes seven of them backward. The function
 here keeps its input alone, and writes that input's gradient in place. In torch that saves memory, and no time:
-`silu(gate)` is computed once more backward. In fp32 on a CPU our own kernel (`cpu_kernels.py`) saves time, too.
+`silu(gate)` is computed once more backward. On a CPU our own kernel (`cpu_kernels.py`) saves time, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Our kernels against the formulas in float64: values, gradients, strides, threads, NaN; and a machine without them."""
+"""Our kernels against the formulas in float64: values, gradients, types, strides, threads, NaN; and a machine without
+them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from fusionrl.upstream.rotary import rotate
 from fusionrl.upstream.row_norm import rms_norm
 from fusionrl.upstream.swiglu import swiglu
 
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = [(1, 5), (3, 7), (65, 32), (300, 128), (128, 576)]  # the last two are worth a second thread
 
 
@@ -46,17 +48,24 @@ def _turned64(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _check(ours: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Values and gradients, within a few units in the last place of the largest of each."""
+    """Values and gradients, within a few units in the last place of the largest of each; also in bf16."""
+    _check_type(ours, exact, *inputs)
+    _check_type(ours, exact, *(x.bfloat16() for x in inputs))
+
+
+def _check_type(ours: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor) -> None:
     inputs = tuple(x.detach().requires_grad_() for x in inputs)
     doubles = tuple(x.detach().double().requires_grad_() for x in inputs)
     out, expected = ours(*inputs), exact(*doubles)
-    assert out.dtype is torch.float32
+    assert out.dtype is inputs[0].dtype
     of_output = torch.randn_like(out)
     grads = torch.autograd.grad((out * of_output).sum(), inputs)
     wanted = torch.autograd.grad((expected * of_output.double()).sum(), doubles)
     for found, right in zip((out, *grads), (expected, *wanted), strict=True):
         assert found.shape == right.shape
-        assert (found.double() - right).abs().max() <= 2e-6 * right.abs().max()
+        # A number of bf16 is rounded once: half a unit in its own last place.
+        of_each = 2**-8 if found.dtype is torch.bfloat16 else 0.0
+        assert ((found.double() - right).abs() <= 2e-6 * right.abs().max() + of_each * right.abs()).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -76,6 +85,11 @@ def test_the_sum_with_a_residual_is_normed(threads: int, shape: tuple[int, int])
     out, both = cpu_kernels.add_rms_norm(hidden, residual, weight, 1e-6)
     assert torch.equal(both, hidden + residual)
     assert torch.equal(out, cpu_kernels.rms_norm(both, weight, 1e-6)[0])
+    half = hidden.bfloat16(), residual.bfloat16(), weight.bfloat16()
+    out, both = cpu_kernels.add_rms_norm(*half, 1e-6)
+    assert torch.equal(both, half[0] + half[1])
+    exact = _norm64(half[0].double() + half[1].double(), half[2].double(), 1e-6)  # of the sum before it was rounded
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 2e-6).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -98,10 +112,11 @@ def test_gates_far_from_zero() -> None:
 def test_rotations(threads: int, turned: int) -> None:
     for count in (1, 5, 400):
         angles = torch.randn(count, 1, turned // 2)
-        cos, sin = angles.cos(), angles.sin()
         values = torch.randn(count, 6, 40)[:, 1:5, 10:26]  # heads of a wider tensor
-        exact = lambda x, c=cos, s=sin: _turned64(x, c.double(), s.double())  # noqa: E731
-        _check(lambda x, c=cos, s=sin: rotate(x, c, s), exact, values)
+        for dtype in (torch.float32, torch.bfloat16):
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            exact = lambda x, c=cos, s=sin: _turned64(x, c.double(), s.double())  # noqa: E731
+            _check_type(lambda x, c=cos, s=sin: rotate(x, c, s), exact, values.to(dtype))
 
 
 def test_rotations_by_positions() -> None:
@@ -127,20 +142,24 @@ def _attended64(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scal
 
 @pytest.mark.parametrize("sizes", [(4, 2, 32, 32), (9, 3, 64, 64), (2, 2, 128, 128), (4, 1, 24, 17)], ids=str)
 @pytest.mark.parametrize("window", [None, 6])
-def test_attention_of_one_token_a_request(threads: int, sizes: tuple[int, int, int, int], window: int | None) -> None:
+@TYPES
+def test_attention_of_one_token_a_request(
+    threads: int, sizes: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
     heads, groups, size, value_size = sizes
     lengths = torch.tensor([1, 7, 300, 40, 6, 8])
-    keys, values = torch.randn(900, groups, size), torch.randn(900, groups, value_size)
+    keys, values = torch.randn(900, groups, size, dtype=dtype), torch.randn(900, groups, value_size, dtype=dtype)
     table = torch.randint(0, 900, (8, 310), dtype=torch.int32)
     rows = torch.tensor([5, 0, 7, 2, 1, 3])
-    query = 3 * torch.randn(6, heads + 2, size)[:, 1:-1]
+    query = 3 * torch.randn(6, heads + 2, size, dtype=dtype)[:, 1:-1]
     # Rounding of a score is as much of its share: scores reach 30, fp32 has 6e-8 of them, and values reach 4.
     bound = 30 * 6e-8 * 4
     out = cpu_kernels.attend_decode(query, keys, values, table, rows, lengths, scale=0.2, window=window)
     for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         first = 0 if window is None else max(0, length - 1 - window)
         expected = _attended64(query[i], keys, values, table[row, first:length], 0.2)
-        assert (out[i].double() - expected).abs().max() < bound
+        of_each = 2**-8 * expected.abs() if dtype is torch.bfloat16 else 0.0  # an answer is rounded once
+        assert out.dtype is dtype and ((out[i].double() - expected).abs() < bound + of_each).all()
     wider = torch.cat((query, query), -1)[..., :size]  # its heads are not side by side
     again = cpu_kernels.attend_decode(wider, keys, values, table, rows, lengths, scale=0.2, window=window)
     assert torch.equal(again, out)
@@ -179,11 +198,14 @@ def test_nothing_at_all() -> None:
     assert torch.equal(out, torch.zeros(1, 2, 8))
 
 
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
+@TYPES
+def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     """Of values and gradients, bit by bit: a resume on a machine with more cores is exact."""
-    hidden, both, weight = torch.randn(700, 96), torch.randn(700, 192), torch.randn(96)
-    keys, table = torch.randn(900, 2, 32), torch.randint(0, 900, (8, 310), dtype=torch.int32)
-    query, lengths, rows = torch.randn(8, 4, 32), torch.tensor([300, 1, 7, 40, 6, 8, 310, 12]), torch.arange(8)
+    hidden, both, weight, angles, keys, query = (
+        torch.randn(shape, dtype=dtype) for shape in ((700, 96), (700, 192), (96,), (700, 16), (900, 2, 32), (8, 4, 32))
+    )
+    table = torch.randint(0, 900, (8, 310), dtype=torch.int32)
+    lengths, rows = torch.tensor([300, 1, 7, 40, 6, 8, 310, 12]), torch.arange(8)
 
     def results(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
@@ -195,7 +217,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
             cpu_kernels.attend_decode(query, keys, keys, table, rows, lengths, scale=0.2),
         ]
 
-    angles, before = torch.randn(700, 16), torch.get_num_threads()
+    before = torch.get_num_threads()
     try:
         one, *others = [results(threads) for threads in (1, 2, 3, 5)]
     finally:
@@ -205,39 +227,55 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
             assert torch.equal(a, b)
 
 
-def test_tensors_with_gaps() -> None:
+def test_numbers_of_bf16_are_rounded_as_torch_rounds() -> None:
+    """To the nearest, to even between two; from the largest up to infinity. A sum of two numbers is exact in fp32."""
+    large = torch.arange(0, 0x7F80, 3, dtype=torch.int16).view(torch.bfloat16)
+    halves = (large.float() * 2**-8).bfloat16()  # many sums are just between two numbers
+    for small in (halves, -halves, halves * 0.5, large.flip(0), -large, torch.full_like(large, float("inf"))):
+        hidden, residual = large[None], small[None]
+        _, both = cpu_kernels.add_rms_norm(hidden, residual, torch.ones_like(large), 1e-6)
+        assert torch.equal(both, hidden + residual)
+    assert cpu_kernels.add_rms_norm(-residual, residual, torch.ones_like(large), 1e-6)[1].isnan().all()
+
+
+@TYPES
+def test_tensors_with_gaps(dtype: torch.dtype) -> None:
     """What torch takes in any layout is the same as its dense copy."""
-    row, weight = torch.randn(40)[::4], torch.randn(20)[::2]
+    row, weight = torch.randn(40, dtype=dtype)[::4], torch.randn(20, dtype=dtype)[::2]
     dense = row.contiguous(), weight.contiguous()
     assert torch.equal(cpu_kernels.rms_norm(row, weight, 1e-6)[0], cpu_kernels.rms_norm(*dense, 1e-6)[0])
     assert torch.equal(cpu_kernels.swiglu(row), cpu_kernels.swiglu(dense[0]))
     sums = [cpu_kernels.add_rms_norm(x, x, w, 1e-6) for x, w in ((row, weight), dense)]
     assert all(map(torch.equal, *sums))
-    values, positions, angles = torch.randn(8, 3, 4).transpose(0, 2), torch.arange(16)[::4], torch.randn(16, 4)
+    values, angles = torch.randn(8, 3, 4, dtype=dtype).transpose(0, 2), torch.randn(16, 4, dtype=dtype)
+    positions = torch.arange(16)[::4]
     turned = cpu_kernels.rotate(values, angles, angles, positions)
     assert torch.equal(turned, cpu_kernels.rotate(values.contiguous(), angles, angles, positions.contiguous()))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(bad: float) -> None:
-    hidden = torch.randn(3, 8)
+@TYPES
+def test_what_is_not_finite_stays_so(bad: float, dtype: torch.dtype) -> None:
+    hidden, weight = torch.randn(3, 8, dtype=dtype), torch.ones(8, dtype=dtype)
     hidden[1, 2] = bad
-    assert cpu_kernels.rms_norm(hidden, torch.ones(8), 1e-6)[0].isnan().any(1).tolist() == [False, True, False]
-    both = torch.ones(3, 8)
+    assert cpu_kernels.rms_norm(hidden, weight, 1e-6)[0].isnan().any(1).tolist() == [False, True, False]
+    both = torch.ones(3, 8, dtype=dtype)
     both[1, 2] = bad
     assert cpu_kernels.swiglu(both).isfinite().all(1).tolist() == [True, False, True]
-    keys = torch.randn(4, 1, 8)
+    keys = torch.randn(4, 1, 8, dtype=dtype)
     keys[2, 0, 3] = bad
     table, rows = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32), torch.tensor([0, 1])
     out = cpu_kernels.attend_decode(
-        torch.randn(2, 1, 8).abs(), keys, keys.clone(), table, rows, torch.tensor([2, 2]), scale=1.0
+        torch.randn(2, 1, 8).abs().to(dtype), keys, keys.clone(), table, rows, torch.tensor([2, 2]), scale=1.0
     )
     assert out.isfinite().all(-1).flatten().tolist() == [True, False]
 
 
 def test_other_types_are_left_to_torch() -> None:
-    assert cpu_kernels.fit(torch.ones(1))
-    assert not cpu_kernels.fit(torch.ones(1), torch.ones(1, dtype=torch.bfloat16))
+    half = torch.ones(1, dtype=torch.bfloat16)
+    assert cpu_kernels.fit(torch.ones(1)) and cpu_kernels.fit(half, half)
+    assert not cpu_kernels.fit(torch.ones(1), half) and not cpu_kernels.fit(half, torch.ones(1))
+    assert not cpu_kernels.fit(torch.ones(1, dtype=torch.float16))
     assert not cpu_kernels.fit(torch.ones(1, device="meta"))
 
 
@@ -246,10 +284,12 @@ def test_torch_computes_the_same(cpu: str, monkeypatch: pytest.MonkeyPatch) -> N
     """The way of a machine without a compiler."""
     monkeypatch.setattr(cpu_kernels, "loaded", lambda: cpu == "with kernels")
     angles = torch.randn(5, 1, 4)
-    _check(lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: _norm64(x, w, 1e-5), torch.randn(5, 16), torch.randn(16))
-    _check(swiglu, _gate64, torch.randn(5, 16))
+    _check_type(
+        lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: _norm64(x, w, 1e-5), torch.randn(5, 16), torch.randn(16)
+    )
+    _check_type(swiglu, _gate64, torch.randn(5, 16))
     exact = lambda x: _turned64(x, angles.double().cos(), angles.double().sin())  # noqa: E731
-    _check(lambda x: rotate(x, angles.cos(), angles.sin()), exact, torch.randn(5, 3, 16))
+    _check_type(lambda x: rotate(x, angles.cos(), angles.sin()), exact, torch.randn(5, 3, 16))
 
 
 def test_a_machine_without_a_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
