@@ -8,7 +8,7 @@
  * and infinities travel as in torch.
  *
  * `half` is 1 where the tensors are of bf16, 0 for fp32. Each number of bf16 is widened as it is read, and each result
- * is rounded once, to the nearest, as it is written.
+ * is rounded once, to the nearest, as it is written (a sum over rows from fp64 to fp32 before).
  */
 
 #include <math.h>

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusionrl.upstream import cpu_attention, cpu_sglang, flags
+from fusionrl.upstream import cpu_attention, cpu_kernels, cpu_sglang, flags
 
 NUM_SLOTS, NUM_REQUESTS = 512, 12
 
@@ -103,10 +103,18 @@ class Requests:
     ],
     ids=str,
 )
-def test_equals_torch_native(shape: dict[str, Any]) -> None:
-    """Prompts, tokens, requests that end and come, a shared prefix, a prompt in two parts."""
+def test_equals_torch_native(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, tokens, requests that end and come, a shared prefix, a prompt in two parts; tokens by the kernel."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+    of_kernel: list[Tensor] = []
+
+    def counted(*args: Tensor, **kwargs: Any) -> Tensor:
+        of_kernel.append(kernel(*args, **kwargs))
+        return of_kernel[-1]
+
+    kernel = cpu_kernels.attend_decode
+    monkeypatch.setattr(cpu_kernels, "attend_decode", counted)
     requests = Requests(**shape)
     ours, native = cpu_attention.create(requests.runner), TorchNativeAttnBackend(requests.runner)
     assert type(ours) is not TorchNativeAttnBackend
@@ -138,6 +146,7 @@ def test_equals_torch_native(shape: dict[str, Any]) -> None:
     check({9: 20})
     check({9: 15, 6: 4})  # the second part of a long prompt, beside a new one
     check({9: 1}, decode=True)
+    assert len(of_kernel) == 5
 
 
 @pytest.mark.parametrize("reason", ["latent attention", "sliding window"])

@@ -87,6 +87,7 @@ def test_other_norms_are_left_to_sglang(num_calls: dict[str, int]) -> None:
     _both(_norm(32, var_hidden_size=16), hidden)
     _both(_norm(32), hidden.bfloat16())  # a weight of another type
     _both(_norm(32, override_orig_dtype=torch.bfloat16), hidden)
+    _both(_norm(32, override_orig_dtype=torch.float32).bfloat16(), hidden.bfloat16())
     _both(_norm(32, cast_x_before_out_mul=True).bfloat16(), hidden.bfloat16())
     _both(_norm(32, fp32_residual=True).bfloat16(), hidden.bfloat16(), hidden.bfloat16())
     _both(_norm(32), hidden, torch.randn(1, 32))  # a residual that is the same for all
