@@ -90,7 +90,7 @@ def srun(words: list[str]) -> int:
 
     def run(node: str) -> None:
         code = call(node, words, dict(os.environ), cwd=os.getcwd(), with_input=False)
-        print(f"srun: {words[0]} on {node}: exit status {code}", file=sys.stderr)
+        sys.stderr.write(f"srun: {words[0]} on {node}: exit status {code}\n")  # in one piece, between lines of others
         codes.append(code if code >= 0 else 128 - code)
 
     threads = [threading.Thread(target=run, args=(node,)) for node in nodes or ["node1", "node2"]]
