@@ -24,6 +24,7 @@
 /* Inlined, so that the compiler makes a loop for each value of `half`, `size` and so on that a caller names. */
 #define INLINE static inline __attribute__((always_inline))
 
+/* The number that 16 bits of bf16 stand for. */
 INLINE float widened(uint16_t bits) {
     union {
         uint32_t bits;
@@ -33,6 +34,7 @@ INLINE float widened(uint16_t bits) {
     return number.value;
 }
 
+/* The nearest number of bf16. */
 INLINE uint16_t rounded(float value) {
     union {
         float value;
@@ -48,6 +50,7 @@ INLINE float at(const void *x, int64_t j, int half) {
     return half ? widened(((const uint16_t *)x)[j]) : ((const float *)x)[j];
 }
 
+/* Write `value` as number j of x. */
 INLINE void put(void *x, int64_t j, float value, int half) {
     if (half)
         ((uint16_t *)x)[j] = rounded(value);
@@ -83,6 +86,7 @@ static inline float exp_of(float x) {
     return p * two_to_k.value;
 }
 
+/* One row of `rms_norm`. */
 INLINE void norm_row(const void *x, const void *add, void *sum, const void *weight, void *out, float *scale, int64_t n,
                      float eps, int half) {
     float squares = 0.0f;
@@ -128,7 +132,7 @@ void rms_norm(const void *x, int64_t stride, const void *add, void *sum, const v
     }
 }
 
-/* What a row adds to the weight's gradient is added to `block`. */
+/* One row of `rms_norm_backward`; what it adds to the weight's gradient is added to `block`. */
 INLINE void norm_row_backward(const void *x, const void *grad, const void *weight, float factor, void *grad_x,
                               float *block, int64_t n, int half) {
     float product = 0.0f;
@@ -187,6 +191,7 @@ int rms_norm_backward(const void *x, int64_t stride, const void *grad, const voi
     return 0;
 }
 
+/* One row of `swiglu`. */
 INLINE void swiglu_row(const void *gate, const void *up, void *out, int64_t n, int half) {
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
@@ -208,6 +213,7 @@ void swiglu(const void *both, void *out, int64_t rows, int64_t n, int half, int 
     }
 }
 
+/* One row of `swiglu_backward`. */
 INLINE void swiglu_row_backward(const void *gate, const void *up, const void *grad, void *grad_gate, void *grad_up,
                                 int64_t n, int half) {
 #pragma omp simd
@@ -233,6 +239,7 @@ void swiglu_backward(const void *both, const void *grad, void *grad_both, int64_
     }
 }
 
+/* One head of one token of `rotate`. */
 INLINE void rotate_head(const void *x, const void *cosines, const void *sines, float sign, void *out, int64_t size,
                         int64_t turned, int half) {
     int64_t pairs = turned / 2;

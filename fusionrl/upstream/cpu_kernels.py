@@ -21,22 +21,19 @@ from fusionrl.upstream import cpu_library
 logger = logging.getLogger(__name__)
 
 _pointer, _long, _float = c_void_p, c_int64, c_float
-# Of each function: what it returns and takes. The last of all is the number of threads.
+# Of each function: what it returns and takes, before what all of them take: `half` and the number of threads.
 _ARGUMENTS = {
-    "rms_norm": (None, [_pointer, _long, *[_pointer] * 5, _long, _long, _float, c_int, c_int]),
-    "rms_norm_backward": (c_int, [_pointer, _long, *[_pointer] * 5, _long, _long, c_int, c_int]),
-    "swiglu": (None, [_pointer, _pointer, _long, _long, c_int, c_int]),
-    "swiglu_backward": (None, [*[_pointer] * 3, _long, _long, c_int, c_int]),
+    "rms_norm": (None, [_pointer, _long, *[_pointer] * 5, _long, _long, _float]),
+    "rms_norm_backward": (c_int, [_pointer, _long, *[_pointer] * 5, _long, _long]),
+    "swiglu": (None, [_pointer, _pointer, _long, _long]),
+    "swiglu_backward": (None, [*[_pointer] * 3, _long, _long]),
     "rotate": (
         c_int,
-        [
-            *(_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer),
-            *(*[_long] * 4, c_int, c_int),
-        ],
+        [_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer, *[_long] * 4],
     ),
     "attend_decode": (
         c_int,
-        [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float, c_int, c_int],
+        [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float],
     ),
 }
 
@@ -57,7 +54,7 @@ def fit(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype is not torch.float32 and dtype is not torch.bfloat16:
         return False
-    for tensor in tensors:  # a generator would take as long again, thousands of times a step
+    for tensor in tensors:
         if tensor.dtype is not dtype or tensor.device.type != "cpu":
             return False
     return loaded()
@@ -241,5 +238,5 @@ def _library() -> ctypes.CDLL:
     library = cpu_library.load()
     for name, (result, arguments) in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = result, [*arguments, c_int, c_int]
     return library

@@ -46,6 +46,8 @@ def _fit(*tensors: Tensor) -> bool:
 
 
 def _norm(usual: Path) -> Path:
+    """RMSNorm's path: by the kernel where that computes the same, else `usual`."""
+
     def forward_native(
         self: torch.nn.Module,
         x: Tensor,
@@ -54,6 +56,10 @@ def _norm(usual: Path) -> Path:
         *args: object,
         **kwargs: object,
     ) -> object:
+        """RMSNorm of x [..., h]; with `residual` (x + residual normed, x + residual), [..., h] each.
+
+        Further arguments are of other devices' paths: SGLang's path for a CPU takes them and does not use them.
+        """
         if post_residual_addition is not None or not _is_plain(self, x):
             return usual(self, x, residual, post_residual_addition, *args, **kwargs)
         weight, eps = self.weight, self.variance_epsilon
@@ -67,6 +73,7 @@ def _norm(usual: Path) -> Path:
 
 
 def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
+    """Return whether the norm is over whole rows, and rounds once, to x's type."""
     is_same = getattr(norm, "override_orig_dtype", None) in (None, x.dtype)  # of the output
     if x.dtype is not torch.float32 and (norm.cast_x_before_out_mul or norm.fp32_residual):
         return False
@@ -74,13 +81,18 @@ def _is_plain(norm: torch.nn.Module, x: Tensor) -> bool:
 
 
 def _gate(usual: Path) -> Path:
+    """SiluAndMul's path: by the kernel where that computes the same, else `usual`."""
+
     def forward_native(self: torch.nn.Module, x: Tensor) -> object:
+        """`silu(gate) * up` [..., f] of x [..., 2 f], the gate first."""
         return cpu_kernels.swiglu(x) if _fit(x) else usual(self, x)
 
     return forward_native
 
 
 def _rotary(usual: Path) -> Path:
+    """RotaryEmbedding's path: by the kernel where that computes the same, else `usual`."""
+
     def forward_native(
         self: torch.nn.Module,
         positions: Tensor,
@@ -90,7 +102,14 @@ def _rotary(usual: Path) -> Path:
         *args: object,
         **kwargs: object,
     ) -> object:
-        angles = self.cos_sin_cache
+        """Turn queries and keys by their tokens' angles: new tensors of their shapes.
+
+        Args:
+            positions: [T] of the tokens
+            query, key: [T, heads * size], which differ in their numbers of heads
+            offsets: added to the positions, by SGLang's path
+        """
+        angles = self.cos_sin_cache  # [positions, r]: cosines, then sines
         is_other = args or offsets is not None or any(value is not None for value in kwargs.values())
         is_plain = self.is_neox_style and positions.dtype is torch.int64 and not hasattr(self, "sin_cos_cache")
         if is_other or not is_plain or not _fit(query, key, angles):

@@ -13,21 +13,24 @@ import pytest
 REPO, HERE = Path(__file__).parents[2], Path(__file__).parent
 STARTERS = REPO / "scripts" / "cluster"
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--mount", "--fork", "--mount-proc"]
-# Counts the nodes, and looks for the token on the command lines of its node.
+# Counts the nodes, and looks for the token on the command lines of its node. A line is written in one piece, as Ray and
+# the stand-in of srun write to the same file.
 COMMAND = """
 import glob, os, signal, sys, time, ray
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 ray.init(address=os.environ["RAY_ADDRESS"], logging_level="ERROR", log_to_driver=False)
-print("nodes:", sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]), flush=True)
+tell("nodes:", sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]))
 lines = [open(file, "rb").read() for file in glob.glob("/proc/[0-9]*/cmdline")]
-print("shown:", os.environ["RAY_AUTH_TOKEN"].encode() in b" ".join(lines), "mode:", os.environ["RAY_AUTH_MODE"])
+tell("shown:", os.environ["RAY_AUTH_TOKEN"].encode() in b" ".join(lines), "mode:", os.environ["RAY_AUTH_MODE"])
 @ray.remote(resources={"part": 1}, num_cpus=0)
 def forwarded():
     return os.environ.get("NCCL_SOCKET_IFNAME")
-print("forwarded:", ray.get([forwarded.remote() for _ in range(2)]), flush=True)
+tell("forwarded:", ray.get([forwarded.remote() for _ in range(2)]))
 ray.shutdown()
 if "wait" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"told\\n"), os._exit(9)))
-    os.write(1, b"waiting\\n")  # in one piece: others write to the same file
+    signal.signal(signal.SIGTERM, lambda *_: (tell("told"), os._exit(9)))
+    tell("waiting")
     time.sleep(120)
 sys.exit(7)
 """
