@@ -32,7 +32,7 @@ from fusionrl.config.config import Config, PassThrough
 from fusionrl.data.train_batch import TrainShard, TrainStep
 from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.layout import TrainerLayout, stage_layers
-from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, chunk_bytes
+from fusionrl.plan.memory.activations import LONGEST_ROW, ActivationOptions, Packing, Recompute, chunk_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
 from fusionrl.plan.memory.trainer import BatchOptions, StageMemory, trainer_memory
 from fusionrl.plan.trainer_plan import trainer_plan
@@ -284,6 +284,7 @@ class LayerCase:
         sizes = {axis: getattr(self.layout, axis) for axis in ("tp", "cp", "ep", "etp")}
         parts = [self.layer, *(f"{axis.upper()} {size}" for axis, size in sizes.items() if size > 1)]
         parts += [f"{len(self.lengths)} sequences"] if len(self.lengths) > 1 else []
+        parts += ["long"] if max(self.lengths) - 1 > LONGEST_ROW else []
         return ", ".join(parts + (["bf16"] if self.precision == "bf16" else []))
 
 
@@ -302,7 +303,14 @@ def layer_cases() -> Iterator[LayerCase]:
         if raw["model_type"] == "deepseek_v3" and has_experts:
             yield LayerCase(layer, "shared_experts", _selective("shared_experts"))
         yield LayerCase(layer, "full", FULL)
+    for layer in list(LAYERS)[:3] + list(LAYERS)[6:7]:  # torch's attention, for longer sequences
+        yield LayerCase(layer, "none", {}, lengths=(LONGEST_ROW + 18,))
     qwen, moe, mla = list(LAYERS)[2], list(LAYERS)[4], list(LAYERS)[6]
+    yield LayerCase(qwen, "core_attn", {"recompute_granularity": "selective"}, lengths=(LONGEST_ROW + 18,))
+    yield LayerCase(mla, "mla_up_proj", _selective("mla_up_proj"), lengths=(LONGEST_ROW + 18,))
+    yield LayerCase(qwen, "none", {}, lengths=(LONGEST_ROW + 18,) * 2)
+    yield LayerCase(qwen, "none", {}, lengths=(LONGEST_ROW + 18,), precision="bf16")
+    yield LayerCase(mla, "none", {}, lengths=(LONGEST_ROW + 18,), precision="bf16")
     yield LayerCase(qwen, "full, block of 1", FULL | {"recompute_method": "block"})
     yield LayerCase(qwen, "none", {}, TrainerLayout(2, tp=2))
     yield LayerCase(qwen, "none", {"sequence_parallel": False}, TrainerLayout(2, tp=2))

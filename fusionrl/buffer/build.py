@@ -7,7 +7,6 @@ removed: with `sequence_mean` and `constant` the gradient of the others does not
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from fusionrl.base.heap import give_freed_back
 from fusionrl.buffer.choose import TrainingSamples
 from fusionrl.buffer.steps_since import StepsSince
 from fusionrl.buffer.tokens import is_all_current, is_current
@@ -58,7 +58,7 @@ def cut(
         assert other.batch is not None
         made = build_shards(chosen.samples, chosen.rewards, chosen.raw, other.batch, other.balance, **named)
         auxiliary = [put(shard) for shard in made]
-    named["freed"] = _give_memory_back
+    named["freed"] = give_freed_back
     taken = take_shards(chosen.samples, chosen.rewards, chosen.raw, plan.batch, plan.balance, **named)
 
     def counted(shard: TrainShard) -> Ref:
@@ -322,10 +322,3 @@ def _of_all_tokens(experts: np.ndarray | None, num_tokens: int, trailing: tuple[
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _give_memory_back() -> None:
-    """Return what was freed to the system: glibc keeps the room of many small arrays for itself. Elsewhere nothing."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from fusionrl.base.heap import keep_freed
 from fusionrl.base.imports import without_collections
 from fusionrl.base.stack_signal import answer_with_stacks
 from fusionrl.engines import rendezvous
@@ -32,6 +33,8 @@ _OF_SCHEDULERS = (
 )
 """Modules that SGLang imports in functions, as a scheduler starts: 800 files with theirs, 1 s of a core."""
 DEVICE_VARIABLE = "FUSIONRL_DEVICE"
+# A forward pass frees and takes again what is smaller. The cache is larger: what is given away goes to the system.
+_KEPT_BYTES = 32 * 2**20
 
 if os.environ.get(DEVICE_VARIABLE) == "cpu":
     from fusionrl.upstream import cpu_sglang
@@ -112,6 +115,7 @@ def main(argv: list[str]) -> None:
         from fusionrl.upstream import cpu_attention, cpu_devices, cpu_layers, cpu_pause, cpu_sampling, cpu_speculation
         from fusionrl.upstream.speculation import FLAG
 
+        keep_freed(_KEPT_BYTES)
         cpu_attention.register()
         cpu_devices.register()
         cpu_layers.register()

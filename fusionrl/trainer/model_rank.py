@@ -10,6 +10,7 @@ import gc
 from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 from fusionrl.algorithms.estimators import Role
+from fusionrl.base.heap import keep_freed
 from fusionrl.base.imports import without_collections
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from fusionrl.trainer.offload import Offload
     from fusionrl.trainer.train_hooks import TrainHooks
     from fusionrl.trainer.weight_sets import WeightSet
+
+
+# On a CPU, of what a step frees: the next one takes it again, and does not wait for the system to map it.
+_KEPT_BYTES = 2**30
 
 
 class SetupFacts(TypedDict):
@@ -143,6 +148,8 @@ class ModelRank:
         self.shape = self.read_shape()
         self.device = settings.rank_device(plan, self.rank, self._device_id)
         torch.set_num_threads(plan.num_threads)
+        if self.device.type == "cpu":
+            keep_freed(_KEPT_BYTES)
         process_groups.join_ranks(
             plan.layout,
             self.rank,

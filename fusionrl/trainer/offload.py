@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from fusionrl.base.heap import give_freed_back
 from fusionrl.trainer.communicators import Communicators, backends_of_groups
 from fusionrl.trainer.model import Trained
 from fusionrl.trainer.pinned import PinnedMemory
@@ -107,6 +108,8 @@ class Offload:
                 self._communicators.suspend(backends_of_groups(self._device))
         if given and self._device.type == "cuda":
             torch.cuda.empty_cache()
+        elif given:
+            give_freed_back()
         return given
 
     @property

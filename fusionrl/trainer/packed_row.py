@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusionrl.plan.memory.activations import LONGEST_ROW
 from fusionrl.trainer.batch import BatchOptions
 from fusionrl.trainer.routing import FREE
 from fusionrl.upstream.buckets import LONG_PROMPT, plan_buckets
 from fusionrl.upstream.local_spec import PackedLayout, zigzag_positions
+from fusionrl.upstream.row_attention import plan_rows
 
 # Tokens without sharing ÷ with it, from which a row shares its prompts: below, finding the shared tokens again in
 # each layer's attention costs more than the prompt saves. Measured on a CPU, see docs/parallelism.md: there it costs
@@ -83,6 +85,8 @@ def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: B
     is_whole = options.local_attention and slicing.cp_size == 1
     shared = prompts or None if shares and options.leaves_out_prompts else None
     buckets = tuple(plan_buckets(filling.rows, tokens.size, device, shared)) if is_whole else ()
+    is_short = max((row.size for row in filling.rows), default=0) <= LONGEST_ROW
+    has_kernel = is_whole and is_short and torch.device(device).type == "cpu"
     # How long the table of rotary embeddings must be.
     longest = int(positions.max()) + 1 if shares else max(lengths)
     local = torch.full((tokens.size,), -1)
@@ -100,6 +104,7 @@ def pack_row(sequences: Sequence[np.ndarray], prompts: Sequence[int], options: B
             max_seqlen_kv=longest,
             lengths=tuple(lengths),
             buckets=buckets,
+            table=plan_rows(filling.rows, tokens.size) if has_kernel else None,
             positions=torch.from_numpy(positions).to(device) if shares else None,
         ),
         rows=filling.rows,

@@ -411,3 +411,278 @@ int attend_decode(const void *query, int64_t query_stride, const void *keys, con
     free(places);
     return 0;
 }
+
+/* Attention of a training step: short sequences, all of whose tokens ask, with the backward pass.
+ *
+ * The tokens of all sequences stand in one packed row, which has a shared prompt once. Products are made for QUERIES
+ * queries at once, so that each number of a key that is read serves all of them, and LANES of their results at a time. */
+
+#define LANES 16
+#define QUERIES 4
+#define ROUND(n) (((n) + LANES - 1) / LANES * LANES)
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+
+/* out[q][j] = sum over d < size of left[q][d] * right[d][j], for QUERIES rows q and j < width, a multiple of LANES. */
+INLINE void multiply(const float *left, int64_t left_step, const float *right, int64_t right_step, float *out,
+                     int64_t out_step, int64_t size, int64_t width) {
+    for (int64_t j = 0; j < width; j += LANES) {
+        lanes a = {0}, b = {0}, c = {0}, d = {0};
+        for (int64_t k = 0; k < size; k++) {
+            lanes column = *(const lanes *)(right + k * right_step + j);
+            a += left[k] * column;
+            b += left[left_step + k] * column;
+            c += left[2 * left_step + k] * column;
+            d += left[3 * left_step + k] * column;
+        }
+        *(lanes *)(out + j) = a;
+        *(lanes *)(out + out_step + j) = b;
+        *(lanes *)(out + 2 * out_step + j) = c;
+        *(lanes *)(out + 3 * out_step + j) = d;
+    }
+}
+
+/* sums[j][d] += sum over QUERIES rows q of left[q][j] * right[q][d], for j < count and d < width. */
+INLINE void add_outer(const float *left, int64_t left_step, const float *right, int64_t right_step, float *sums,
+                      int64_t step, int64_t count, int64_t width) {
+    for (int64_t k = 0; k < width; k += LANES) {
+        lanes a = *(const lanes *)(right + k), b = *(const lanes *)(right + right_step + k);
+        lanes c = *(const lanes *)(right + 2 * right_step + k), d = *(const lanes *)(right + 3 * right_step + k);
+        for (int64_t j = 0; j < count; j++) {
+            lanes *sum = (lanes *)(sums + j * step + k);
+            *sum += (left[j] * a + left[left_step + j] * b) + (left[2 * left_step + j] * c + left[3 * left_step + j] * d);
+        }
+    }
+}
+
+/* What `attend_rows` and its backward pass are given. */
+typedef struct {
+    const void *query, *key, *value;
+    const int64_t *strides;
+    const int32_t *places;
+    const int64_t *starts, *firsts, *families;
+    int64_t longest, heads, groups, size, value_size;
+    float scale;
+    int half;
+} rows_of;
+
+/* Head `head` of token `place` of x, whose tokens are strides[0] apart and heads strides[1]. */
+INLINE const void *head_of(const void *x, const int64_t *strides, int64_t place, int64_t head, int half) {
+    return from(x, place * strides[0] + head * strides[1], half);
+}
+
+/* The numbers of a head in fp32, and zeros up to a multiple of LANES. */
+INLINE void read_head(const void *head, float *to, int64_t size, int half) {
+#pragma omp simd
+    for (int64_t d = 0; d < size; d++)
+        to[d] = at(head, d, half);
+    for (int64_t d = size; d < ROUND(size); d++)
+        to[d] = 0.0f;
+}
+
+/* Heads of a sequence's tokens as rows of ROUND(size), and as columns, `step` a row; columns beyond are zeros. */
+INLINE void read_heads(const void *x, const int64_t *strides, const int32_t *places, int64_t length, int64_t group,
+                       float *rows, float *columns, int64_t step, int64_t size, int half) {
+    for (int64_t j = 0; j < length; j++)
+        read_head(head_of(x, strides, places[j], group, half), rows + j * ROUND(size), size, half);
+    for (int64_t d = 0; columns && d < size; d++) {
+        for (int64_t j = 0; j < length; j++)
+            columns[d * step + j] = rows[j * ROUND(size) + d];
+        for (int64_t j = length; j < step; j++)
+            columns[d * step + j] = 0.0f;
+    }
+}
+
+/* Softmax of the first `seen` of `width` scores, in their place, with zeros behind them; the log of its sum. */
+INLINE float softmax_of(float *scores, int64_t seen, int64_t width, float scale) {
+    float largest = scores[0] * scale, sum = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t j = 0; j < seen; j++)
+        largest = scores[j] * scale > largest ? scores[j] * scale : largest;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < seen; j++) {
+        float below = scores[j] * scale - largest;
+        scores[j] = below < -87.0f ? 0.0f : exp_of(below);
+        sum += scores[j];
+    }
+    float share = 1.0f / sum;
+#pragma omp simd
+    for (int64_t j = 0; j < seen; j++)
+        scores[j] *= share;
+    for (int64_t j = seen; j < width; j++)
+        scores[j] = 0.0f;
+    return largest + logf(sum);
+}
+
+/* Memory of one thread, in floats: each part begins at a multiple of LANES. */
+INLINE int64_t rows_place(const rows_of *of) {
+    int64_t columns = ROUND(of->longest), size = ROUND(of->size), value_size = ROUND(of->value_size);
+    return 3 * columns * (size + value_size) + QUERIES * (2 * columns + 2 * size + 2 * value_size);
+}
+
+/* The answers of one family of sequences, of the heads that share key head `group`. */
+static void attend_family(const rows_of *of, int64_t family, int64_t group, void *out, float *logs, float *memory) {
+    const int64_t *strides = of->strides, size = of->size, value_size = of->value_size;
+    const int64_t count = of->heads / of->groups, key_step = ROUND(size), value_step = ROUND(value_size);
+    const int half = of->half;
+    for (int64_t row = of->families[family]; row < of->families[family + 1]; row++) {
+        const int32_t *places = of->places + of->starts[row];
+        int64_t length = of->starts[row + 1] - of->starts[row], first = of->firsts[row], columns = ROUND(length);
+        float *keys = memory, *turned = keys + columns * key_step, *values = turned + columns * key_step;
+        float *queries = values + columns * value_step, *scores = queries + QUERIES * key_step;
+        float *answers = scores + QUERIES * columns;
+        read_heads(of->key, strides + 2, places, length, group, keys, turned, columns, size, half);
+        read_heads(of->value, strides + 4, places, length, group, values, 0, 0, value_size, half);
+        int64_t asked = (length - first) * count;
+        for (int64_t begin = 0; begin < asked; begin += QUERIES) {
+            int64_t present = asked - begin < QUERIES ? asked - begin : QUERIES;
+            int64_t seen = first + (begin + present - 1) / count + 1, width = ROUND(seen);
+            memset(queries, 0, (size_t)(QUERIES * key_step) * sizeof(float));
+            for (int64_t q = 0; q < present; q++) {
+                int64_t place = places[first + (begin + q) / count], head = group * count + (begin + q) % count;
+                read_head(head_of(of->query, strides, place, head, half), queries + q * key_step, size, half);
+            }
+            multiply(queries, key_step, turned, columns, scores, columns, size, width);
+            for (int64_t q = 0; q < present; q++) {
+                int64_t own = first + (begin + q) / count;
+                float log_sum = softmax_of(scores + q * columns, own + 1, width, of->scale);
+                logs[places[own] * of->heads + group * count + (begin + q) % count] = log_sum;
+            }
+            multiply(scores, columns, values, value_step, answers, value_step, seen, value_step);
+            for (int64_t q = 0; q < present; q++) {
+                int64_t place = places[first + (begin + q) / count], head = group * count + (begin + q) % count;
+                void *to = into(out, (place * of->heads + head) * value_size, half);
+#pragma omp simd
+                for (int64_t d = 0; d < value_size; d++)
+                    put(to, d, answers[q * value_step + d], half);
+            }
+        }
+    }
+}
+
+/* The gradients of `attend_family`: those of keys and values are added to what `grad_key` and `grad_value` hold. */
+static void attend_family_backward(const rows_of *of, int64_t family, int64_t group, const void *grad,
+                                   const float *logs, void *grad_query, float *grad_key, float *grad_value,
+                                   float *memory) {
+    const int64_t *strides = of->strides, size = of->size, value_size = of->value_size;
+    const int64_t count = of->heads / of->groups, key_step = ROUND(size), value_step = ROUND(value_size);
+    const int64_t grad_strides[2] = {of->heads * value_size, value_size};
+    const float scale = of->scale;
+    const int half = of->half;
+    for (int64_t row = of->families[family]; row < of->families[family + 1]; row++) {
+        const int32_t *places = of->places + of->starts[row];
+        int64_t length = of->starts[row + 1] - of->starts[row], first = of->firsts[row], columns = ROUND(length);
+        float *keys = memory, *turned = keys + columns * key_step, *of_keys = turned + columns * key_step;
+        float *values = of_keys + columns * key_step, *turned_values = values + columns * value_step;
+        float *of_values = turned_values + columns * value_step, *queries = of_values + columns * value_step;
+        float *of_queries = queries + QUERIES * key_step, *grads = of_queries + QUERIES * key_step;
+        float *scores = grads + QUERIES * value_step, *of_scores = scores + QUERIES * columns;
+        read_heads(of->key, strides + 2, places, length, group, keys, turned, columns, size, half);
+        read_heads(of->value, strides + 4, places, length, group, values, turned_values, columns, value_size, half);
+        memset(of_keys, 0, (size_t)(columns * key_step) * sizeof(float));
+        memset(of_values, 0, (size_t)(columns * value_step) * sizeof(float));
+        int64_t asked = (length - first) * count;
+        for (int64_t begin = 0; begin < asked; begin += QUERIES) {
+            int64_t present = asked - begin < QUERIES ? asked - begin : QUERIES;
+            int64_t seen = first + (begin + present - 1) / count + 1, width = ROUND(seen);
+            memset(queries, 0, (size_t)(QUERIES * key_step) * sizeof(float));
+            memset(grads, 0, (size_t)(QUERIES * value_step) * sizeof(float));
+            for (int64_t q = 0; q < present; q++) {
+                int64_t place = places[first + (begin + q) / count], head = group * count + (begin + q) % count;
+                read_head(head_of(of->query, strides, place, head, half), queries + q * key_step, size, half);
+                read_head(head_of(grad, grad_strides, place, head, half), grads + q * value_step, value_size, half);
+            }
+            multiply(queries, key_step, turned, columns, scores, columns, size, width);
+            multiply(grads, value_step, turned_values, columns, of_scores, columns, value_size, width);
+            for (int64_t q = 0; q < QUERIES; q++) {
+                int64_t own = first + (begin + q) / count, known = q < present ? own + 1 : 0;
+                float *score = scores + q * columns, *of_score = of_scores + q * columns, product = 0.0f;
+                float log_sum = known ? logs[places[own] * of->heads + group * count + (begin + q) % count] : 0.0f;
+#pragma omp simd reduction(+ : product)
+                for (int64_t j = 0; j < known; j++) {
+                    float below = score[j] * scale - log_sum;
+                    score[j] = below < -87.0f ? 0.0f : exp_of(below);
+                    product += score[j] * of_score[j];
+                }
+#pragma omp simd
+                for (int64_t j = 0; j < known; j++)
+                    of_score[j] = score[j] * (of_score[j] - product) * scale;
+                for (int64_t j = known; j < width; j++)
+                    score[j] = of_score[j] = 0.0f;
+            }
+            multiply(of_scores, columns, keys, key_step, of_queries, key_step, seen, key_step);
+            for (int64_t q = 0; q < present; q++) {
+                int64_t place = places[first + (begin + q) / count], head = group * count + (begin + q) % count;
+                void *to = into(grad_query, (place * of->heads + head) * size, half);
+#pragma omp simd
+                for (int64_t d = 0; d < size; d++)
+                    put(to, d, of_queries[q * key_step + d], half);
+            }
+            add_outer(of_scores, columns, queries, key_step, of_keys, key_step, seen, key_step);
+            add_outer(scores, columns, grads, value_step, of_values, value_step, seen, value_step);
+        }
+        for (int64_t j = 0; j < length; j++) {
+            float *to_key = grad_key + (places[j] * of->groups + group) * size;
+            float *to_value = grad_value + (places[j] * of->groups + group) * value_size;
+#pragma omp simd
+            for (int64_t d = 0; d < size; d++)
+                to_key[d] += of_keys[j * key_step + d];
+#pragma omp simd
+            for (int64_t d = 0; d < value_size; d++)
+                to_value[d] += of_values[j * value_step + d];
+        }
+    }
+}
+
+/* Memory for all threads; NULL: there is none. */
+INLINE float *rows_memory(const rows_of *of, int threads) {
+    return aligned_alloc(4 * LANES, (size_t)(threads * rows_place(of) + LANES) * sizeof(float));
+}
+
+/* Causal attention of sequences in a packed row: out [tokens, heads, value_size].
+ *
+ * query     [tokens, heads, size], key [tokens, groups, size], value [tokens, groups, value_size]; `strides`: of query,
+ *           key and value each, from token to token and from head to head
+ * places    tokens of each sequence, in its order, one sequence after the other; sequence i has starts[i] .. starts[i +
+ *           1] of them, at most `longest`
+ * firsts    of sequence i the first firsts[i] tokens do not ask: an earlier sequence has the same
+ * families  sequences families[i] .. families[i + 1] share tokens with each other, and with no others. A family is
+ *           computed by one thread.
+ * logs      [tokens, heads] log of the sum of each softmax, for the backward pass
+ * Tokens of no sequence are left as they are. Returns 0; 1: no memory. */
+int attend_rows(const void *query, const void *key, const void *value, const int64_t *strides, const int32_t *places,
+                const int64_t *starts, const int64_t *firsts, const int64_t *families, int64_t num_families,
+                int64_t longest, void *out, float *logs, int64_t heads, int64_t groups, int64_t size,
+                int64_t value_size, float scale, int half, int threads) {
+    rows_of of = {query,   key,   value,  strides, places, starts,     firsts, families,
+                  longest, heads, groups, size,    value_size, scale, half};
+    float *memory = rows_memory(&of, threads);
+    if (!memory)
+        return 1;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
+    for (int64_t family = 0; family < num_families; family++)
+        for (int64_t group = 0; group < groups; group++)
+            attend_family(&of, family, group, out, logs, memory + omp_get_thread_num() * rows_place(&of));
+    free(memory);
+    return 0;
+}
+
+/* The gradients of `attend_rows`, for that of `out`, which is dense. Those of keys [tokens, groups, size] and values
+ * [tokens, groups, value_size] are fp32, whatever `half` says, and added to what is there. */
+int attend_rows_backward(const void *grad, const void *query, const void *key, const void *value,
+                         const int64_t *strides, const int32_t *places, const int64_t *starts, const int64_t *firsts,
+                         const int64_t *families, int64_t num_families, int64_t longest, const float *logs,
+                         void *grad_query, float *grad_key, float *grad_value, int64_t heads, int64_t groups,
+                         int64_t size, int64_t value_size, float scale, int half, int threads) {
+    rows_of of = {query,   key,   value,  strides, places, starts,     firsts, families,
+                  longest, heads, groups, size,    value_size, scale, half};
+    float *memory = rows_memory(&of, threads);
+    if (!memory)
+        return 1;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
+    for (int64_t family = 0; family < num_families; family++)
+        for (int64_t group = 0; group < groups; group++)
+            attend_family_backward(&of, family, group, grad, logs, grad_query, grad_key, grad_value,
+                                   memory + omp_get_thread_num() * rows_place(&of));
+    free(memory);
+    return 0;
+}

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ _ARGUMENTS = {
         c_int,
         [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float],
     ),
+    "attend_rows": (c_int, [*[_pointer] * 8, _long, _long, _pointer, _pointer, *[_long] * 4, _float]),
+    "attend_rows_backward": (c_int, [*[_pointer] * 9, _long, _long, *[_pointer] * 4, *[_long] * 4, _float]),
 }
 
 
@@ -219,6 +222,84 @@ def attend_decode(
     )
     _check(code, "a row or a length is beyond the table, or a slot beyond the cache")
     return out
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Where the sequences of a packed row have their tokens; sequences that share tokens stand side by side.
+
+    places    [tokens of all sequences] int32 packed token of each, one sequence after the other
+    starts    [sequences + 1] int64 where each begins among these
+    firsts    [sequences] int64 tokens at its begin that a sequence before it has, too: their attention is computed once
+    families  [families + 1] int64 first sequence of each family: what a sequence shares it shares within its family
+    longest   tokens of the longest sequence
+    """
+
+    places: Tensor
+    starts: Tensor
+    firsts: Tensor
+    families: Tensor
+    longest: int
+    num_tokens: int
+    """Of the packed row."""
+    is_whole: bool
+    """Each of its tokens is in a sequence."""
+
+    def pointers(self) -> tuple[int, ...]:
+        """The tensors, and the two sizes that the kernels take after them."""
+        tensors = (self.places, self.starts, self.firsts, self.families)
+        return (*(tensor.data_ptr() for tensor in tensors), self.families.numel() - 1, self.longest)
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, table: RowTable, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of the sequences in a packed row of T tokens; H / K heads share a key head.
+
+    Args:
+        query: [T, H, D]
+        key, value: [T, K, D], [T, K, V]
+
+    Returns:
+        ([T, H, V], the logarithm of each softmax's sum [T, H] in fp32); 0 for tokens of no sequence.
+    """
+    parts, strides = _heads(query, key, value)
+    (count, heads, size), (_, groups, _), value_size = query.shape, key.shape, value.size(2)
+    assert count == table.num_tokens and key.shape == (count, groups, size) and heads % groups == 0
+    assert value.shape == (count, groups, value_size)
+    new = query.new_empty if table.is_whole else query.new_zeros
+    out, logs = new(count, heads, value_size), new(count, heads, dtype=torch.float32)
+    code = _library().attend_rows(
+        *(*(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers(), out.data_ptr()),
+        *(logs.data_ptr(), heads, groups, size, value_size, scale, _is_half(query, key, value)),
+        torch.get_num_threads(),
+    )
+    _check(code, "")
+    return out, logs
+
+
+def attend_rows_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, logs: Tensor, table: RowTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of `attend_rows`, for that of its output [T, H, V]."""
+    parts, strides = _heads(query, key, value)
+    grad = grad.contiguous()
+    new = query.new_empty if table.is_whole else query.new_zeros
+    of_query = new(query.shape)
+    # Tokens that sequences share get a part from each: in fp32, however the tensors are stored.
+    of_key, of_value = (torch.zeros(part.shape, dtype=torch.float32) for part in (key, value))
+    code = _library().attend_rows_backward(
+        *(grad.data_ptr(), *(part.data_ptr() for part in parts), strides.data_ptr(), *table.pointers()),
+        *(logs.data_ptr(), of_query.data_ptr(), of_key.data_ptr(), of_value.data_ptr()),
+        *(query.size(1), key.size(1), query.size(2), value.size(2), scale, _is_half(grad, query, key, value)),
+        torch.get_num_threads(),
+    )
+    _check(code, "")
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _heads(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
+    """(tensors [T, heads, size] of dense heads; [2 a tensor] int64 steps from token to token and from head to head)."""
+    dense = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in tensors]
+    return dense, torch.tensor([step for tensor in dense for step in tensor.stride()[:2]])
 
 
 def _check(code: int, beyond: str) -> None:

@@ -27,8 +27,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from fusionrl.upstream import cpu_megatron, megatron_versions
+from fusionrl.upstream import cpu_kernels, cpu_megatron, megatron_versions, row_attention
 from fusionrl.upstream.buckets import Bucket, Places
+from fusionrl.upstream.cpu_kernels import RowTable
 from fusionrl.upstream.local_mlp import LocalMLP
 from fusionrl.upstream.row_norm import RowNorm
 
@@ -53,6 +54,7 @@ class PackedLayout(PackedSeqParams):
 
     lengths    padded length of each sequence over all context-parallel ranks
     buckets    attention calls of the batch; unused under context parallelism
+    table      the same sequences for our own kernel, where that is for them
     positions  [T] of each packed token in its sequence, where sequences share tokens and so do not stand one
                after the other; then Megatron is told of one sequence, and rotary embeddings are taken by
                these
@@ -60,6 +62,7 @@ class PackedLayout(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     buckets: tuple[Bucket, ...] = ()
+    table: RowTable | None = None
     positions: Tensor | None = None
 
 
@@ -135,6 +138,9 @@ class SDPACoreAttention(MegatronModule):
         layout = packed_seq_params
         if self.cp_group is not None and self.cp_group.size() > 1:
             return self._context_parallel(query, key, value, layout)
+        drops = self.training and self.dropout > 0
+        if layout.table is not None and not drops and cpu_kernels.fit(query, key, value):
+            return row_attention.attend(query, key, value, layout.table, self.scale).flatten(1)
         out: Tensor | None = None
         for bucket in layout.buckets:
             results = self._bucket(query, key, value, bucket)

@@ -48,6 +48,53 @@ def check_a_micro_batch(actor, samples: Samples) -> None:
     assert every.weights.tolist() == [0.0] * int(sum(samples.response[i] for i in chosen))
 
 
+def test_our_own_attention_is_for_short_sequences_on_a_cpu(rank) -> None:
+    rank(check_who_attends)
+
+
+def check_who_attends(actor) -> None:
+    from fusionrl.plan.memory.activations import LONGEST_ROW
+    from fusionrl.trainer.packed_row import pack_row
+
+    def table(length: int, **values: object) -> object:
+        layout = pack_row([np.zeros(length + 1, np.int64), np.zeros(9, np.int64)], [1, 1], options(**values)).layout
+        assert layout.buckets or "cp_size" in values  # for what the kernel does not do: dropout, other types
+        return layout.table
+
+    assert table(LONGEST_ROW) is not None
+    assert table(LONGEST_ROW + 1) is None
+    assert table(9, device="meta") is None
+
+
+def test_attention_is_the_same_whoever_computes_it(rank) -> None:
+    rank(check_both_attentions, Samples(9, seed=3, share=3))
+
+
+def check_both_attentions(actor, samples: Samples) -> None:
+    """torch's attention where dropout is on, or there is no kernel; both of one micro-batch, with its gradients."""
+    import torch
+    from megatron.core import parallel_state
+
+    from fusionrl.trainer.pack import build_micro_batch
+    from fusionrl.upstream import cpu_kernels
+
+    (shard,) = samples.shards(micro=9)
+    batch = build_micro_batch(shard, list(range(9)), shard.steps[0], options())
+    assert batch.layout.table is not None and parallel_state.get_context_parallel_world_size() == 1
+    (module,) = actor.trained.chunks
+    usual, found = cpu_kernels.fit, []
+    for fits in (usual, lambda *tensors: False):
+        cpu_kernels.fit = fits
+        module.zero_grad_buffer()
+        output = module(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
+        output.sum().backward()
+        gradients = torch.cat([buffer.grad_data.flatten() for buffer in module.buffers])
+        found.append((output.detach(), gradients.clone()))
+    cpu_kernels.fit = usual
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() and theirs.any()
+
+
 def test_an_empty_micro_batch_weighs_nothing(rank) -> None:
     rank(check_an_empty_one, Samples(3, seed=2))
 

@@ -21,6 +21,10 @@ from fusionrl.plan.defaults import Impl
 from fusionrl.plan.layout import TrainerLayout
 from fusionrl.plan.passed import text, whole
 
+LONGEST_ROW = 512
+"""Tokens of a sequence up to which our own attention on a CPU (`upstream/row_attention.py`) is the faster one, as
+measured. The trainer takes it for micro-batches without a longer one."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -180,6 +184,9 @@ class _LocalLayer(_Layer):
         if "core_attn" in self.modules:
             kept += width * (n * d + g * d) + output
             keeps_qkv = True  # v, in place
+        elif self._has_rows:
+            kept += width * (n * d + g * d) + output + 4 * n
+            keeps_qkv = True  # v, in place
         else:
             kept += self._kernel(n * d, n * d if n > g else g * d, kernel)
             if n == g and kernel == width and self.layout.cp == 1:
@@ -218,6 +225,8 @@ class _LocalLayer(_Layer):
             return kept + (0.0 if "mla_up_proj" in self.modules else inputs)
         cp = self.layout.cp
         kernel = 4 if options.on_cpu else width
+        if self._has_rows:
+            return kept + (0.0 if "mla_up_proj" in self.modules else inputs) + 4 * n
         if not options.on_cpu:
             return kept + (query + cp * (query + value)) * kernel + 4 * n
         # Heads of different sizes: torch's CPU kernel computes and keeps the probabilities.
@@ -226,6 +235,11 @@ class _LocalLayer(_Layer):
         sizes = query + cp * (query + held) + n * packing.longest
         copies = inputs if packing.is_padded else 0.0
         return kept + sizes * kernel * packing.cells + copies + (8 * cp if cp > 1 else 0)
+
+    @property
+    def _has_rows(self) -> bool:
+        """Our own attention: it reads queries, keys and values where they are, and keeps no copies."""
+        return self.options.on_cpu and self.layout.cp == 1 and self.options.packing.longest <= LONGEST_ROW
 
     def mlp(self) -> float:
         # Recomputed, it keeps its input, which the norm before it has counted.
