@@ -19,6 +19,7 @@
 
 #define FEW 32768 /* elements for which a second thread is not worth its start */
 #define BLOCK 64  /* rows that are summed in fp32 before their sum is added in fp64 */
+#define AHEAD 8   /* rows of a cache that are on their way from memory */
 #define PARTS 32  /* of a sum over rows, at most: more threads would find nothing to do */
 
 /* Inlined, so that the compiler makes a loop for each value of `half`, `size` and so on that a caller names. */
@@ -294,12 +295,21 @@ INLINE const float *cached(const void *rows, int64_t step, int64_t slot, float *
     return place;
 }
 
+/* Begin to read the row that comes AHEAD rows after row j: it may be anywhere, which no CPU foresees. */
+INLINE void fetch(const void *rows, int64_t step, const int32_t *table, int64_t j, int64_t length, int64_t n,
+                  int half) {
+    if (j + AHEAD < length)
+        for (int64_t byte = 0; byte < n * (half ? 2 : 4); byte += 64)
+            __builtin_prefetch((const char *)from(rows, table[j + AHEAD] * step, half) + byte);
+}
+
 /* The attention of `count` queries of one key head over `length` keys, which are at table[0], table[1], ...; `row` has
  * place for the larger of `size` and `value_size`. */
 INLINE void attend_one(const float *query, const void *keys, const void *values, int64_t key_step, int64_t value_step,
                        const int32_t *table, int64_t length, float *scores, float *row, float *out, int64_t count,
                        int64_t size, int64_t value_size, float scale, int half) {
     for (int64_t j = 0; j < length; j++) {
+        fetch(keys, key_step, table, j, length, size, half);
         const float *key = cached(keys, key_step, table[j], row, size, half);
         for (int64_t g = 0; g < count; g++) {
             const float *head = query + g * size;
@@ -329,6 +339,7 @@ INLINE void attend_one(const float *query, const void *keys, const void *values,
         memset(to, 0, (size_t)value_size * sizeof(float));
     }
     for (int64_t j = 0; j < length; j++) {
+        fetch(values, value_step, table, j, length, value_size, half);
         const float *value = cached(values, value_step, table[j], row, value_size, half);
         for (int64_t g = 0; g < count; g++) {
             float share = scores[g * length + j], *to = out + g * value_size;

@@ -11,7 +11,9 @@ from torch import Tensor
 
 _BLOCK = 512
 """Tokens whose probabilities are first summed; the distribution is looked through in one block alone."""
-_FEW = 1 << 15
+_SMALL = 1024
+"""Tokens of a vocabulary that is looked through as a whole."""
+_FEW = 1024
 """Probabilities of a batch up to which `torch.multinomial` is as fast."""
 
 
@@ -21,16 +23,20 @@ def draw(probs: Tensor) -> Tensor:
     Sums are float64: a token of probability 1e-12 is drawn as often as it should be. One of probability 0 never is.
     Where a row is no distribution, as after an overflow, `torch.multinomial` raises RuntimeError, as SGLang expects.
     """
-    count, size = probs.shape
+    size = probs.size(1)
+    if size <= _SMALL:
+        ends = probs.cumsum(1, dtype=torch.float64)
+        if not _are_sums(ends):
+            return torch.multinomial(probs, num_samples=1)[:, 0]
+        return torch.searchsorted(ends, _target(ends), right=True)[:, 0]
     whole = size // _BLOCK
     sums = probs[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(-1, dtype=torch.float64)
     if whole * _BLOCK < size:
         sums = torch.cat((sums, probs[:, whole * _BLOCK :].sum(-1, dtype=torch.float64, keepdim=True)), 1)
     ends = sums.cumsum(1)  # [B, blocks]
-    totals = ends[:, -1:]
-    if not bool((torch.isfinite(totals) & (totals > 0)).all()):
+    if not _are_sums(ends):
         return torch.multinomial(probs, num_samples=1)[:, 0]
-    target = _below(torch.rand(count, 1, dtype=torch.float64) * totals, totals)
+    target = _target(ends)
     block = torch.searchsorted(ends, target, right=True)  # the first whose end is beyond the target: its sum is not 0
     target -= ends.gather(1, block) - sums.gather(1, block)
     tokens = block * _BLOCK + torch.arange(_BLOCK)  # [B, block]
@@ -38,6 +44,18 @@ def draw(probs: Tensor) -> Tensor:
     # The same probabilities, summed in another order: the last bit may differ.
     place = torch.searchsorted(inside, _below(target.clamp_(min=0.0), inside[:, -1:]), right=True)
     return (block * _BLOCK + place)[:, 0]
+
+
+def _are_sums(ends: Tensor) -> bool:
+    """Return whether the last column holds sums of distributions."""
+    totals = ends[:, -1]
+    return bool((torch.isfinite(totals) & (totals > 0)).all())
+
+
+def _target(ends: Tensor) -> Tensor:
+    """A random number below the last of each row's ends [B, 1]."""
+    totals = ends[:, -1:]
+    return _below(torch.rand(len(ends), 1, dtype=torch.float64) * totals, totals)
 
 
 def _below(target: Tensor, end: Tensor) -> Tensor:

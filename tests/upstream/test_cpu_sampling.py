@@ -9,7 +9,7 @@ from fusionrl.upstream import cpu_sampling, cpu_sglang
 from fusionrl.upstream.cpu_sampling import draw
 
 
-@pytest.mark.parametrize("size", [1, 2, 64, 511, 512, 513, 3000, 49152])
+@pytest.mark.parametrize("size", [1, 2, 64, 512, 1024, 1025, 1536, 1537, 3000, 49152])
 def test_frequencies_are_the_probabilities(size: int) -> None:
     torch.manual_seed(size)
     logits = torch.randn(size).mul_(2)
@@ -30,35 +30,38 @@ def test_frequencies_are_the_probabilities(size: int) -> None:
     assert chi2 <= degrees + 5 * (2 * degrees) ** 0.5 + 1e-9
 
 
-def test_rows_are_drawn_by_themselves_and_need_not_sum_to_one() -> None:
-    probs = torch.zeros(4, 1000)
-    probs[0, 0] = probs[1, 999] = probs[3, 511] = 1e-30
+@pytest.mark.parametrize("size", [1000, 1500])  # looked through as a whole, and in blocks
+def test_rows_are_drawn_by_themselves_and_need_not_sum_to_one(size: int) -> None:
+    probs = torch.zeros(4, size)
+    probs[0, 0] = probs[1, size - 1] = probs[3, 511] = 1e-30
     probs[2, 512] = 7.0
-    assert draw(probs).tolist() == [0, 999, 512, 511]
+    assert draw(probs).tolist() == [0, size - 1, 512, 511]
     torch.manual_seed(1)
-    first = draw(torch.ones(50, 1000))
+    first = draw(torch.ones(50, size))
     torch.manual_seed(1)
-    assert torch.equal(draw(torch.ones(50, 1000)), first)  # all randomness is torch's
+    assert torch.equal(draw(torch.ones(50, size)), first)  # all randomness is torch's
     assert len(set(first.tolist())) > 30
 
 
-def test_the_ends_of_the_range_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [100, 1100])
+def test_the_ends_of_the_range_are_tokens(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """The largest random number that there is, and the smallest."""
-    probs = torch.rand(64, 1100).softmax(-1)
+    probs = torch.rand(64, size).softmax(-1)
     probs[:, :3] = probs[:, -3:] = 0
-    for number, token in ((0.0, 3), (1 - 2**-53, 1096)):
+    for number, token in ((0.0, 3), (1 - 2**-53, size - 4)):
         monkeypatch.setattr(torch, "rand", lambda *size, dtype, number=number: torch.full(size, number, dtype=dtype))
         assert draw(probs).tolist() == [token] * 64
 
 
-def test_no_distribution_is_an_error() -> None:
+@pytest.mark.parametrize("size", [600, 1200])
+def test_no_distribution_is_an_error(size: int) -> None:
     for value in (torch.nan, torch.inf):
-        probs = torch.ones(3, 600)
+        probs = torch.ones(3, size)
         probs[1, 550] = value
         with pytest.raises(RuntimeError, match="probability tensor"):
             draw(probs)
     with pytest.raises(RuntimeError):
-        draw(torch.zeros(1, 600))
+        draw(torch.zeros(1, size))
 
 
 def test_sglang_s_sampler_draws_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +80,9 @@ def test_sglang_s_sampler_draws_so(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     assert tokens.tolist() == draw(probs).tolist()
     torch.manual_seed(3)
-    few = sampler.sampling_from_probs_torch(probs[:2])
+    few = sampler.sampling_from_probs_torch(probs[:1])
     torch.manual_seed(3)
-    assert few.tolist() == torch.multinomial(probs[:2], 1)[:, 0].tolist()
+    assert few.tolist() == torch.multinomial(probs[:1], 1)[:, 0].tolist()
     assert not asked
     sampler.sampling_from_probs_torch(probs, sampling_seed=torch.arange(40), positions=torch.arange(40))
     assert len(asked) == 1
