@@ -416,6 +416,7 @@ def measure_layer(case: LayerCase) -> dict[str, Any]:
             recompute=Recompute.of(case.transformer),
             sequence_parallel=case.transformer.get("sequence_parallel", True),
             imbalance=routed,
+            own_attention=True,
         )
         estimate.append(chunk_bytes(layer_shape(case, num_layers), case.layout, options, range(num_layers))[0])
     expected = (estimate[1] - estimate[0]) / (second - first)
@@ -507,7 +508,9 @@ def measure_step(shape: ModelShape, passed: dict[str, Any], num_tokens: int = 10
         key=lambda event: event.start_ns(),
     )
     top = int(np.cumsum([event.nbytes() for event in events]).max())
-    activations = ActivationOptions("local", "fp32", True, Packing(num_tokens), Recompute.of(passed))
+    activations = ActivationOptions(
+        "local", "fp32", True, Packing(num_tokens), Recompute.of(passed), own_attention=True
+    )
     (memory,) = trainer_memory(
         shape, layout, BatchOptions(num_tokens, count), StateOptions.of("fp32", {}, {}), activations, passed
     )

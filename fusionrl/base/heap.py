@@ -10,16 +10,21 @@ import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers of the two settings
 _LARGEST = 2**31 - 1  # of a setting
+_OLD_LIMIT = 32 * 2**20
 
 
 def keep_freed(largest: int) -> None:
     """Let this process, and its forks, keep freed blocks of up to `largest` bytes for those that come after them.
 
-    Its memory then stays at its peak, until `give_freed_back`.
+    Of its main thread: blocks of others are kept where they are small. Its memory stays at its peak, until
+    `give_freed_back`.
     """
-    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        return
+    # Older versions take no more than 32 MiB. Neither setting helps without the other.
+    if set_option(_MMAP_THRESHOLD, largest) or set_option(_MMAP_THRESHOLD, min(largest, _OLD_LIMIT)):
         set_option(_TRIM_THRESHOLD, _LARGEST)
-        set_option(_MMAP_THRESHOLD, largest)
 
 
 def give_freed_back() -> None:

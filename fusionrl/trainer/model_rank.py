@@ -10,7 +10,7 @@ import gc
 from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 from fusionrl.algorithms.estimators import Role
-from fusionrl.base.heap import keep_freed
+from fusionrl.base.heap import give_freed_back, keep_freed
 from fusionrl.base.imports import without_collections
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import register_hooks
@@ -123,6 +123,7 @@ class ModelRank:
         from fusionrl.trainer.megatron_spans import record_megatron
 
         record_megatron(self.trained, self.device)
+        give_freed_back()  # the files of the weights, as they were read
         return {
             "num_parameters": self.shape.num_parameters,
             "device": str(self.device),
@@ -340,4 +341,5 @@ class ModelRank:
             del self.trained
             self.weight_sets, self._offload, self._saving = {}, None, None
             gc.collect()
+            give_freed_back()
         leave_ranks()

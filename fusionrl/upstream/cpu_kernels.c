@@ -426,7 +426,7 @@ int attend_decode(const void *query, int64_t query_stride, const void *keys, con
 /* Attention of a training step: short sequences, all of whose tokens ask, with the backward pass.
  *
  * The tokens of all sequences stand in one packed row, which has a shared prompt once. Products are made for QUERIES
- * queries at once, so that each number of a key that is read serves all of them, and LANES of their results at a time. */
+ * queries at once, so that each number of a key that is read serves all of them; LANES of their results at a time. */
 
 #define LANES 16
 #define QUERIES 4
@@ -460,7 +460,8 @@ INLINE void add_outer(const float *left, int64_t left_step, const float *right, 
         lanes c = *(const lanes *)(right + 2 * right_step + k), d = *(const lanes *)(right + 3 * right_step + k);
         for (int64_t j = 0; j < count; j++) {
             lanes *sum = (lanes *)(sums + j * step + k);
-            *sum += (left[j] * a + left[left_step + j] * b) + (left[2 * left_step + j] * c + left[3 * left_step + j] * d);
+            lanes first = left[j] * a + left[left_step + j] * b;
+            *sum += first + (left[2 * left_step + j] * c + left[3 * left_step + j] * d);
         }
     }
 }
@@ -475,6 +476,11 @@ typedef struct {
     float scale;
     int half;
 } rows_of;
+
+/* Numbers of the keys of all sequences: of a few, a second thread is not worth its start. */
+INLINE int64_t rows_work(const rows_of *of, int64_t num_families) {
+    return of->starts[of->families[num_families]] * of->heads * of->size;
+}
 
 /* Head `head` of token `place` of x, whose tokens are strides[0] apart and heads strides[1]. */
 INLINE const void *head_of(const void *x, const int64_t *strides, int64_t place, int64_t head, int half) {
@@ -507,11 +513,13 @@ INLINE void read_heads(const void *x, const int64_t *strides, const int32_t *pla
 INLINE float softmax_of(float *scores, int64_t seen, int64_t width, float scale) {
     float largest = scores[0] * scale, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
-    for (int64_t j = 0; j < seen; j++)
-        largest = scores[j] * scale > largest ? scores[j] * scale : largest;
+    for (int64_t j = 0; j < seen; j++) {
+        scores[j] *= scale; /* rounded before it is compared: else the largest may be below itself */
+        largest = scores[j] > largest ? scores[j] : largest;
+    }
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < seen; j++) {
-        float below = scores[j] * scale - largest;
+        float below = scores[j] - largest;
         scores[j] = below < -87.0f ? 0.0f : exp_of(below);
         sum += scores[j];
     }
@@ -669,7 +677,7 @@ int attend_rows(const void *query, const void *key, const void *value, const int
     float *memory = rows_memory(&of, threads);
     if (!memory)
         return 1;
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (rows_work(&of, num_families) > FEW / 4)
     for (int64_t family = 0; family < num_families; family++)
         for (int64_t group = 0; group < groups; group++)
             attend_family(&of, family, group, out, logs, memory + omp_get_thread_num() * rows_place(&of));
@@ -689,7 +697,7 @@ int attend_rows_backward(const void *grad, const void *query, const void *key, c
     float *memory = rows_memory(&of, threads);
     if (!memory)
         return 1;
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads)
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (rows_work(&of, num_families) > FEW / 4)
     for (int64_t family = 0; family < num_families; family++)
         for (int64_t group = 0; group < groups; group++)
             attend_family_backward(&of, family, group, grad, logs, grad_query, grad_key, grad_value,

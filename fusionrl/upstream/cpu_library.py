@@ -24,7 +24,7 @@ from fusionrl.upstream.kept_files import cache_folder, file_fact, open_kept, wri
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 # Sums may be vectorised where the source says so, and nowhere else: NaN and infinities travel as in torch.
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-shared", "-fPIC")
-COMPILE_LIMIT_S = 60.0  # it takes a second
+COMPILE_LIMIT_S = 60.0  # it takes two seconds
 SWITCH = "FUSIONRL_CPU_KERNELS"
 """Environment variable: 0 leaves all of this to torch."""
 _DIGEST_BYTES = hashlib.sha256().digest_size

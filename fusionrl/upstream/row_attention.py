@@ -34,11 +34,13 @@ def plan_rows(rows: Sequence[np.ndarray], num_tokens: int) -> RowTable | None:
     ordered = [row for family in siblings.values() for row in family]
     is_taken = np.zeros(num_tokens, dtype=bool)
     firsts = []
-    for row in ordered:
-        taken = is_taken[row]
-        firsts.append(int(taken.sum()))
-        assert taken[: firsts[-1]].all(), "sequences share tokens at their begin, and nowhere else"
-        is_taken[row] = True
+    for family in siblings.values():
+        for i, row in enumerate(family):
+            first = int(is_taken[row].sum())
+            is_prompt = np.array_equal(row[:first], family[0][:first]) and (i > 0 or not first)
+            assert is_prompt, "siblings share tokens at their begin, and others none"
+            firsts.append(first)
+            is_taken[row] = True
     return RowTable(
         places=torch.from_numpy(np.concatenate(ordered).astype(np.int32)),
         starts=_ends([row.size for row in ordered]),

@@ -43,6 +43,8 @@ ACTIVATIONS = [
     "glm4: output norms mlp",
     "deepseek_v3: latent attention, mixture none",
     "deepseek_v3: latent attention, mixture mla_up_proj",
+    "qwen3: attention with q/k norms, MLP, long none",
+    "deepseek_v3: latent attention, MLP, long mla_up_proj",
 ]
 
 

@@ -21,7 +21,8 @@ def options(**values):
     from fusionrl.trainer.batch import BatchOptions, Slicing
 
     slicing = Slicing(**{name: values.pop(name) for name in ("cp_size", "cp_rank") if name in values})
-    return BatchOptions(slicing, torch.device(values.pop("device", "cpu")), 1.0, None, True, **values)
+    is_local = values.pop("local_attention", True)
+    return BatchOptions(slicing, torch.device(values.pop("device", "cpu")), 1.0, None, is_local, **values)
 
 
 def test_a_micro_batch_has_what_its_samples_have(rank) -> None:
@@ -58,12 +59,13 @@ def check_who_attends(actor) -> None:
 
     def table(length: int, **values: object) -> object:
         layout = pack_row([np.zeros(length + 1, np.int64), np.zeros(9, np.int64)], [1, 1], options(**values)).layout
-        assert layout.buckets or "cp_size" in values  # for what the kernel does not do: dropout, other types
         return layout.table
 
     assert table(LONGEST_ROW) is not None
     assert table(LONGEST_ROW + 1) is None
     assert table(9, device="meta") is None
+    assert table(LONGEST_ROW // 4 * 4 - 1, cp_size=2, cp_rank=0) is None
+    assert table(9, local_attention=False) is None
 
 
 def test_attention_is_the_same_whoever_computes_it(rank) -> None:
@@ -71,28 +73,51 @@ def test_attention_is_the_same_whoever_computes_it(rank) -> None:
 
 
 def check_both_attentions(actor, samples: Samples) -> None:
-    """torch's attention where dropout is on, or there is no kernel; both of one micro-batch, with its gradients."""
+    """One micro-batch with its gradients by our kernel, and by torch's attention; and who it is by with dropout."""
     import torch
-    from megatron.core import parallel_state
 
     from fusionrl.trainer.pack import build_micro_batch
-    from fusionrl.upstream import cpu_kernels
+    from fusionrl.upstream import cpu_kernels, row_attention
+    from fusionrl.upstream.local_spec import SDPACoreAttention
 
     (shard,) = samples.shards(micro=9)
     batch = build_micro_batch(shard, list(range(9)), shard.steps[0], options())
-    assert batch.layout.table is not None and parallel_state.get_context_parallel_world_size() == 1
     (module,) = actor.trained.chunks
-    usual, found = cpu_kernels.fit, []
-    for fits in (usual, lambda *tensors: False):
-        cpu_kernels.fit = fits
+    layers = [part for part in module.modules() if isinstance(part, SDPACoreAttention)]
+    calls = []
+
+    def forward() -> torch.Tensor:
+        calls.clear()
+        return module(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor, int]:
         module.zero_grad_buffer()
-        output = module(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
+        output = forward()
         output.sum().backward()
         gradients = torch.cat([buffer.grad_data.flatten() for buffer in module.buffers])
-        found.append((output.detach(), gradients.clone()))
-    cpu_kernels.fit = usual
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() and theirs.any()
+        return output.detach(), gradients.clone(), len(calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        attend = row_attention.attend
+        patch.setattr(row_attention, "attend", lambda *args: calls.append(1) or attend(*args))
+        *ours, num_ours = both()
+        for layer in layers:
+            patch.setattr(layer, "dropout", 0.1)
+        forward()
+        num_dropping = len(calls)
+        module.eval()
+        try:
+            forward()
+        finally:
+            module.train()
+        num_in_eval = len(calls)
+        for layer in layers:
+            patch.setattr(layer, "dropout", 0.0)
+        patch.setattr(cpu_kernels, "fit", lambda *tensors: False)
+        *theirs, num_theirs = both()
+    assert (num_ours, num_dropping, num_in_eval, num_theirs) == (len(layers), 0, len(layers), 0)
+    for own, other in zip(ours, theirs, strict=True):
+        assert (own - other).abs().max() < 1e-5 * other.abs().max() and other.any()
 
 
 def test_an_empty_micro_batch_weighs_nothing(rank) -> None:
@@ -132,6 +157,12 @@ def check_samples_without_tokens(actor, samples: Samples) -> None:
         for how in (options(), options(whole_sequences=True), options(all_responses=True)):
             batch = build_micro_batch(shard, chosen, shard.steps[0], how)
             assert batch.samples == chosen and batch.starts == [0] * len(chosen)
+
+    batch = build_micro_batch(shard, [0, 1], shard.steps[0], options())
+    (module,) = actor.trained.chunks
+    output = module(batch.tokens, batch.position_ids, None, labels=batch.selection, packed_seq_params=batch.layout)
+    output.sum().backward()
+    assert not any(buffer.grad_data.any() for buffer in module.buffers)
 
 
 def test_only_a_cpu_attends_with_a_mask_to_leave_out_a_long_prompt(rank) -> None:

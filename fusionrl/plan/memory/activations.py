@@ -77,6 +77,7 @@ class ActivationOptions:
     on_cpu     torch's CPU kernels: attention in fp32, and that of latent attention keeps its probabilities
     sequence_parallel  Megatron's field; it counts where tp > 1
     imbalance  tokens that the busiest expert-parallel rank gets, for each that a rank gets where all get the same
+    own_attention  on a CPU: our kernel attends where no sequence is longer than `LONGEST_ROW` (it drops nothing out)
     """
 
     impl: Impl
@@ -86,6 +87,7 @@ class ActivationOptions:
     recompute: Recompute = Recompute()
     sequence_parallel: bool = True
     imbalance: float = 1.0
+    own_attention: bool = False
 
     @property
     def width(self) -> int:
@@ -239,7 +241,7 @@ class _LocalLayer(_Layer):
     @property
     def _has_rows(self) -> bool:
         """Our own attention: it reads queries, keys and values where they are, and keeps no copies."""
-        return self.options.on_cpu and self.layout.cp == 1 and self.options.packing.longest <= LONGEST_ROW
+        return self.options.own_attention and self.layout.cp == 1 and self.options.packing.longest <= LONGEST_ROW
 
     def mlp(self) -> float:
         # Recomputed, it keeps its input, which the norm before it has counted.

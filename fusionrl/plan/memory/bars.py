@@ -78,6 +78,14 @@ class Group:
         return max(self.stages, key=lambda stage: stage.states.on_device + stage.states.weights + stage.scoring)
 
 
+def bounds_samples(config: Config) -> bool:
+    """Return whether no sample is longer than `longest_sample` says: else it counts a prompt as one token."""
+    rollout = config.rollout
+    is_by_response = config.run.mode != "sft" and rollout.rollout_max_response_len is not None
+    has_bound = rollout.rollout_max_context_len is not None or config.data.rollout_max_prompt_len is not None
+    return has_bound or not is_by_response
+
+
 def longest_sample(config: Config, shape: ModelShape) -> int:
     """Tokens of the longest sample that the flags allow."""
     rollout, data = config.rollout, config.data

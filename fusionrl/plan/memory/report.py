@@ -19,7 +19,7 @@ from fusionrl.plan.defaults import layer_impl
 from fusionrl.plan.devices import Machine
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute
-from fusionrl.plan.memory.bars import Bar, Group, cpu_bars, gib, gpu_bars, gpu_host_bars, longest_sample
+from fusionrl.plan.memory.bars import Bar, Group, bounds_samples, cpu_bars, gib, gpu_bars, gpu_host_bars, longest_sample
 from fusionrl.plan.memory.engine import EngineMemory, engine_memory
 from fusionrl.plan.memory.scorers import ScorerMemory, scorer_memory
 from fusionrl.plan.memory.states import StateOptions
@@ -227,6 +227,7 @@ def _stages(
         recompute=Recompute.of(passed.transformer),
         sequence_parallel=passed.transformer.get("sequence_parallel", True) is not False,
         imbalance=imbalance,
+        own_attention=on_cpu and bounds_samples(config) and not passed.transformer.get("attention_dropout"),
     )
     custom = config.run.mode == "rl" and config.algorithm.loss_type == "custom_loss"
     # At most: a sample a micro-batch.
