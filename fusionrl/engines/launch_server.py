@@ -112,15 +112,7 @@ def main(argv: list[str]) -> None:
 
     stream_versions.register()  # for schedulers that are forked, below; a spawned one does it itself
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        from fusionrl.upstream import (
-            cpu_attention,
-            cpu_devices,
-            cpu_layers,
-            cpu_pause,
-            cpu_sampling,
-            cpu_speculation,
-            shared_prefill,
-        )
+        from fusionrl.upstream import cpu_attention, cpu_devices, cpu_layers, cpu_pause, cpu_sampling, cpu_speculation
         from fusionrl.upstream.speculation import FLAG
 
         keep_freed(_KEPT_BYTES)
@@ -129,7 +121,6 @@ def main(argv: list[str]) -> None:
         cpu_layers.register()
         cpu_pause.register()
         cpu_sampling.register()
-        shared_prefill.register()
         if FLAG in argv:
             cpu_speculation.register()
         _fork_children()

@@ -159,27 +159,6 @@ def test_attends_whole_batches_and_says_so(stack: Stack) -> None:
             np.testing.assert_allclose(answer.log_probs, stack.log_probs(0, prompt, answer.tokens), atol=1e-4)
 
 
-def test_siblings_compute_their_prompt_once(stack: Stack) -> None:
-    """One of eight goes ahead; the others find its tokens in the cache, and answer the same."""
-    engine = stack.engine
-    prompt = [3 + i % 90 for i in range(120)]
-    payload: dict[str, object] = {"sampling_params": {"max_new_tokens": 4, "temperature": 0.0}, "return_logprob": True}
-    engine.flush_cache()
-    (alone,) = _answers(stack, payload, [prompt])
-    engine.flush_cache()
-    answers = _answers(stack, payload, [prompt] * 8)
-    assert sorted(answer["meta_info"]["cached_tokens"] for answer in answers) == [0] + [119] * 7
-    for answer in answers:
-        assert answer["output_ids"] == alone["output_ids"]
-        ours, theirs = ([entry[0] for entry in one["meta_info"]["output_token_logprobs"]] for one in (answer, alone))
-        assert np.allclose(ours, theirs, atol=1e-5)
-
-
-def _answers(stack: Stack, payload: dict[str, object], prompts: list[list[int]]) -> list[dict[str, Any]]:
-    body = payload | {"input_ids": prompts}
-    return call("POST", stack.engine.url + "/generate", body, api_key=API_KEY)
-
-
 def test_flushing_waits_for_requests_that_run(stack: Stack) -> None:
     """And ends no server (sglang#33784, miles#1497)."""
     with ThreadPoolExecutor() as pool:
