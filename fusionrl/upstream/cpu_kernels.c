@@ -303,6 +303,25 @@ INLINE void fetch(const void *rows, int64_t step, const int32_t *table, int64_t 
             __builtin_prefetch((const char *)from(rows, table[j + AHEAD] * step, half) + byte);
 }
 
+/* Softmax of n scores, in their place; the log of its sum. */
+INLINE float softmax(float *score, int64_t n) {
+    float largest = score[0], sum = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t j = 0; j < n; j++)
+        largest = score[j] > largest ? score[j] : largest;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < n; j++) {
+        float below = score[j] - largest;
+        score[j] = below < -87.0f ? 0.0f : exp_of(below);
+        sum += score[j];
+    }
+    float share = 1.0f / sum;
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++)
+        score[j] *= share;
+    return largest + logf(sum);
+}
+
 /* The attention of `count` queries of one key head over `length` keys, which are at table[0], table[1], ...; `row` has
  * place for the larger of `size` and `value_size`. */
 INLINE void attend_one(const float *query, const void *keys, const void *values, int64_t key_step, int64_t value_step,
@@ -320,24 +339,9 @@ INLINE void attend_one(const float *query, const void *keys, const void *values,
             scores[g * length + j] = score * scale;
         }
     }
-    for (int64_t g = 0; g < count; g++) {
-        float *score = scores + g * length, largest = score[0], sum = 0.0f;
-        float *to = out + g * value_size;
-#pragma omp simd reduction(max : largest)
-        for (int64_t j = 0; j < length; j++)
-            largest = score[j] > largest ? score[j] : largest;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < length; j++) {
-            float below = score[j] - largest;
-            score[j] = below < -87.0f ? 0.0f : exp_of(below);
-            sum += score[j];
-        }
-        float share = 1.0f / sum;
-#pragma omp simd
-        for (int64_t j = 0; j < length; j++)
-            score[j] *= share;
-        memset(to, 0, (size_t)value_size * sizeof(float));
-    }
+    for (int64_t g = 0; g < count; g++)
+        softmax(scores + g * length, length);
+    memset(out, 0, (size_t)(count * value_size) * sizeof(float));
     for (int64_t j = 0; j < length; j++) {
         fetch(values, value_step, table, j, length, value_size, half);
         const float *value = cached(values, value_step, table[j], row, value_size, half);
@@ -477,7 +481,7 @@ typedef struct {
     int half;
 } rows_of;
 
-/* Numbers of the keys of all sequences: of a few, a second thread is not worth its start. */
+/* Numbers of the queries of all sequences: for a few, a second thread is not worth its start. */
 INLINE int64_t rows_work(const rows_of *of, int64_t num_families) {
     return of->starts[of->families[num_families]] * of->heads * of->size;
 }
@@ -509,27 +513,15 @@ INLINE void read_heads(const void *x, const int64_t *strides, const int32_t *pla
     }
 }
 
-/* Softmax of the first `seen` of `width` scores, in their place, with zeros behind them; the log of its sum. */
+/* Softmax of the first `seen` of `width` products times `scale`, in their place, with zeros behind them; the log of its
+ * sum. */
 INLINE float softmax_of(float *scores, int64_t seen, int64_t width, float scale) {
-    float largest = scores[0] * scale, sum = 0.0f;
-#pragma omp simd reduction(max : largest)
-    for (int64_t j = 0; j < seen; j++) {
-        scores[j] *= scale; /* rounded before it is compared: else the largest may be below itself */
-        largest = scores[j] > largest ? scores[j] : largest;
-    }
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < seen; j++) {
-        float below = scores[j] - largest;
-        scores[j] = below < -87.0f ? 0.0f : exp_of(below);
-        sum += scores[j];
-    }
-    float share = 1.0f / sum;
 #pragma omp simd
     for (int64_t j = 0; j < seen; j++)
-        scores[j] *= share;
+        scores[j] *= scale; /* rounded before they are compared: else the largest may be below itself */
     for (int64_t j = seen; j < width; j++)
         scores[j] = 0.0f;
-    return largest + logf(sum);
+    return softmax(scores, seen);
 }
 
 /* Memory of one thread, in floats: each part begins at a multiple of LANES. */

@@ -273,6 +273,22 @@ def test_an_engine_without_room_for_one_sample() -> None:
     assert str(made.memory.change).startswith("--rollout-num-gpus-per-engine 2")
 
 
+def test_our_attention_is_counted_where_samples_have_a_bound() -> None:
+    """It keeps less than torch's; without a bound of the prompt, or with dropout, torch's may be what computes."""
+    rollout = {"prompt_data": "a.jsonl", "custom_rm_path": "a.b", "num_rollout": 1, "rollout_max_response_len": 100}
+
+    def activations(passed: Any = None, **values: Any) -> float:
+        memory = plan(DENSE, 64, "cpu", passed, **rollout | values).memory
+        assert memory is not None
+        return dict(memory.host_bars[0].parts)["activations"]
+
+    bound = activations(rollout_max_prompt_len=1)  # as many tokens as without the flag
+    assert bound == activations(rollout_max_context_len=101) < activations() / 1.05
+    dropout = PassThrough(transformer={"attention_dropout": 0.1})
+    assert bound < activations(dropout, rollout_max_prompt_len=1) / 1.05
+    assert activations(rollout_max_prompt_len=412) < activations(rollout_max_prompt_len=413) / 1.05  # 512, and 513
+
+
 def test_a_plan_of_hundreds_of_gigabytes_does_not_pass_in_silence_on_a_cpu() -> None:
     """All processes share the node's memory: a 30B model in fp32 takes hundreds of GiB, this machine has 23."""
     made = plan(QWEN3_30B, 23, device="cpu")

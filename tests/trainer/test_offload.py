@@ -92,3 +92,21 @@ def test_with_experts_and_stages(workers, hf, tmp_path):
         before = workers.call("state_hashes")
         assert all(copied > 0 for copied in workers.call("offload"))
         assert workers.call("state_hashes") == before
+
+
+def kept_of_freed(actor) -> tuple[float, float]:
+    """The share of a dropped tensor's memory that the process has: before it offloads, and after."""
+    import torch
+
+    before = resident(actor)
+    size = torch.ones(2**24).nbytes  # dropped at once
+    kept = resident(actor) - before
+    actor.offload(False)
+    return kept / size, (resident(actor) - before) / size
+
+
+@pytest.mark.skipif(detect_device("auto") == "cuda", reason="a GPU's memory is torch's own")
+def test_what_a_step_frees_is_kept_until_the_memory_is_given_away(workers, hf):
+    workers.start(config_of(hf("qwen3", False)[0]))
+    ((kept, after),) = workers.run(kept_of_freed)
+    assert kept > 0.9 and after < 0.5

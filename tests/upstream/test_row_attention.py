@@ -12,7 +12,7 @@ from torch import Tensor
 from fusionrl.upstream import cpu_kernels, row_attention
 
 SCALE = 0.3
-# (query heads, key heads, size of a key, size of a value): the kernel's own sizes, and others
+# (query heads, key heads, size of a key, size of a value): multiples of the width of a vector, and others
 HEADS = [(4, 2, 32, 32), (9, 3, 64, 64), (2, 1, 128, 128), (3, 3, 20, 12), (6, 2, 7, 33)]
 
 
@@ -53,7 +53,8 @@ def _split(wide: Tensor, heads: tuple[int, int, int, int]) -> tuple[Tensor, Tens
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, rows: list[np.ndarray]) -> Tensor:
     """Each sequence by itself; of tokens that several have, the first one's."""
-    out, repeat, known = torch.zeros(*query.shape[:2], value.size(2), dtype=query.dtype), 0, set()
+    out = torch.zeros(*query.shape[:2], value.size(2), dtype=query.dtype)
+    known: set[int] = set()
     repeat = query.size(1) // key.size(1)
     for row in rows:
         q, k, v = query[row], key[row].repeat_interleave(repeat, 1), value[row].repeat_interleave(repeat, 1)
