@@ -133,6 +133,25 @@ void rms_norm(const void *x, int64_t stride, const void *add, void *sum, const v
     }
 }
 
+/* RMSNorm of each head of queries and keys, in their place: both [rows, heads, n], tokens `stride` apart, heads dense. */
+void norm_heads(void *query, int64_t query_stride, int64_t query_heads, const void *query_weight, void *key,
+                int64_t key_stride, int64_t key_heads, const void *key_weight, int64_t rows, int64_t n, float eps,
+                int half, int threads) {
+    int64_t heads = query_heads + key_heads;
+#pragma omp parallel for num_threads(threads) if (rows * heads * n > FEW)
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t head = 0; head < heads; head++) {
+            int is_key = head >= query_heads;
+            void *row = is_key ? into(key, i * key_stride + (head - query_heads) * n, half)
+                               : into(query, i * query_stride + head * n, half);
+            const void *weight = is_key ? key_weight : query_weight;
+            if (half)
+                norm_row(row, 0, 0, weight, row, 0, n, eps, 1);
+            else
+                norm_row(row, 0, 0, weight, row, 0, n, eps, 0);
+        }
+}
+
 /* One row of `rms_norm_backward`; what it adds to the weight's gradient is added to `block`. */
 INLINE void norm_row_backward(const void *x, const void *grad, const void *weight, float factor, void *grad_x,
                               float *block, int64_t n, int half) {
@@ -280,6 +299,39 @@ int rotate(const void *x, int64_t stride, int64_t head_stride, const void *cosin
             else
                 rotate_head(one, c, s, sign, to, size, turned, 0);
         }
+    }
+    return 0;
+}
+
+/* `rotate` of queries and keys at once, [rows, heads, size] each with dense heads; a table has a row of cosines and
+ * sines [turned / 2 each], one after the other, for each of `num_angles` positions.
+ * Returns 0; 2, with nothing written: a token has no row. */
+int rotate_both(const void *query, int64_t query_stride, int64_t query_heads, void *query_out, const void *key,
+                int64_t key_stride, int64_t key_heads, void *key_out, const void *table, int64_t num_angles,
+                const int64_t *positions, int64_t rows, int64_t size, int64_t turned, int half, int threads) {
+    const void *sines = from(table, turned / 2, half);
+    int code = rotate(query, query_stride, size, table, sines, turned, num_angles, positions, 1.0f, query_out, rows,
+                      query_heads, size, turned, half, threads);
+    if (code)
+        return code;
+    return rotate(key, key_stride, size, table, sines, turned, num_angles, positions, 1.0f, key_out, rows, key_heads,
+                  size, turned, half, threads);
+}
+
+/* Write keys [rows, key_size] and values [rows, value_size], tokens `stride` apart, into the slots of a cache.
+ * Returns 0; 2, with nothing written: a slot is beyond the cache. */
+int store_rows(const void *key, int64_t key_stride, const void *value, int64_t value_stride, const int64_t *slots,
+               void *keys, void *values, int64_t num_slots, int64_t rows, int64_t key_size, int64_t value_size,
+               int half, int threads) {
+    for (int64_t i = 0; i < rows; i++)
+        if (slots[i] < 0 || slots[i] >= num_slots)
+            return 2;
+    size_t width = half ? 2 : 4;
+#pragma omp parallel for num_threads(threads) if (rows * (key_size + value_size) > 4 * FEW)
+    for (int64_t i = 0; i < rows; i++) {
+        memcpy(into(keys, slots[i] * key_size, half), from(key, i * key_stride, half), (size_t)key_size * width);
+        memcpy(into(values, slots[i] * value_size, half), from(value, i * value_stride, half),
+               (size_t)value_size * width);
     }
     return 0;
 }

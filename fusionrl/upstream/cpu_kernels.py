@@ -25,6 +25,7 @@ _pointer, _long, _float = c_void_p, c_int64, c_float
 # Of each function: what it returns and takes, before what all of them take: `half` and the number of threads.
 _ARGUMENTS = {
     "rms_norm": (None, [_pointer, _long, *[_pointer] * 5, _long, _long, _float]),
+    "norm_heads": (None, [_pointer, _long, _long, _pointer, _pointer, _long, _long, _pointer, _long, _long, _float]),
     "rms_norm_backward": (c_int, [_pointer, _long, *[_pointer] * 5, _long, _long]),
     "swiglu": (None, [_pointer, _pointer, _long, _long]),
     "swiglu_backward": (None, [*[_pointer] * 3, _long, _long]),
@@ -32,6 +33,11 @@ _ARGUMENTS = {
         c_int,
         [_pointer, _long, _long, *[_pointer] * 2, _long, _long, _pointer, _float, _pointer, *[_long] * 4],
     ),
+    "rotate_both": (
+        c_int,
+        [*[_pointer, _long, _long, _pointer] * 2, _pointer, _long, _pointer, _long, _long, _long],
+    ),
+    "store_rows": (c_int, [_pointer, _long, _pointer, _long, *[_pointer] * 3, *[_long] * 4]),
     "attend_decode": (
         c_int,
         [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float],
@@ -112,6 +118,23 @@ def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     return out, both
 
 
+def norm_heads(query: Tensor, query_weight: Tensor, key: Tensor, key_weight: Tensor, eps: float) -> None:
+    """RMSNorm of each head of queries [T, heads * d] and keys [T, heads * d], in their place; weights [d], dense.
+
+    Tokens may lie apart, as in a tensor of queries, keys and values; each one's numbers are dense.
+    """
+    size, (count, *_) = query_weight.numel(), query.shape
+    assert key.size(0) == count and query.stride(1) == key.stride(1) == 1 and key_weight.numel() == size
+    assert (
+        query.size(1) % size == key.size(1) % size == 0 and query_weight.is_contiguous() and key_weight.is_contiguous()
+    )
+    _library().norm_heads(
+        *(query.data_ptr(), query.stride(0), query.size(1) // size, query_weight.data_ptr()),
+        *(key.data_ptr(), key.stride(0), key.size(1) // size, key_weight.data_ptr(), count, size, eps),
+        *(_is_half(query, key, query_weight, key_weight), torch.get_num_threads()),
+    )
+
+
 def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of `hidden` [..., h], gradient of `weight` [h]) of `rms_norm`, with the factors that it returned."""
     assert grad.shape == hidden.shape and weight.shape == hidden.shape[-1:]
@@ -172,6 +195,43 @@ def rotate(values: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = 
     )
     _check(code, "a token's position is beyond the table of angles")
     return out
+
+
+def rotate_both(query: Tensor, key: Tensor, table: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`rotate` of queries [T, heads * size] and keys [T, heads * size] by rows of `table` [any, r]: r / 2 cosines, then
+    as many sines.
+
+    Raises:
+        IndexError: a token has no row of angles.
+    """
+    query, key = (values if values.stride(1) == 1 else values.contiguous() for values in (query, key))
+    count, turned = query.size(0), table.size(1)
+    assert key.size(0) == positions.numel() == count and positions.dtype is torch.int64
+    assert query.size(1) % size == key.size(1) % size == 0 and turned <= size
+    positions, table = positions.contiguous(), table.contiguous()
+    outs = query.new_empty(query.shape), key.new_empty(key.shape)
+    code = _library().rotate_both(
+        *(query.data_ptr(), query.stride(0), query.size(1) // size, outs[0].data_ptr()),
+        *(key.data_ptr(), key.stride(0), key.size(1) // size, outs[1].data_ptr()),
+        *(table.data_ptr(), table.size(0), positions.data_ptr(), count, size, turned),
+        *(_is_half(query, key, table), torch.get_num_threads()),
+    )
+    _check(code, "a token's position is beyond the table of angles")
+    return outs
+
+
+def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write keys [T, K, D] and values [T, K, V], each token's numbers dense, into `slots` [T] int64 of a dense cache.
+
+    Raises:
+        IndexError: a slot is beyond the cache; nothing is written.
+    """
+    code = _library().store_rows(
+        *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), slots.data_ptr()),
+        *(keys.data_ptr(), values.data_ptr(), keys.size(0), slots.numel(), keys[0].numel(), values[0].numel()),
+        *(_is_half(key, value, keys, values), torch.get_num_threads()),
+    )
+    _check(code, "a slot is beyond the cache")
 
 
 def attend_decode(

@@ -6,6 +6,8 @@ each. What a kernel does not do (other types, other kinds of embeddings) SGLang 
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -28,6 +30,8 @@ def register() -> None:
         _replace(RMSNorm, _norm)
         _replace(SiluAndMul, _gate)
         _replace(RotaryEmbedding, _rotary)
+        _replace_function("sglang.srt.models.utils", "apply_qk_norm", _head_norms, "sglang.srt.models.")
+        _replace_function("sglang.srt.mem_cache.memory_pool", "_set_kv_buffer_impl", _store)
 
 
 def _replace(layer: type, make: Callable[[Path], Path]) -> None:
@@ -37,6 +41,19 @@ def _replace(layer: type, make: Callable[[Path], Path]) -> None:
         path = make(usual)
         path.is_kernel = True  # type: ignore[attr-defined]
         setattr(layer, _PATH, path)
+
+
+def _replace_function(module: str, name: str, make: Callable[[Path], Path], users: str = "") -> None:
+    """Put `make(usual)` in the place of a function, also in modules below `users` that have imported it by its name."""
+    usual: Path = getattr(importlib.import_module(module), name)
+    if getattr(usual, "is_kernel", False):
+        return
+    path = make(usual)
+    path.is_kernel = True  # type: ignore[attr-defined]
+    holders = [holder for key, holder in sys.modules.items() if key == module or (users and key.startswith(users))]
+    for holder in holders:
+        if vars(holder).get(name) is usual:
+            setattr(holder, name, path)
 
 
 def _fit(*tensors: Tensor) -> bool:
@@ -114,13 +131,67 @@ def _rotary(usual: Path) -> Path:
         is_plain = self.is_neox_style and positions.dtype is torch.int64 and not hasattr(self, "sin_cos_cache")
         if is_other or not is_plain or not _fit(query, key, angles):
             return usual(self, positions, query, key, offsets, *args, **kwargs)
-        positions = positions.flatten()
-        cos, sin = angles.chunk(2, -1)
-
-        def turned(values: Tensor) -> Tensor:
-            heads = values.view(positions.numel(), -1, self.head_size)
-            return cpu_kernels.rotate(heads, cos, sin, positions).view(values.shape)
-
-        return turned(query), turned(key)
+        shapes = query.shape, key.shape
+        query, key = (values.flatten(1) for values in (query, key))
+        turned = cpu_kernels.rotate_both(query, key, angles, positions.flatten(), self.head_size)
+        return tuple(values.view(shape) for values, shape in zip(turned, shapes, strict=True))
 
     return forward_native
+
+
+def _head_norms(usual: Path) -> Path:
+    """`apply_qk_norm`: by the kernel where that computes the same, else `usual`."""
+
+    def apply_qk_norm(
+        q: Tensor,
+        k: Tensor,
+        q_norm: torch.nn.Module,
+        k_norm: torch.nn.Module,
+        head_dim: int,
+        alt_stream: object = None,
+        allow_inplace: bool = True,
+    ) -> object:
+        """RMSNorm of each head of q [T, heads * head_dim] and k; in their place, as SGLang's kernels for GPUs do it."""
+        if not allow_inplace or not _are_heads(q, k, q_norm, k_norm, head_dim):
+            return usual(q, k, q_norm, k_norm, head_dim, alt_stream, allow_inplace)
+        cpu_kernels.norm_heads(q, q_norm.weight, k, k_norm.weight, q_norm.variance_epsilon)
+        return q, k
+
+    return apply_qk_norm
+
+
+def _are_heads(q: Tensor, k: Tensor, q_norm: torch.nn.Module, k_norm: torch.nn.Module, size: int) -> bool:
+    """Return whether `cpu_kernels.norm_heads` norms these as SGLang's RMSNorm does."""
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    if type(q_norm) is not RMSNorm or type(k_norm) is not RMSNorm or q_norm.variance_epsilon != k_norm.variance_epsilon:
+        return False
+    is_flat = q.dim() == k.dim() == 2 and q.stride(1) == k.stride(1) == 1 and q.size(1) % size == k.size(1) % size == 0
+    weights = q_norm.weight, k_norm.weight
+    if not is_flat or not all(weight.is_contiguous() for weight in weights) or not _fit(q, k, *weights):
+        return False
+    return _is_plain(q_norm, q[:, :size]) and _is_plain(k_norm, k[:, :size])
+
+
+def _store(usual: Path) -> Path:
+    """`_set_kv_buffer_impl` of SGLang's cache: by the kernel where that writes the same, else `usual`."""
+
+    def _set_kv_buffer_impl(
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, *args: object, **kwargs: object
+    ) -> object:
+        """Write k [T, heads, size] and v into the slots `indices` [T] of the cache."""
+        if not _are_rows(k, v, k_cache, v_cache, indices):
+            return usual(k, v, k_cache, v_cache, indices, *args, **kwargs)
+        return cpu_kernels.store_rows(k, v, k_cache, v_cache, indices)
+
+    return _set_kv_buffer_impl
+
+
+def _are_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor) -> bool:
+    """Return whether `cpu_kernels.store_rows` can take these tensors."""
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        is_dense = rows.dim() == cache.dim() == 3 and rows.stride()[1:] == (rows.size(2), 1) and cache.is_contiguous()
+        if not is_dense or rows.shape[1:] != cache.shape[1:] or rows.size(0) != indices.numel():
+            return False
+    is_list = indices.dtype is torch.int64 and indices.dim() == 1 and indices.is_contiguous()
+    return is_list and k_cache.size(0) == v_cache.size(0) and _fit(k, v, k_cache, v_cache)
