@@ -21,6 +21,7 @@ from fusionrl.data.sample import REWARD_LOST, Sample
 from fusionrl.observe.courses import part
 from fusionrl.rewards.calls import is_async, reward_name, reward_path, rm_type_of, takes_a_list
 from fusionrl.rewards.here import score_here
+from fusionrl.rewards.mailbox import result_of
 from fusionrl.rewards.model import model_score
 from fusionrl.rewards.pool import Lost, RewardPool, RewardRaised
 from fusionrl.rewards.registry import MODEL, asks_model
@@ -164,7 +165,7 @@ async def _score(
         if settings.in_process:
             args = _args_for(path, settings)
             return await score_here(settings.grading, args, samples, call=call, kwargs=kwargs, is_async=asynchronous)
-        return await asyncio.wrap_future(_submit(settings, samples, call, path, kwargs, asynchronous))
+        return await result_of(_submit(settings, samples, call, path, kwargs, asynchronous))
     except RewardRaised as error:
         blamed = [samples[position] for position in error.positions] or list(samples)
         error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full

@@ -49,6 +49,7 @@ LATE_BEAT_S = 0.3
 MAX_LOOPS = 4
 FEW = 32  # samples that are scored again at once when one of many broke a process and left no trace
 IDLE_S = 10.0
+_MOST_PARTS = 64  # of one message to the system
 
 
 @dataclass
@@ -108,7 +109,8 @@ class _Process:
         self._state = mmap.mmap(self._memory, STATE.size)
         self._beats, self.beat_at = 0, time.monotonic()
         self.is_ready = False  # starting takes a while, and is not the sample's fault
-        self._out: deque[memoryview] = deque()
+        self._out: deque[bytes | memoryview] = deque()
+        self._events = selectors.EVENT_READ
         self._in = bytearray()
         self._selector = selector
         self.connection, theirs = socket.socketpair()
@@ -126,34 +128,40 @@ class _Process:
         # Not by its environment, which every process of this user can read.
         with suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(json.dumps(secrets_of_hooks()).encode())
-        selector.register(self.connection, selectors.EVENT_READ, self)
+        selector.register(self.connection, self._events, self)
 
-    def give(self, job: _Job) -> None:
-        """Hand it a job; sent when it reads."""
-        key, grading = job.head
-        if key != self.grading_key:
-            self._out.append(memoryview(frame(("grading", key, grading))))
-            self.grading_key = key
-        self._out.append(memoryview(frame(("job", job.number, key, job.call, job.kwargs, job.payload))))
-        if not self.jobs:
-            self.since = time.monotonic()
-        self.jobs[job.number] = job
+    def give(self, jobs: Sequence[_Job]) -> None:
+        """Hand it jobs; sent when it reads."""
+        for job in jobs:
+            key, grading = job.head
+            if key != self.grading_key:
+                self._out.append(frame(("grading", key, grading)))
+                self.grading_key = key
+            self._out.append(frame(("job", job.number, key, job.call, job.kwargs, job.payload)))
+            if not self.jobs:
+                self.since = time.monotonic()
+            self.jobs[job.number] = job
         self.flush()
 
     def flush(self) -> None:
         """Send what it takes now; the rest when it reads again."""
         try:
             while self._out:
-                sent = self.connection.send(self._out[0])
-                self._out[0] = self._out[0][sent:]
-                if not self._out[0]:
-                    self._out.popleft()
+                parts = list(itertools.islice(self._out, _MOST_PARTS))
+                sent = self.connection.sendmsg(parts)
+                while sent:
+                    part = self._out.popleft()
+                    if sent < len(part):
+                        self._out.appendleft(memoryview(part)[sent:])
+                    sent -= min(sent, len(part))
         except BlockingIOError:
             pass
         except OSError:
             self._out.clear()  # it is gone; reading will tell
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        self._selector.modify(self.connection, events, self)
+        if events != self._events:
+            self._events = events
+            self._selector.modify(self.connection, events, self)
 
     def read(self) -> tuple[list[tuple[Any, ...]], bool]:
         """(answers that have come, whether the process is gone)."""
@@ -389,10 +397,8 @@ class RewardPool:
         chunk = max(1, min(CHUNK, len(self._waiting) // (2 * self.num_processes)))
         for process in quick:
             while self._waiting and not process.jobs:
-                for _ in range(min(chunk, len(self._waiting))):
-                    job = self._waiting.popleft()
-                    if not job.future.done():
-                        process.give(job)
+                taken = [self._waiting.popleft() for _ in range(min(chunk, len(self._waiting)))]
+                process.give([job for job in taken if not job.future.done()])
 
     def _run_async(self, now: float) -> None:
         for process in list(self._loops):
@@ -415,16 +421,17 @@ class RewardPool:
             free = self._loops[-1:]
         if not free:
             return
-        process = free[0]
+        process, taken = free[0], list[_Job]()
         while self._waiting_async:
-            job = self._waiting_async[0]
-            companies = [one.company for one in (job, *process.jobs.values()) if one.company is not None]
-            if len(process.jobs) >= min(companies, default=len(process.jobs) + 1):
-                return
+            job, others = self._waiting_async[0], [*process.jobs.values(), *taken]
+            companies = [one.company for one in (job, *others) if one.company is not None]
+            if len(others) >= min(companies, default=len(others) + 1):
+                break
             self._waiting_async.popleft()
             if not job.future.done():
                 job.since = now if process.is_ready else 0.0
-                process.give(job)
+                taken.append(job)
+        process.give(taken)
 
     def _blocked(self, process: _Process, blocked_s: float) -> None:
         """Its loop stands still: the job that runs is to blame, the others go on elsewhere; the limit still holds."""
