@@ -45,6 +45,7 @@ def create(runner: ModelRunner) -> TorchNativeAttnBackend:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+    from fusionrl.upstream import straight_decode
     from fusionrl.upstream.cpu_attention_backend import BatchedAttentionBackend
 
     reason = None
@@ -58,4 +59,6 @@ def create(runner: ModelRunner) -> TorchNativeAttnBackend:
         logger.info("Attention backend: torch_native (%s)", reason)
         return TorchNativeAttnBackend(runner)
     logger.info("Attention backend: %s, whole batches at once", BACKEND)
-    return BatchedAttentionBackend(runner)
+    backend = BatchedAttentionBackend(runner)
+    straight_decode.install(runner, backend)
+    return backend

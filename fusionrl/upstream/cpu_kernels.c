@@ -479,6 +479,37 @@ int attend_decode(const void *query, int64_t query_stride, const void *keys, con
     return 0;
 }
 
+/* The attention of a decode step from what its projection gave: norm of heads, rotation, the new keys and values into the
+ * cache, attention. Arguments are those of the functions above, of one size of heads; besides:
+ *
+ * qkv                    [requests, (heads + 2 groups) * size], dense; its queries and keys are normed in their place
+ * query_weight           and key_weight: of the norms; NULL: none
+ * place                  [requests * (heads + groups) * size]: the turned queries, then the turned keys
+ * Returns 0; 1: no memory; 2: a position, a slot, a row or a length is beyond its table. */
+int attend_new(void *qkv, const void *query_weight, const void *key_weight, float eps, const void *angles,
+               int64_t num_angles, int64_t turned, const int64_t *positions, void *place, const int64_t *slots,
+               void *keys, void *values, const int32_t *table, int64_t table_stride, int64_t num_rows,
+               int64_t num_columns, const int64_t *rows, const int64_t *lengths, void *out, int64_t num_slots,
+               int64_t requests, int64_t heads, int64_t groups, int64_t size, int64_t window, float scale, int half,
+               int threads) {
+    int64_t stride = (heads + 2 * groups) * size;
+    void *key = into(qkv, heads * size, half), *new_key = into(place, requests * heads * size, half);
+    const void *value = from(qkv, (heads + groups) * size, half);
+    if (query_weight)
+        norm_heads(qkv, stride, heads, query_weight, key, stride, groups, key_weight, requests, size, eps, half,
+                   threads);
+    int code = rotate_both(qkv, stride, heads, place, key, stride, groups, new_key, angles, num_angles, positions,
+                           requests, size, turned, half, threads);
+    if (!code)
+        code = store_rows(new_key, groups * size, value, stride, slots, keys, values, num_slots, requests,
+                          groups * size, groups * size, half, threads);
+    if (!code)
+        code = attend_decode(place, heads * size, keys, values, table, table_stride, num_rows, num_columns, rows,
+                             lengths, out, num_slots, requests, heads, groups, size, size, window, scale, half,
+                             threads);
+    return code;
+}
+
 /* Attention of a training step: short sequences, all of whose tokens ask, with the backward pass.
  *
  * The tokens of all sequences stand in one packed row, which has a shared prompt once. Products are made for QUERIES

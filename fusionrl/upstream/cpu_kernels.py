@@ -42,6 +42,11 @@ _ARGUMENTS = {
         c_int,
         [_pointer, _long, *[_pointer] * 3, *[_long] * 3, *[_pointer] * 3, *[_long] * 7, _float],
     ),
+    "attend_new": (
+        c_int,
+        [*[_pointer] * 3, _float, _pointer, _long, _long, *[_pointer] * 6, *[_long] * 3]
+        + [*[_pointer] * 3, *[_long] * 6, _float],
+    ),
     "attend_rows": (c_int, [*[_pointer] * 8, _long, _long, _pointer, _pointer, *[_long] * 4, _float]),
     "attend_rows_backward": (c_int, [*[_pointer] * 9, _long, _long, *[_pointer] * 4, *[_long] * 4, _float]),
 }
@@ -281,6 +286,53 @@ def attend_decode(
         torch.get_num_threads(),
     )
     _check(code, "a row or a length is beyond the table, or a slot beyond the cache")
+    return out
+
+
+def attend_new(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    angles: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """The attention of a decode step: `norm_heads`, `rotate_both`, `store_rows` and `attend_decode` in one call.
+
+    Args:
+        qkv: [B, (H + 2 K) * D] queries, keys and values of the new tokens, dense; its numbers are of no use afterwards
+        norms: weights [D] of the norms of queries and keys, dense; None: there are none
+        angles, positions: as `table` and `positions` of `rotate_both`, dense
+        slots: [B] int64 where the cache takes the new keys and values, dense
+        keys, values, table, rows, lengths, scale, window: as of `attend_decode`, heads of keys and values of one size D
+
+    Returns:
+        [B, H * D]
+
+    Raises:
+        IndexError: a position, a slot, a row or a length is beyond its table.
+    """
+    (count, width), (num_slots, groups, size) = qkv.shape, keys.shape
+    heads = width // size - 2 * groups
+    assert values.shape == keys.shape and width % size == 0 and heads % groups == 0 and qkv.is_contiguous()
+    place = qkv.new_empty(count * (heads + groups) * size)
+    out = qkv.new_empty(count, heads * size)
+    weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+    code = _library().attend_new(
+        *(qkv.data_ptr(), *weights, eps, angles.data_ptr(), *angles.shape, positions.data_ptr(), place.data_ptr()),
+        *(slots.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *table.shape),
+        *(rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), num_slots, count, heads, groups, size),
+        *(-1 if window is None else window, scale, _is_half(qkv, angles, keys, values), torch.get_num_threads()),
+    )
+    _check(code, "a position, a slot, a row or a length is beyond its table")
     return out
 
 

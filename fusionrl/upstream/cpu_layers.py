@@ -182,7 +182,8 @@ def _store(usual: Path) -> Path:
         """Write k [T, heads, size] and v into the slots `indices` [T] of the cache."""
         if not _are_rows(k, v, k_cache, v_cache, indices):
             return usual(k, v, k_cache, v_cache, indices, *args, **kwargs)
-        return cpu_kernels.store_rows(k, v, k_cache, v_cache, indices)
+        cpu_kernels.store_rows(k, v, k_cache, v_cache, indices)
+        return None
 
     return _set_kv_buffer_impl
 
