@@ -87,7 +87,8 @@ class _Line:
         if not cpu_kernels.loaded():
             raise _NotPlain("there are no kernels")
         whole = getattr(runner, "model", None)
-        self.model: Any = getattr(whole, "model", None)
+        self.model: Any
+        self.model = getattr(whole, "model", None)
         if whole is None or _class_of(self.model) not in _MODELS:
             raise _NotPlain(f"the model is a {_class_of(self.model if self.model is not None else whole)}")
         given = [name for name in _OFF if getattr(runner.server_args, name, None)]

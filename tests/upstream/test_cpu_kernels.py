@@ -180,6 +180,60 @@ def test_what_is_beyond_the_table_or_the_cache_is_refused(slot: int, row: int, l
         )
 
 
+@pytest.mark.parametrize("sizes", [(4, 2, 32, 32), (9, 3, 64, 32), (3, 1, 24, 24)], ids=str)
+@pytest.mark.parametrize("has_norms", [False, True])
+@TYPES
+def test_the_attention_of_new_tokens_in_one_call(
+    threads: int, sizes: tuple[int, int, int, int], has_norms: bool, dtype: torch.dtype
+) -> None:
+    """Norms of heads, rotation, writing and attention in one call, or each by the kernel that other tests look at."""
+    heads, groups, size, turned = sizes
+    count, num_slots = 300, 900
+    queries, keys = heads * size, groups * size
+    qkv = torch.randn(count, queries + 2 * keys, dtype=dtype)
+    weights = torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
+    angles, positions = torch.randn(50, turned, dtype=dtype), torch.randint(0, 50, (count,))
+    caches = [torch.randn(num_slots, groups, size, dtype=dtype) for _ in range(2)]
+    slots, rows = torch.randperm(num_slots)[:count], torch.randperm(count)
+    table, lengths = torch.randint(0, num_slots, (count, 20), dtype=torch.int32), torch.randint(1, 21, (count,))
+    table[rows, lengths - 1] = slots.int()  # the new token is the last one of its request
+
+    query, key, value = (part.contiguous() for part in qkv.split([queries, keys, keys], -1))
+    if has_norms:
+        query, key = (
+            cpu_kernels.rms_norm(part.view(count, -1, size), weight, 1e-6)[0].view(part.shape)
+            for part, weight in zip((query, key), weights, strict=True)
+        )
+    cos, sin = angles.chunk(2, -1)
+    query, key = (cpu_kernels.rotate(part.view(count, -1, size), cos, sin, positions) for part in (query, key))
+    expected = [cache.clone() for cache in caches]
+    expected[0][slots], expected[1][slots] = key, value.view(count, groups, size)
+    attended = cpu_kernels.attend_decode(query, *expected, table, rows, lengths, scale=0.2, window=6)
+
+    norms, now = weights if has_norms else None, (table, rows, lengths)
+    out = cpu_kernels.attend_new(qkv.clone(), norms, 1e-6, angles, positions, slots, *caches, *now, scale=0.2, window=6)
+    assert torch.equal(out, attended.view(count, -1)) and all(map(torch.equal, caches, expected))
+
+    parts = qkv.clone().split([queries, keys, keys], -1)
+    if has_norms:
+        cpu_kernels.norm_heads(parts[0], weights[0], parts[1], weights[1], 1e-6)
+    turned_both = cpu_kernels.rotate_both(parts[0], parts[1], angles, positions, size)
+    assert torch.equal(turned_both[0], query.view(count, -1)) and torch.equal(turned_both[1], key.view(count, -1))
+    stored = [torch.zeros_like(cache) for cache in caches]
+    cpu_kernels.store_rows(turned_both[1].view(key.shape), parts[2].view(key.shape), *stored, slots)
+    assert torch.equal(stored[0][slots], key) and torch.equal(stored[1][slots], value.view(key.shape))
+    assert sum(cache.any(-1).any(-1).sum().item() for cache in stored) == 2 * count, "nothing else is written"
+
+    for name, wrong in (("positions", 50), ("slots", num_slots), ("rows", count), ("lengths", 21)):
+        beyond = {"positions": positions, "slots": slots, "rows": rows, "lengths": lengths}
+        beyond[name] = beyond[name].index_fill(0, torch.tensor([7]), wrong)
+        own = beyond["positions"], beyond["slots"]
+        with pytest.raises(IndexError, match="beyond"):
+            cpu_kernels.attend_new(
+                qkv.clone(), norms, 1e-6, angles, *own, *caches, table, beyond["rows"], beyond["lengths"], scale=0.2
+            )
+
+
 def test_a_key_without_a_share_adds_nothing() -> None:
     """Of a score 100 below the largest: however large its value is."""
     query, values = torch.full((1, 1, 1), 10.0), torch.tensor([1.0, 3e38]).view(2, 1, 1)
