@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -26,10 +25,12 @@ class _Mailbox:
     def put(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[object], future: Future[object]) -> None:
         """From any thread: a future has ended."""
         self._ended.append((waiter, future))
-        if not self._is_told:  # else the loop has this one still before it: it looks after the sign is taken away
+        if not self._is_told:  # else the loop is still to deliver: it takes the sign away before it looks
             self._is_told = True
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            try:
                 loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed, and nobody waits: what is kept here would keep the loop
+                self._ended.clear()
 
     def _deliver(self) -> None:
         self._is_told = False
@@ -39,10 +40,12 @@ class _Mailbox:
                 continue
             if future.cancelled():
                 waiter.cancel()
-            elif (error := future.exception()) is not None:
-                waiter.set_exception(error)
-            else:
+            elif (error := future.exception()) is None:
                 waiter.set_result(future.result())
+            elif isinstance(error, StopIteration):  # no future takes it, as it would end who awaits it
+                waiter.set_exception(RuntimeError(f"StopIteration: {error}"))
+            else:
+                waiter.set_exception(error)
 
 
 _mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = WeakKeyDictionary()

@@ -485,7 +485,8 @@ int attend_decode(const void *query, int64_t query_stride, const void *keys, con
  * qkv                    [requests, (heads + 2 groups) * size], dense; its queries and keys are normed in their place
  * query_weight           and key_weight: of the norms; NULL: none
  * place                  [requests * (heads + groups) * size]: the turned queries, then the turned keys
- * Returns 0; 1: no memory; 2: a position, a slot, a row or a length is beyond its table. */
+ * Returns 0; 1: no memory; 2: a position, a slot, a row or a length is beyond its table. Where it is a row or a length, the
+ * keys and values have been written. */
 int attend_new(void *qkv, const void *query_weight, const void *key_weight, float eps, const void *angles,
                int64_t num_angles, int64_t turned, const int64_t *positions, void *place, const int64_t *slots,
                void *keys, void *values, const int32_t *table, int64_t table_stride, int64_t num_rows,

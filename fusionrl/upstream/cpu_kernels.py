@@ -322,7 +322,13 @@ def attend_new(
     """
     (count, width), (num_slots, groups, size) = qkv.shape, keys.shape
     heads = width // size - 2 * groups
-    assert values.shape == keys.shape and width % size == 0 and heads % groups == 0 and qkv.is_contiguous()
+    assert values.shape == keys.shape and width % size == 0 and heads % groups == 0
+    assert angles.size(1) % 2 == 0 and angles.size(1) <= size and table.dtype is torch.int32
+    for numbers in (positions, slots, rows, lengths):
+        assert numbers.dtype is torch.int64 and numbers.numel() == count and numbers.is_contiguous()
+    for dense in (qkv, angles, keys, values, *(norms or ())):
+        assert dense.is_contiguous()
+    assert norms is None or norms[0].numel() == norms[1].numel() == size
     place = qkv.new_empty(count * (heads + groups) * size)
     out = qkv.new_empty(count, heads * size)
     weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
@@ -330,7 +336,12 @@ def attend_new(
         *(qkv.data_ptr(), *weights, eps, angles.data_ptr(), *angles.shape, positions.data_ptr(), place.data_ptr()),
         *(slots.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0), *table.shape),
         *(rows.data_ptr(), lengths.data_ptr(), out.data_ptr(), num_slots, count, heads, groups, size),
-        *(-1 if window is None else window, scale, _is_half(qkv, angles, keys, values), torch.get_num_threads()),
+        *(
+            -1 if window is None else window,
+            scale,
+            _is_half(qkv, angles, keys, values, *(norms or ())),
+            torch.get_num_threads(),
+        ),
     )
     _check(code, "a position, a slot, a row or a length is beyond its table")
     return out

@@ -166,7 +166,12 @@ def _are_heads(q: Tensor, k: Tensor, q_norm: torch.nn.Module, k_norm: torch.nn.M
 
     if type(q_norm) is not RMSNorm or type(k_norm) is not RMSNorm or q_norm.variance_epsilon != k_norm.variance_epsilon:
         return False
-    is_flat = q.dim() == k.dim() == 2 and q.stride(1) == k.stride(1) == 1 and q.size(1) % size == k.size(1) % size == 0
+    is_flat = (
+        q.dim() == k.dim() == 2
+        and q.size(0) == k.size(0)
+        and q.stride(1) == k.stride(1) == 1
+        and q.size(1) % size == k.size(1) % size == 0
+    )
     weights = q_norm.weight, k_norm.weight
     if not is_flat or not all(weight.is_contiguous() for weight in weights) or not _fit(q, k, *weights):
         return False
@@ -179,7 +184,11 @@ def _store(usual: Path) -> Path:
     def _set_kv_buffer_impl(
         k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, *args: object, **kwargs: object
     ) -> object:
-        """Write k [T, heads, size] and v into the slots `indices` [T] of the cache."""
+        """Write k [T, heads, size] and v into the slots `indices` [T] of the cache.
+
+        Raises:
+            IndexError: a slot is beyond the cache, or negative, which torch would count from the end.
+        """
         if not _are_rows(k, v, k_cache, v_cache, indices):
             return usual(k, v, k_cache, v_cache, indices, *args, **kwargs)
         cpu_kernels.store_rows(k, v, k_cache, v_cache, indices)

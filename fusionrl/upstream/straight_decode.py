@@ -5,7 +5,8 @@ kernels of other devices. On a CPU that takes as long as the arithmetic of a sma
 of the plain kinds here is decided about once, when its engine starts. The kernels are those of `cpu_layers.py` and
 `cpu_attention_backend.py` in the same order, so results are the same bit by bit.
 
-What is no decode step of such a model SGLang computes as before: prompts, drafts, and models of other classes.
+What is no decode step of such a model SGLang computes as before: prompts, drafts, and models of other classes. Hooks
+that somebody puts on the layers after the start see no decode steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fusionrl.upstream import cpu_kernels
+from fusionrl.upstream.cpu_attention import BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -27,14 +29,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SOURCE = "sglang.srt.models."
 _MODELS = {
-    "sglang.srt.models.llama.LlamaModel": ("LlamaDecoderLayer", "LlamaAttention", "LlamaMLP"),
-    "sglang.srt.models.qwen2.Qwen2Model": ("Qwen2DecoderLayer", "Qwen2Attention", "Qwen2MLP"),
-    "sglang.srt.models.qwen3.Qwen3Model": ("Qwen3DecoderLayer", "Qwen3Attention", "Qwen2MLP"),
+    "llama.LlamaModel": ("llama.LlamaDecoderLayer", "llama.LlamaAttention", "llama.LlamaMLP"),
+    "qwen2.Qwen2Model": ("qwen2.Qwen2DecoderLayer", "qwen2.Qwen2Attention", "qwen2.Qwen2MLP"),
+    "qwen3.Qwen3Model": ("qwen3.Qwen3DecoderLayer", "qwen3.Qwen3Attention", "qwen2.Qwen2MLP"),
 }
 """Classes of SGLang's models → those of their layers, attention and MLP. Subclasses compute something else."""
-_OFF = ("enable_lora", "speculative_algorithm", "rl_on_policy_target", "debug_tensor_dump_output_folder")
-"""Arguments of a server that change what the layers do."""
+_OFF = (
+    *("enable_lora", "speculative_algorithm", "rl_on_policy_target", "enable_torch_compile"),
+    *("debug_tensor_dump_output_folder", "forward_hooks"),
+)
+"""Arguments of a server that change what the layers do, or watch them."""
 
 Parameters = dict[str, Any]
 
@@ -89,8 +95,10 @@ class _Line:
         whole = getattr(runner, "model", None)
         self.model: Any
         self.model = getattr(whole, "model", None)
-        if whole is None or _class_of(self.model) not in _MODELS:
+        if whole is None or _name_of(self.model) not in _MODELS:
             raise _NotPlain(f"the model is a {_class_of(self.model if self.model is not None else whole)}")
+        if getattr(runner, "decode_attention_backend_str", BACKEND) != BACKEND:
+            raise _NotPlain(f"its attention is by {runner.decode_attention_backend_str}")
         given = [name for name in _OFF if getattr(runner.server_args, name, None)]
         sizes = [getattr(runner.server_args, name, 1) for name in ("tp_size", "pp_size", "dp_size")]
         if given or sizes != [1, 1, 1]:
@@ -99,6 +107,7 @@ class _Line:
             raise _NotPlain("somebody watches its layers")
         self._usual = self.model.forward
         self._backend = backend
+        self._plain_pool: object = None  # that was looked through
         self._layers = [_layer_of(layer, self.model) for layer in self.model.layers]
         self._norm, self._eps = _norm_of(self.model.norm)
 
@@ -153,8 +162,12 @@ class _Line:
         pool, table = self._backend.token_to_kv_pool, self._backend.req_to_token_pool.req_to_token
         numbers = positions, batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc
         count = positions.numel()
-        if table.dtype is not torch.int32 or self.model.layers_to_capture or not _is_plain_pool(pool) or not count:
+        if table.dtype is not torch.int32 or self.model.layers_to_capture or not count:
             return False
+        if pool is not self._plain_pool:
+            if not _is_plain_pool(pool):
+                return False
+            self._plain_pool = pool
         for tensor in numbers:
             if tensor.dtype is not torch.int64 or tensor.dim() != 1 or tensor.numel() != count:
                 return False
@@ -169,16 +182,17 @@ def _is_plain_pool(pool: Any) -> bool:
     if _class_of(pool) != "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool" or pool.store_dtype != pool.dtype:
         return False
     is_other = getattr(pool, "is_quantized_kv_cache", False) or getattr(pool, "use_hnd", False)
-    keys, values = pool.k_buffer[0], pool.v_buffer[0]
-    is_dense = keys.dim() == 3 and keys.shape == values.shape and keys.is_contiguous() and values.is_contiguous()
-    return not is_other and is_dense and pool.start_layer == 0 and getattr(pool, "layer_transfer_counter", None) is None
+    for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
+        if keys.dim() != 3 or keys.shape != values.shape or not (keys.is_contiguous() and values.is_contiguous()):
+            return False
+    return not is_other and pool.start_layer == 0 and getattr(pool, "layer_transfer_counter", None) is None
 
 
 def _layer_of(layer: Any, model: Any) -> _Layer:
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
-    found = tuple(type(part).__name__ for part in (layer, attention, mlp))
-    if found != _MODELS[_class_of(model)]:
+    found = tuple(map(_name_of, (layer, attention, mlp)))
+    if found != _MODELS[_name_of(model)]:
         raise _NotPlain(f"a layer is of {', '.join(found)}")
     if _class_of(mlp.act_fn) != "sglang.srt.layers.activation.SiluAndMul":
         raise _NotPlain(f"the activation is {_class_of(mlp.act_fn)}")
@@ -239,7 +253,9 @@ def _norm_of(module: Any) -> tuple[Parameters, float]:
 def _check_rope(rope: Any, size: int) -> None:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-    is_usual = isinstance(rope, RotaryEmbedding) and type(rope).forward_native is RotaryEmbedding.forward_native
+    kind = type(rope)
+    is_usual = isinstance(rope, RotaryEmbedding) and kind.forward_native is RotaryEmbedding.forward_native
+    is_usual = is_usual and kind.forward is RotaryEmbedding.forward
     if not is_usual or not rope.is_neox_style or hasattr(rope, "sin_cos_cache") or rope.head_size != size:
         raise _NotPlain(f"rotary embeddings are by {_class_of(rope)}")
     if not rope.cos_sin_cache.is_contiguous():
@@ -248,3 +264,8 @@ def _check_rope(rope: Any, size: int) -> None:
 
 def _class_of(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _name_of(value: object) -> str:
+    """The class of a part of a model, by its name below SGLang's models."""
+    return _class_of(value).removeprefix(_SOURCE)

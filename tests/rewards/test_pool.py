@@ -202,6 +202,25 @@ def test_callers_that_give_up_stop_nobody_else(pool: RewardPool, hooks: str) -> 
     assert [future.result(30) for future in futures[1::2]] == [float(i) for i in range(1, 100, 2)]
 
 
+@pytest.mark.parametrize("name", ["plain", "waits"])
+def test_samples_that_no_connection_takes_at_once_arrive_whole(pool: RewardPool, hooks: str, name: str) -> None:
+    """A process is given megabytes at once, and a socket holds less."""
+    path = f"{hooks}:{name}"
+    args, lengths = grading(path), [1 + 40_000 * (index % 9) for index in range(150)]
+    futures = [
+        pool.submit(
+            args,
+            [Sample(index=index, response="x" * length)],
+            call="sample",
+            kwargs={},
+            limit_s=30.0,
+            is_async=is_async(path),
+        )
+        for index, length in enumerate(lengths)
+    ]
+    assert [future.result(60) for future in futures] == lengths
+
+
 def test_a_group_is_one_call(pool: RewardPool, hooks: str) -> None:
     args = grading(f"{hooks}:group")
     group = [Sample(index=i) for i in range(4)]

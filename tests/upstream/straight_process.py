@@ -2,8 +2,9 @@
 
     echo '[["FOLDER", "float32", {"page_size": 16}]]' | python -m tests.upstream.straight_process
 
-Prints one JSON object a model: whether the straight line is installed, what was logged, how many passes it computed,
-and how many of the compared logits differ. Each model is in a fork of this process, which has imported SGLang.
+Prints one JSON object a model: whether the straight line is installed, what was logged, how often its attention was
+called, how many of the compared logits differ, which other passes it takes, and what is said of a model with a hook.
+Each model is in a fork of this process, which has imported SGLang.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from array import array
 from typing import Any
 
-from fusionrl.upstream import cpu_attention, cpu_devices, cpu_layers, cpu_sglang, straight_decode
+from fusionrl.upstream import cpu_attention, cpu_devices, cpu_kernels, cpu_layers, cpu_sglang, straight_decode
 
 PROMPTS = [[5, 9, 17, 3], [7, 2], [1, 4, 8, 30, 12, 6, 19], [11]]
 STEPS = 3
@@ -30,7 +31,8 @@ def _runner(folder: str, dtype: str, values: dict[str, Any]) -> Any:
         model_path=folder,
         device="cpu",
         dtype=dtype,
-        attention_backend=cpu_attention.BACKEND,
+        prefill_attention_backend=cpu_attention.BACKEND,
+        decode_attention_backend=values.pop("decode_attention_backend", cpu_attention.BACKEND),
         sampling_backend="pytorch",
         max_total_tokens=512,
         max_running_requests=8,
@@ -77,31 +79,74 @@ def compare(folder: str, dtype: str, values: dict[str, Any]) -> dict[str, Any]:
     runner = _runner(folder, dtype, values)
     model = runner.model.model
     line = vars(model).get("forward")
-    found = {"installed": line is not None, "told": told, "passes": 0, "compared": 0, "unequal": 0}
+    found = {"installed": line is not None, "told": list(told), "num_attended": 0, "unequal": 0}
     if line is None:
         return found
+    attend_new = cpu_kernels.attend_new
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found["num_attended"] += 1
+        return attend_new(*args, **kwargs)
+
+    cpu_kernels.attend_new = counted
     straight = line.__self__
     with torch.no_grad():
         tokens, _, batch = one_batch.extend(_requests(), runner)
+        found["num_of_prompts"] = found["num_attended"]
         for step in range(STEPS):
             batch.input_ids = tokens.to(torch.int64)
             batch.prepare_for_decode()
             inputs = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
             usual, straight._usual = straight._usual, _refuse
             by_line = runner.forward(inputs).logits_output.next_token_logits.clone()
-            straight._usual = usual
-            found["passes"] += 1
-            model.forward = usual
+            straight._usual, model.forward = usual, usual
             output = runner.forward(inputs).logits_output
             model.forward = line
-            found["compared"] += 1
             found["unequal"] += not torch.equal(by_line, output.next_token_logits)
             tokens = runner.sample(output, inputs)
             if step == 0:  # a push may put other tensors into the modules
                 for layer in model.layers:
                     changed = layer.mlp.down_proj.weight * 1.5
                     layer.mlp.down_proj.weight = torch.nn.Parameter(changed, requires_grad=False)
+        found["also_takes"] = _other_passes(straight, inputs)
+    model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    told.clear()
+    found["with_a_hook"] = [straight_decode.install(runner, straight._backend), *told]
     return found
+
+
+def _other_passes(straight: Any, inputs: Any) -> list[str]:
+    """Passes that the line takes, of some that are none of its own but for the first one."""
+    import torch
+
+    count = inputs.positions.numel()
+    positions, gaps = inputs.positions, torch.zeros(2 * count, dtype=torch.int64)[::2]
+    pool, model = straight._backend.token_to_kv_pool, straight.model
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "a decode step": (inputs, {}),
+        "drafts": (inputs, {"spec_info": object()}),
+        "an encoder": (inputs, {"encoder_lens": gaps}),
+        "slots with gaps": (inputs, {"out_cache_loc": gaps}),
+        "short lengths": (inputs, {"seq_lens": inputs.seq_lens.int()}),
+        "layers that are kept": (model, {"layers_to_capture": [0]}),
+        "a quantised cache": (pool, {"store_dtype": torch.uint8}),
+        "keys with gaps": (pool, {"k_buffer": [buffer[::2] for buffer in pool.k_buffer]}),
+        "angles of another type": (straight._layers[0].angles, {"cos_sin_cache": torch.zeros(4, 4).double()}),
+    }
+    taken = []
+    for name, (owner, values) in cases.items():
+        before = {key: getattr(owner, key) for key in values}
+        for key, value in values.items():
+            setattr(owner, key, value)
+        straight._plain_pool = None
+        if straight._is_ours(positions, inputs):
+            taken.append(name)
+        for key, value in before.items():
+            setattr(owner, key, value)
+    with torch.enable_grad():
+        taken += ["gradients"] * straight._is_ours(positions, inputs)
+    taken += ["three positions a token"] * straight._is_ours(positions.expand(3, count), inputs)
+    return taken + ["nothing"] * straight._is_ours(positions[:0], inputs)
 
 
 def _refuse(*args: object) -> None:

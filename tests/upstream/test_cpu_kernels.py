@@ -213,6 +213,15 @@ def test_the_attention_of_new_tokens_in_one_call(
     norms, now = weights if has_norms else None, (table, rows, lengths)
     out = cpu_kernels.attend_new(qkv.clone(), norms, 1e-6, angles, positions, slots, *caches, *now, scale=0.2, window=6)
     assert torch.equal(out, attended.view(count, -1)) and all(map(torch.equal, caches, expected))
+    if dtype is torch.float32:  # in bf16 what stands between the kernels is rounded
+        exact = qkv[:, :queries].double().view(count, heads, size)
+        if has_norms:
+            exact = _norm64(exact, weights[0].double(), 1e-6)
+        exact = _turned64(exact, cos[positions, None].double(), sin[positions, None].double())
+        for i in range(0, count, 50):
+            row, length = int(rows[i]), int(lengths[i])
+            wanted = _attended64(exact[i], *caches, table[row, max(0, length - 7) : length], 0.2)
+            torch.testing.assert_close(out[i].view(heads, size).double(), wanted, rtol=1e-4, atol=1e-4)
 
     parts = qkv.clone().split([queries, keys, keys], -1)
     if has_norms:

@@ -23,7 +23,12 @@ PLAIN = {
 }
 OTHERS = {
     "experts": (("qwen3_moe", "float32", {}), "Qwen3MoeModel"),
-    "watched layers": (("llama", "float32", {"debug_tensor_dump_output_folder": "dumps"}), "debug_tensor_dump"),
+    "layers that are written": (
+        ("llama", "float32", {"debug_tensor_dump_output_folder": "dumps"}),
+        "debug_tensor_dump",
+    ),
+    "hooks": (("llama", "float32", {"forward_hooks": [{"name": "no", "target_modules": []}]}), "forward_hooks"),
+    "another backend": (("llama", "float32", {"decode_attention_backend": "torch_native"}), "torch_native"),
 }
 
 
@@ -51,13 +56,14 @@ def compared(
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_model_takes_the_line_and_gives_the_same(name: str, compared: dict[str, dict[str, Any]]) -> None:
     """Also after other weights were put into its modules."""
-    found = compared[name]
-    assert found == {
+    assert compared[name] == {
         "installed": True,
         "told": ["Decode steps: a straight line of kernels"],
-        "passes": STEPS,
-        "compared": STEPS,
+        "num_of_prompts": 0,
+        "num_attended": STEPS * 2,  # layers
         "unequal": 0,
+        "also_takes": ["a decode step"],
+        "with_a_hook": [False, "Decode steps: by SGLang's layers (somebody watches its layers)"],
     }
 
 

@@ -2,8 +2,8 @@
 
     python tools/bench/engine_parts.py --model runs/smollm2-135m/model [--requests 32 --new-tokens 32 --rounds 5]
 
-Requests go straight to the engine (`engine_alone.py`). In its scheduler's process a clock stands around the methods of
-SGLang that `PARTS` names; a part's time is without that of the parts within it. Printed are, of a round, the median
+Requests go straight to the engine (`engine_alone.py`). In its scheduler's process a clock stands around the functions
+that `PARTS` names; a part's time is without that of the parts within it. Printed are, of a round, the median
 milliseconds of each part and its share of the round, and the CPU seconds of the engine's processes. What is left of a
 round is HTTP, tokenizer, detokenizer and the messages between the processes, as far as the scheduler waits for them.
 """
@@ -35,7 +35,8 @@ PARTS = (
     ("prepare the batch", "sglang.srt.managers.scheduler", "Scheduler.run_batch"),
     ("model", "sglang.srt.model_executor.model_runner", "ModelRunner.forward"),
     ("output layer", "sglang.srt.layers.logits_processor", "LogitsProcessor.forward"),
-    ("attention", "fusionrl.upstream.cpu_attention_backend", "BatchedAttentionBackend._forward"),
+    ("attention of prompts", "fusionrl.upstream.cpu_attention_backend", "BatchedAttentionBackend._forward"),
+    ("attention of a step", "fusionrl.upstream.cpu_kernels", "attend_new"),
     ("sample", "sglang.srt.model_executor.model_runner", "ModelRunner.sample"),
     ("answers", "sglang.srt.managers.scheduler", "Scheduler.process_batch_result"),
 )
@@ -71,9 +72,10 @@ def put_clock(file: Path) -> None:
     clock = Clock()
 
     def put(part: str, module: str, name: str, wrap: Callable[[str, Callable[..., object]], object]) -> None:
-        owner, _, method = name.partition(".")
-        found = getattr(importlib.import_module(module), owner)
-        setattr(found, method, wrap(part, getattr(found, method)))
+        owner, _, function = name.rpartition(".")
+        found = importlib.import_module(module)
+        found = getattr(found, owner) if owner else found
+        setattr(found, function, wrap(part, getattr(found, function)))
 
     def writing(part: str, function: Callable[P, T]) -> Callable[P, T]:
         written = 0.0

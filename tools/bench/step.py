@@ -6,7 +6,8 @@
 
 4 prompts x 8 samples, 32 new tokens each (the end token ignored on both sides), prompts of about 8 tokens. TRL runs in
 an environment of its own (`bash scripts/setup-trl-env.sh`), as a process that is started anew for each turn; its
-start-up is not counted. The bare rows (`tools/bench/bare.py`, on a CPU alone) are of the same prompts and tokens:
+start-up is not counted. The first step of each side in a turn is a warm-up: our processes have slept until then, and
+TRL's is new. The bare rows (`tools/bench/bare.py`, on a CPU alone) are of the same prompts and tokens:
 transformers' model in a plain loop, its forward and backward pass, and the matrix products alone. `engine_alone` are
 the same requests straight to the run's engine (`tools/bench/engine_alone.py`).
 
@@ -139,13 +140,14 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Turn]:
     with ExitStack() as stack:
         actors = stack.enter_context(Actors(config, plan, folder / "run", 1))
         actors.weights.push(0)
-        our_step(actors, 0)  # warm-up
         bare = None
         if not options.no_bare and plan.device == "cpu":
             bare = Bare(options.model, prompts, options.new_tokens, options.precision, options.threads)
             stack.callback(bare.close)
         for number in range(options.turns):
-            turn = Turn([our_step(actors, 1 + number * options.steps + i) for i in range(options.steps)])
+            first = number * (options.steps + 1)
+            _, *ours = [our_step(actors, first + i) for i in range(options.steps + 1)]
+            turn = Turn(ours)
             if bare is not None:
                 turn.rows = bare.seconds() | {ENGINE_ALONE: _engine_alone(actors, options, prompts)}
             if not options.no_trl:
