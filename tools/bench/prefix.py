@@ -100,19 +100,31 @@ def compare(folder: Path, prompt: int, response: int, count: int, turns: int) ->
     ]
 
 
+def _lengths(text: str) -> tuple[int, int]:
+    prompt, sign, response = text.partition("x")
+    if not sign or not prompt.isdecimal() or not response.isdecimal() or not int(prompt) or not int(response):
+        raise argparse.ArgumentTypeError(f"{text!r} is not PROMPTxRESPONSE in tokens, as in 2048x256")
+    return int(prompt), int(response)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(QWEN3), default="tiny")
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--lengths", nargs="+", default=["256x1024", "256x256", "1024x256", "2048x256"])
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=_lengths,
+        default=[(256, 1024), (256, 256), (1024, 256), (2048, 256)],
+        metavar="PROMPTxRESPONSE",
+    )
     parser.add_argument("--turns", type=int, default=3, help="timed steps of each way")
     options = parser.parse_args(argv)
     print("| prompt | response | prompt ÷ response | tokens run | seconds a step | peak GiB |")
     print("|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         write_config(options.shape, Path(scratch))
-        for lengths in options.lengths:
-            prompt, response = (int(part) for part in lengths.split("x"))
+        for prompt, response in options.lengths:
             row = compare(Path(scratch), prompt, response, options.samples, options.turns)
             print("| " + " | ".join(row) + " |", flush=True)
     return 0
