@@ -10,7 +10,8 @@ import pybase64
 import pytest
 import torch
 
-from fusionrl.engines.payload import by_value
+from fusionrl.engines import segments
+from fusionrl.engines.payload import SharedBuffer, by_value
 
 
 def test_storages_have_torchs_name_where_another_function_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,29 @@ def test_storages_have_torchs_name_where_another_function_stands_in(monkeypatch:
     assert "stand_in" not in texts and __name__ not in texts
     [(name, tensor)] = pickle.loads(data)
     assert name == "a" and torch.equal(tensor, torch.arange(6.0))
+
+
+def test_a_shared_buffer_is_read_where_its_index_says() -> None:
+    """Of several types and sizes, a scalar and an empty tensor; the views are the memory itself."""
+    buffer = SharedBuffer(200, "slot")
+    wide = buffer.flat[:48].view(torch.float32).view(3, 4)
+    half = buffer.flat[48:64].view(torch.bfloat16).view(2, 2, 2)
+    one, none = buffer.flat[64:68].view(torch.float32).view(()), buffer.flat[68:68].view(torch.float32).view(0, 5)
+    named = [("wide", wide), ("half", half), ("one", one), ("none", none)]
+    for _, tensor in named:
+        tensor.copy_(torch.randn(tensor.shape))
+    found = segments.take(pickle.loads(pybase64.b64decode(buffer.payload(named))))
+    assert [name for name, _ in found] == ["wide", "half", "one", "none"]
+    for (_, tensor), (_, view) in zip(named, found, strict=True):
+        assert view.dtype is tensor.dtype and view.shape == tensor.shape and view.is_contiguous()
+        assert torch.equal(view, tensor)
+    wide.fill_(7.0)
+    assert found[0][1].eq(7.0).all()
+
+
+@pytest.mark.parametrize(("offset", "sizes"), [(2, [1]), (-4, [1]), (8, [1]), (0, [3])], ids=str)
+def test_no_tensor_lies_across_the_numbers_or_beyond_the_bytes(offset: int, sizes: list[int]) -> None:
+    flat = torch.arange(32, dtype=torch.uint8)[8:18]  # two numbers, and two bytes more
+    assert torch.equal(segments.Views(flat).at(4, torch.float32, [1]), flat[4:8].view(torch.float32))
+    with pytest.raises(ValueError, match="a tensor of"):
+        segments.Views(flat).at(offset, torch.float32, sizes)
