@@ -178,6 +178,7 @@ def test_a_stop_request_ends_a_rollout(supervisor: Supervisor) -> None:
 
 def test_a_stop_request_does_not_hide_an_error(supervisor: Supervisor) -> None:
     buffer = actor_of(Worker)
+    supervisor.wait(buffer.work.remote(0.0))  # it has started: a stop request leaves less time than that may take
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(OSError, match="Connection closed"):
         supervisor.wait(buffer.fail.remote())
