@@ -30,6 +30,7 @@ class _Mailbox:
             try:
                 loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the loop is closed, and nobody waits: what is kept here would keep the loop
+                self._is_told = False  # so that the next one that ends is not kept either
                 self._ended.clear()
 
     def _deliver(self) -> None:
