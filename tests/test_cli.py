@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -208,11 +209,41 @@ def test_usage_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     assert "fusionrl train" in capsys.readouterr().out
     assert cli.main(["trian"]) == 2
-    assert "unknown command 'trian'" in capsys.readouterr().err
+    assert "unknown command 'trian'; did you mean `fusionrl train`?" in capsys.readouterr().err
+    assert cli.main(["plam"]) == 2 and "did you mean `fusionrl plan`?" in capsys.readouterr().err
+    assert cli.main(["xyz"]) == 2 and "did you mean" not in capsys.readouterr().err
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--rollout-batch-size SIZE" in text
     assert "{rl,sft,reject-sampling,eval}" in text
+
+
+def test_the_help_of_plan_is_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: fusionrl plan ")
+
+
+@pytest.mark.parametrize("command", ["flags", "metrics", "flags --template", "--help", "train --help"])
+def test_a_reader_that_has_enough_ends_nothing_with_a_traceback(command: str) -> None:
+    """As `fusionrl flags | head -1`: the pipe's other end is closed before the first write."""
+    ends = os.pipe()
+    os.close(ends[0])
+    arguments = [sys.executable, "-m", "fusionrl.cli", *command.split()]
+    done = subprocess.run(arguments, stdout=ends[1], stderr=subprocess.PIPE, text=True, check=False)
+    os.close(ends[1])
+    assert done.stderr == "" and done.returncode in (0, 120)
+
+
+def test_the_broken_pipe_of_another_process_is_an_error() -> None:
+    """As of a tracker's server that closes the connection: the command has not done its work."""
+    code = (
+        "import sys; from fusionrl import cli\n"
+        "def run(args): raise BrokenPipeError(32, 'closed')\n"
+        "cli._run = run; sys.exit(cli.main(['track']))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
 
 
 def test_a_gpu_that_is_not_there(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:

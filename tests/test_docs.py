@@ -25,6 +25,47 @@ def test_links_and_files_exist(page: Path) -> None:
     assert not files, f"{page.name} names files that are not there: {sorted(set(files))}"
 
 
+_ANCHORED = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+_IN_CODE = re.compile(r"(?:docs/)?([\w-]+\.md)#([\w-]+)")
+_PAGE_IN_CODE = re.compile(r"docs/([\w-]+\.md)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings by GitHub's rule: letters, digits, `_` and `-`; a repeated one gets a number."""
+    found: dict[str, int] = {}
+    names = set()
+    for line in _CODE.sub("", page.read_text(encoding="utf-8")).splitlines():
+        if not (match := re.match(r"#{1,6}\s+(.*?)\s*#*$", line)):
+            continue
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", match[1])  # of a link its text
+        name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        number = found[name] = found.get(name, -1) + 1
+        names.add(f"{name}-{number}" if number else name)
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_a_heading(page: Path) -> None:
+    wrong = []
+    for target, anchor in _ANCHORED.findall(_CODE.sub("", page.read_text(encoding="utf-8"))):
+        path = (page.parent / target) if target else page
+        if path.suffix == ".md" and anchor not in anchors(path):
+            wrong.append(f"{target}#{anchor}")
+    assert not wrong, f"{page.name} links to headings that are not there: {wrong}"
+
+
+def test_messages_and_docstrings_lead_to_pages_and_headings() -> None:
+    wrong = []
+    for file in [*REPO.glob("fusionrl/**/*.py"), *REPO.glob("tools/**/*.py"), *REPO.glob("scripts/*")]:
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        wrong += [f"{file.name}: {name}" for name in _PAGE_IN_CODE.findall(text) if not (REPO / "docs" / name).exists()]
+        for name, anchor in _IN_CODE.findall(text):
+            page = REPO / "docs" / name
+            if page.exists() and anchor not in anchors(page):
+                wrong.append(f"{file.name}: {name}#{anchor}")
+    assert not wrong
+
+
 def test_a_newcomer_is_told_how_to_get_the_command() -> None:
     """README and the environment's script say it before the first command that needs it."""
     text = (REPO / "README.md").read_text(encoding="utf-8")

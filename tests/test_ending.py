@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
 
+import fusionrl.driver.run
+from fusionrl import cli
 from fusionrl.cli.ending import ending
 from fusionrl.cli.train import debug, explain
 from fusionrl.cluster.checkpoints import Checkpoints
 from fusionrl.config.config import Config
 from fusionrl.observe.metrics import MetricsSink
+from fusionrl.observe.run_dir import RunDir
 
 
 def stopped(path: Path, saved: int, steps: list[int], attempt: int = 1, **values: object) -> str:
@@ -28,10 +32,10 @@ def stopped(path: Path, saved: int, steps: list[int], attempt: int = 1, **values
 @pytest.mark.parametrize(
     ("saved", "steps", "said"),
     [
-        (3, [0, 1, 2, 3, 4, 5], " after step 5; steps 4-5 are lost: --resume goes on from step_000003"),
-        (3, [1, 2, 3, 4], " after step 4; step 4 is lost: --resume goes on from step_000003"),
-        (5, [1, 2, 3, 4, 5], " after step 5; step_000005 has all of it: --resume goes on from there"),
-        (0, [0, 1, 2], " after step 2; steps 1-2 are lost: --resume goes on from the start"),
+        (3, [0, 1, 2, 3, 4, 5], " after step 5; steps 4-5 are lost: --resume continues from step_000003"),
+        (3, [1, 2, 3, 4], " after step 4; step 4 is lost: --resume continues from step_000003"),
+        (5, [1, 2, 3, 4, 5], " after step 5; step_000005 has all of it: --resume continues from there"),
+        (0, [0, 1, 2], " after step 2; steps 1-2 are lost: --resume continues from the start"),
         (0, [0], " before the end of the first step; nothing is trained yet: --resume begins at step 1"),
         (0, [], " before the end of the first step; nothing is trained yet: --resume begins at step 1"),
     ],
@@ -39,7 +43,7 @@ def stopped(path: Path, saved: int, steps: list[int], attempt: int = 1, **values
 def test_what_is_kept_and_what_is_lost(tmp_path: Path, saved: int, steps: list[int], said: str) -> None:
     text, command = stopped(tmp_path, saved, steps, save_interval=3).split("\n")
     assert text == said
-    assert command == f"to go on: fusionrl train --run-dir {tmp_path} --resume"
+    assert command == f"to continue: fusionrl train --run-dir {tmp_path} --resume"
 
 
 def test_a_run_that_saves_only_at_its_end_is_told_how_to_save_more(tmp_path: Path) -> None:
@@ -92,7 +96,33 @@ def test_a_full_disk_is_told_with_its_cure(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught, MetricsSink(tmp_path, 1) as sink:
         sink.log(1, {"train/loss": 0.5})
     code, text = explain(caught.value)
-    assert code == 1 and "failed: OSError" in text and "a disk is full" in text and "--resume goes on" in text
+    assert code == 1 and "failed: OSError" in text and "a disk is full" in text and "--resume continues" in text
     wrapped = RuntimeError("trainer rank 0 could not write step_000002 ([Errno 28] No space left on device)")
     assert "--keep-checkpoints" in explain(wrapped)[1]
     assert "disk" not in explain(RuntimeError("something else"))[1]
+
+
+@pytest.mark.parametrize("when", ["config.json", "plan.txt", "a rollout"])
+def test_a_full_disk_is_named_also_where_it_refuses_the_log(
+    when: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's first files, or its samples, fill the disk: no file takes the traceback, and the cure is printed."""
+    full = OSError(28, "No space left on device")
+
+    def fail(*_: object) -> None:
+        log = tmp_path / "run" / "logs" / "driver.log"
+        log.unlink(missing_ok=True)
+        log.symlink_to("/dev/full")
+        logging.getLogger("fusionrl").warning("not even this")
+        raise full
+
+    target = {"config.json": RunDir, "plan.txt": RunDir, "a rollout": fusionrl.driver.run}[when]
+    name = {"config.json": "write_config", "plan.txt": "write_plan", "a rollout": "run_training"}[when]
+    monkeypatch.setattr(target, name, fail)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    command = ["train", "--mode", "sft", "--device", "cpu", "--hf-checkpoint", str(tiny_model), "--num-rollout", "1"]
+    command += ["--prompt-data", str(data), "--input-key", "messages", "--rollout-batch-size", "1"]
+    assert cli.main([*command, "--run-dir", str(tmp_path / "run")]) == 1
+    message = capsys.readouterr().err
+    assert "failed: OSError" in message and "a disk is full" in message and "Traceback" not in message

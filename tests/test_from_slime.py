@@ -62,7 +62,7 @@ def test_the_printed_command(script: Path, capsys: pytest.CaptureFixture[str]) -
     command = "\n".join(line for line in out.splitlines() if not line.startswith("#"))
     for text in (
         *("--save /runs/tiny/: it is --run-dir /runs/tiny/", "it is --resume", "2 flags of the model's shape"),
-        *("--attention-backend flash", "--optimizer adam", "there is no W&B here", "--wandb-key: left out"),
+        *("--attention-backend flash", "--optimizer adam", "fusionrl track RUN --to wandb", "--wandb-key: left out"),
         *("the job sets JUDGE", "slime's defaults, which are others here: --no-calculate-per-token-loss"),
         "${DATA} is left as the script has it",
     ):
@@ -95,6 +95,105 @@ def test_a_function_beside_the_script_is_named_by_its_file(script: Path, capsys:
     assert f"--custom-generate-function-path {script.parent}/search.py:generate \\" in out
     assert "--custom-rm-path elsewhere.rm \\" in out
     assert "# search.generate is beside the script: it is named by its file" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ("--judge-url http://x:1 --prm-enable", {"judge_url": "http://x:1", "prm_enable": True}),
+        ("--prm-m 3 --step-coef 1e-6 --rate .5", {"prm_m": 3, "step_coef": 1e-6, "rate": 0.5}),
+        ("--judges a b:#c 2 --no-cache false", {"judges": ["a", "b:#c", 2], "no_cache": False}),
+        ("--rollout_mode=x --id 007", {"rollout_mode": "x", "id": "007"}),
+        ("--judge-url http://$HOST:1 --judge-n $N --judge-key 'a$b\\c\"'", None),
+        ("--custom-config-path $D/mine.yaml --judge-n 1", {"judge_n": 2, "mine": 1}),
+    ],
+)
+def test_flags_of_a_fork_are_in_the_file_of_custom_config_path(
+    script: Path, capsys: pytest.CaptureFixture[str], more: str, wanted: dict[str, object] | None
+) -> None:
+    """The printed script writes that file, and functions find the flags in their `args`, as in slime."""
+    script.write_text(SCRIPT.replace("--optimizer adam", more))
+    (script.parent / "mine.yaml").write_text("judge_n: 2\nmine: 1")
+    assert main(["from-slime", str(script)]) == 0
+    printed = capsys.readouterr().out
+    comment = " ".join(line.removeprefix("#").strip() for line in printed.splitlines() if line.startswith("#"))
+    assert "no flags of slime's or fusionrl's. They are in run.args.yaml" in comment
+    assert "TO CHANGE" not in comment and "NOT HERE" not in comment
+    fake = script.parent / "fusionrl"
+    fake.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\" > argv\n")
+    fake.chmod(0o755)
+    folder = str(script.parent)
+    variables = {"PATH": f"{folder}:/usr/bin:/bin", "HOST": "h", "N": "4", "D": folder}
+    subprocess.run(["bash", "-eu", "-c", "DATA=/d NUM_GPUS=1;" + printed], cwd=folder, env=variables, check=True)
+    argv = (script.parent / "argv").read_text().splitlines()
+    words = [argv[0], "--custom-config-path", folder + "/" + argv[argv.index("--custom-config-path") + 1]]
+    assert argv.count("--custom-config-path") == 1
+    config, errors = read_args(words[1:])
+    assert errors == []
+    assert config.passthrough.custom == (wanted or {"judge_url": "http://h:1", "judge_n": 4, "judge_key": 'a$b\\c"'})
+
+
+def test_a_flag_of_a_fork_that_may_be_a_mistake_is_named_with_its_neighbour(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(SCRIPT.replace("--optimizer adam", "--rollout-batch-sizes 4"))
+    assert main(["from-slime", str(script)]) == 0
+    assert "# --rollout-batch-sizes (--rollout-batch-size?): no flags of slime's" in capsys.readouterr().out
+
+
+def test_variables_of_the_trainers_are_exported(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """slime sets them in the trainers' processes; here trainers get the environment of the command."""
+    script.write_text(SCRIPT.replace("--optimizer adam", """--train-env-vars '{"A":"x","N":1}'"""))
+    assert main(["from-slime", str(script)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("fusionrl train \\")
+    assert lines[place - 2 : place] == ["export A=x", "export N=1"] and "--train-env-vars" not in "".join(lines)
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+def test_files_that_a_launch_writes_are_written_by_the_printed_script(
+    script: Path, capsys: pytest.CaptureFixture[str], is_python: bool
+) -> None:
+    """The plan is not asked for files that are not there yet."""
+    text = "eval:\n  note: 'costs $5'\n"
+    if is_python:
+        script = script.with_suffix(".py")
+        script.write_text(
+            f"import slime.utils.external_utils.command_utils as U\ntext = {text!r} + f'  n: {{2 + 2}}\\n'\n"
+            "U.execute_train(f\"--custom-config-path {U.save_to_temp_file(text, 'yaml')}\", 8, None)\n"
+        )
+    else:
+        written = "cat > $PWD/mine.yaml <<EOF\n" + text.replace("$5", "\\$5") + "  n: $((2 + 2))\nEOF\n"
+        script.write_text(f"{written}python train.py --custom-config-path $PWD/mine.yaml\n")
+    assert main(["from-slime", str(script)]) == 0
+    printed = capsys.readouterr().out
+    assert "cannot be read" not in printed
+    subprocess.run(
+        ["bash", "-eu", "-c", f"fusionrl() {{ :; }}; {printed}"], cwd=script.parent, env={"PWD": "."}, check=True
+    )
+    name = "run.1.yaml" if is_python else "mine.yaml"
+    assert (script.parent / name).read_text() == text + "  n: 4\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "last"),
+    [
+        ("", "--colocate $EXTRA", "${EXTRA}"),
+        ("", '--lr 1e-6 "$@"', '"$@"'),
+        ("read -ra A < flags", '"${A[@]}" --colocate', '"${A[@]}"'),
+        ("", "--eval-prompt-data aime $EVAL --seed 1 ${MORE} $LAST", "${MORE} ${LAST}"),
+        ("", "--sglang-enable-metrics $(flags)", "$(flags)"),
+    ],
+)
+def test_words_that_may_be_flags_stand_last(
+    script: Path, capsys: pytest.CaptureFixture[str], before: str, more: str, last: str
+) -> None:
+    """They are no values of the flag before them, and one that is empty is no argument."""
+    script.write_text(before + "\n" + SCRIPT.replace("--optimizer adam", more))
+    assert main(["from-slime", str(script)]) == 0
+    lines = _joined(capsys.readouterr().out)
+    assert " ".join(lines[-1].split()).endswith(f" 1 {last}") and not any("TO CHANGE" in line for line in lines)
+    assert all(f"# {part.strip(chr(34))} is left as the script has it" in "\n".join(lines) for part in last.split())
 
 
 def test_what_keeps_it_from_running_as_it_stands(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +339,8 @@ def test_the_plan_says_what_became_of_a_launch(
     out, err = capsys.readouterr()
     assert f"slime's flags: --save {tmp_path}/run: it is --run-dir {tmp_path}/run" in err
     for text in (
-        *("no effect: there is no W&B here", "--use-wandb, --wandb-project p", "--data-pad-size-multiplier 4096"),
+        *("no effect: `fusionrl track RUN --to wandb", "--use-wandb, --wandb-project p"),
+        "--data-pad-size-multiplier 4096",
         *("--max-skipped-steps", "learning rate 0 at optimizer step 1"),
     ):
         assert text in out, text

@@ -201,7 +201,7 @@ CHATS: list[tuple[str, str, str, str]] = [
     ("a part without a type", _part({"text": "1+2="}), "refused", "a part of a message's content"),
     ("a part of text without its text", _part({"type": "text"}), "refused", "a part of a message's content"),
     ("a part whose text is a number", _part({"type": "text", "text": 3}), "refused", "a part of a message's content"),
-    ("parts that the template cannot write", _part({"type": "text", "text": "1+2="}), "refused", "chat template"),
+    ("parts that the template cannot write", _part({"type": "video", "video": "1+2="}), "refused", "chat template"),
     ("content 100 lists deep", f'[{{"role": "user", "content": {DEEP_BY_100}}}]', "refused", "64 deep"),
     ("content 100,000 lists deep", f'[{{"role": "user", "content": {DEEP}}}]', "refused", "nested too deeply"),
     ("content twice in a message", '[{"role": "user", "content": "1", "content": "2"}]', "refused", "stands twice"),

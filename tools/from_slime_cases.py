@@ -76,7 +76,7 @@ class Case:
 
 
 @contextlib.contextmanager
-def _retriever(site: Site) -> Iterator[list[str]]:
+def retriever(site: Site) -> Iterator[list[str]]:
     server = StubServer("/retrieve", search_answer, RETRIEVER_PORT)
     site.counts["searches"] = lambda: server.num_requests
     try:
@@ -86,7 +86,7 @@ def _retriever(site: Site) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _teacher(site: Site) -> Iterator[list[str]]:
+def teacher(site: Site) -> Iterator[list[str]]:
     server = StubServer("/generate", teacher_answer)
     site.counts["scored"] = lambda: server.num_requests
     try:
@@ -132,23 +132,23 @@ def _evaluation_sets(site: Site) -> Iterator[list[str]]:
     yield ["--eval-config", str(site.folder / "multi_task.yaml"), "--eval-interval", "1"]
 
 
-def _counted(name: str, least: int = 1) -> tuple[str, Callable[[Outcome], bool]]:
+def counted(name: str, least: int = 1) -> tuple[str, Callable[[Outcome], bool]]:
     return f"{name} >= {least}", lambda outcome: outcome.counts[name] >= least
 
 
-def _metric(part: str) -> tuple[str, Callable[[Outcome], bool]]:
+def metric(part: str) -> tuple[str, Callable[[Outcome], bool]]:
     return f"metric {part}", lambda outcome: outcome.has_metric(part)
 
 
-def _response(part: str) -> tuple[str, Callable[[Outcome], bool]]:
+def response(part: str) -> tuple[str, Callable[[Outcome], bool]]:
     return f"{part} in a response", lambda outcome: part in outcome.text()
 
 
-def _more_samples(least: int) -> tuple[str, Callable[[Outcome], bool]]:
+def more_samples(least: int) -> tuple[str, Callable[[Outcome], bool]]:
     return f"at least {least} samples", lambda outcome: len(outcome.samples) >= least
 
 
-_EVAL = ("--eval-interval", "1", "--eval-prompt-data", "held", "{data}", "--n-samples-per-eval-prompt", "1")
+EVAL = ("--eval-interval", "1", "--eval-prompt-data", "held", "{data}", "--n-samples-per-eval-prompt", "1")
 _AGENT_FILES = "{slime}/examples/multi_agent/"
 _SEARCH = "{slime}/examples/search-r1/generate_with_search.py"
 _RETOOL = "{slime}/examples/retool/generate_with_retool.py"
@@ -170,11 +170,11 @@ CASES: Sequence[Case] = (
             f"{_SEARCH}:generate",
             "--custom-rm-path",
             f"{_SEARCH}:reward_func",
-            *_EVAL,
+            *EVAL,
         ),
         row={"prompt": "Who was it?", "label": {"ground_truth": {"target": ["7"]}}},
-        server=_retriever,
-        evidence=(_counted("searches"), _response("<information>")),
+        server=retriever,
+        evidence=(counted("searches"), response("<information>")),
     ),
     Case(
         "retool",
@@ -183,7 +183,7 @@ CASES: Sequence[Case] = (
             *("--custom-generate-function-path", f"{_RETOOL}:generate", "--custom-rm-path", f"{_RETOOL}:reward_func"),
             *("--reward-key", "score"),
         ),
-        evidence=(_response("<interpreter>"),),
+        evidence=(response("<interpreter>"),),
     ),
     Case(
         "multi-agent",
@@ -196,10 +196,10 @@ CASES: Sequence[Case] = (
                 "--custom-generate-function-path",
                 f"{_AGENT_FILES}rollout_with_multi_agents.py:generate_with_multi_agents",
             ),
-            *("--rm-type", "deepscaler", *_EVAL),
+            *("--rm-type", "math", *EVAL),
         ),
         num_rows=4,
-        evidence=(_more_samples(2 * 4 * 6),),
+        evidence=(more_samples(2 * 16 * 6),),
     ),
     Case(
         "tau-bench",
@@ -210,7 +210,7 @@ CASES: Sequence[Case] = (
         ),
         row={"prompt": "{number}", "label": ""},
         packages=TAU_BENCH,
-        evidence=(_more_samples(8),),
+        evidence=(more_samples(32),),
         exact=False,  # it makes tokens of the engines' text
     ),
     Case(
@@ -224,17 +224,17 @@ CASES: Sequence[Case] = (
             *("--router-api-key", "none"),
         ),
         packages=STRANDS,
-        evidence=(_more_samples(8),),
+        evidence=(more_samples(32),),
     ),
     Case(
         "mis",
         ("examples/train_infer_mismatch_helper/mis.py: compute_mis_weights_with_cp",),
         (
-            *("--custom-config-path", f"{_MIS}mis.yaml", "--use-tis", "--rm-type", "deepscaler"),
+            *("--custom-config-path", f"{_MIS}mis.yaml", "--use-tis", "--rm-type", "math"),
             *("--custom-tis-function-path", f"{_MIS}mis.py:compute_mis_weights_with_cp"),
             *("--actor-num-gpus-per-node", "2", "--context-parallel-size", "2"),
         ),
-        evidence=(_metric("mis_is_ratio_mean_final"),),
+        evidence=(metric("mis_is_ratio_mean_final"),),
     ),
     Case(
         "rollout-buffer",
@@ -244,7 +244,7 @@ CASES: Sequence[Case] = (
             "slime_plugins/rollout_buffer/generator/base_generator.py: run_rollout",
         ),
         (
-            *("--rollout-function-path", f"{_BUFFER}:generate_rollout", "--rm-type", "deepscaler"),
+            *("--rollout-function-path", f"{_BUFFER}:generate_rollout", "--rm-type", "math"),
             *("--router-api-key", "none", "--disable-rewards-normalization", "--loss-mask-type", "qwen"),
         ),
         row={"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "label": "7"},
@@ -252,7 +252,7 @@ CASES: Sequence[Case] = (
         packages=WANDB,
         config="rollout_num_process: 2\n",
         server=_buffer_server,
-        evidence=(_counted("written", 8),),
+        evidence=(counted("written", 8),),
         exact=False,  # the server makes tokens of messages
     ),
     Case(
@@ -260,9 +260,9 @@ CASES: Sequence[Case] = (
         ("examples/fully_async: slime.rollout.fully_async_rollout.generate_rollout_fully_async",),
         (
             *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
-            *("--rm-type", "deepscaler"),
+            *("--rm-type", "math"),
         ),
-        evidence=(_more_samples(8),),
+        evidence=(more_samples(32),),
     ),
     Case(
         "on-policy-distillation",
@@ -274,16 +274,16 @@ CASES: Sequence[Case] = (
             *("--custom-rm-path", f"{_OPD}.reward_func", "--use-opd", "--opd-type", "sglang", "--opd-kl-coef", "1.0"),
             *("--custom-reward-post-process-path", f"{_OPD}.post_process_rewards"),
         ),
-        server=_teacher,
-        evidence=(_counted("scored", 8), _metric("opd")),
+        server=teacher,
+        evidence=(counted("scored", 8), metric("opd")),
     ),
     Case(
         "eval-multi-task",
         ("examples/eval_multi_task/multi_task.yaml: its sets, at other places",),
-        ("--rm-type", "deepscaler"),
+        ("--rm-type", "math"),
         packages=IFBENCH,
         server=_evaluation_sets,
-        evidence=(_metric("eval/aime/"), _metric("eval/gpqa/"), _metric("eval/ifbench/")),
+        evidence=(metric("eval/aime/"), metric("eval/gpqa/"), metric("eval/ifbench/")),
     ),
     Case(
         "coding-agent",

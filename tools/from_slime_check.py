@@ -29,6 +29,8 @@ LOAD_TIMEOUT_S = 180.0
 KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("args", "sample", "sampling_params"), "custom_generate_function_path"),
     (("args", "base_sample", "sampling_params"), "custom_generate_function_path"),
+    (("input",), "custom_generate_function_path"),
+    (("base_url", "prompt"), "custom_agent_function_path"),  # of a fork: no flag here
     (("args", "sample"), "custom_rm_path"),
     (("args", "samples"), "custom_rm_path"),
     (("args", "rollout_id", "data_buffer"), "rollout_function_path"),
@@ -178,15 +180,16 @@ def main() -> int:
         load(sys.argv[2], [tuple(pair) for pair in json.loads(sys.argv[3])])
         return 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--slime", type=Path, required=True, metavar="DIR", help="a checkout of slime")
+    parser.add_argument("--slime", type=Path, required=True, metavar="DIR", help="a checkout of slime, or of miles")
     parser.add_argument("--only", default="", metavar="PART", help="files whose path holds this text")
     parser.add_argument("--least", type=int, default=0, help="files with functions of flags that must pass")
     options = parser.parse_args()
     root = options.slime.resolve()
     if not (root / "examples").is_dir():
         parser.error(f"--slime {root}: it has no folder examples; name the root of a checkout")
-    if importlib.util.find_spec("slime") is not None:
-        parser.error("slime itself is installed, and would be loaded; use an environment without it")
+    for name in ("slime", "miles"):
+        if importlib.util.find_spec(name) is not None:
+            parser.error(f"{name} itself is installed, and would be loaded; use an environment without it")
     found = [check(root, file) for file in files_of(root, options.only)]
     for one in found:
         print(f"{one.verdict}  {one.file}{': ' + ', '.join(one.functions) if one.functions else ''}")

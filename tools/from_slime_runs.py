@@ -2,12 +2,14 @@
 
     python tools/from_slime_runs.py --slime DIR [--only NAME] [--least N] [--keep DIR]
 
-Each case is a `fusionrl train` of its own with two prompts of two samples a rollout; a few functions that work together
-(a generate function and its reward) share one. What an example talks to is stood in for by a server of our own, and
-packages that are not installed by the little that the example calls; nothing of the checkout is changed or copied. A
-case passes if the run ends well, both steps trained on tokens with a finite loss, and the evidence is there that the
-functions did their work. One line a function: pass, fail or skip, with the reason. Exits with 1 if fewer pass than
---least.
+DIR may be a checkout of miles, a fork, too: it has cases of its own.
+
+Each case is a `fusionrl train` of its own with two prompts of eight samples a rollout; a few functions that work
+together (a generate function and its reward) share one. What an example talks to is stood in for by a server of our
+own, and packages that are not installed by the little that the example calls; nothing of the checkout is changed or
+copied. A case passes if the run ends well, both steps trained on tokens with a finite loss, at least one of them with a
+gradient, and the evidence is there that the functions did their work. One line a function: pass, fail or skip, with the
+reason. Exits with 1 if fewer pass than --least.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from from_miles_cases import MILES_CASES
 from from_slime_cases import CASES, Case, Outcome, Site
 from from_slime_stubs import LONGEST, write_model, write_packages
 
@@ -35,7 +38,7 @@ NUM_STEPS = 2
 LARGEST_DIFFERENCE = 1e-3  # of log-probs, engines to trainers
 COMMON = (
     *("--mode", "rl", "--device", "cpu", "--num-rollout", str(NUM_STEPS), "--no-save", "--lr", "1e-3"),
-    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "12"),
+    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "12"),
     *("--rollout-max-context-len", str(LONGEST), "--input-key", "prompt", "--label-key", "label"),
 )
 
@@ -49,7 +52,7 @@ def command_of(case: Case, site: Site, model: Path, more: list[str]) -> list[str
     flags = [part.replace("{slime}", str(site.slime)).replace("{data}", str(data)) for part in case.flags]
     if case.config:
         path = site.folder / "custom.yaml"
-        path.write_text(case.config, encoding="utf-8")
+        path.write_text(case.config.replace("{slime}", str(site.slime)), encoding="utf-8")
         flags += ["--custom-config-path", str(path)]
     files = ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--run-dir", str(site.folder / "run")]
     return [sys.executable, "-m", "fusionrl.cli", "train", *files, *COMMON, *flags, *more]
@@ -112,6 +115,8 @@ def _judge(case: Case, outcome: Outcome) -> str:
         problems.append(f"{len(trained)} steps instead of {NUM_STEPS}")
     if any(not math.isfinite(row["train/loss"]) or not row["train/num_tokens"] for row in trained):
         problems.append("a step without tokens, or without a finite loss")
+    if not any(row.get("train/grad_norm", 0.0) > 0 for row in trained):
+        problems.append("no step had a gradient, so nothing that the functions made was learned from")
     worst = max((row.get("train/logprob_diff_mean") or 0.0 for row in trained), default=0.0)
     if case.exact and worst > LARGEST_DIFFERENCE:
         problems.append(f"log-probs of engines and trainers differ by {worst:.2g}")
@@ -122,21 +127,24 @@ def _judge(case: Case, outcome: Outcome) -> str:
 def main() -> int:
     """Run the cases; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--slime", type=Path, required=True, metavar="DIR", help="a checkout of slime")
-    parser.add_argument("--only", action="append", metavar="NAME", help=f"one of {', '.join(c.name for c in CASES)}")
+    parser.add_argument("--slime", type=Path, required=True, metavar="DIR", help="a checkout of slime, or of miles")
+    parser.add_argument("--only", action="append", metavar="NAME", help="a case; a wrong name lists them")
     parser.add_argument("--least", type=int, default=0, help="functions that must pass")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="folder to keep the runs in")
     options = parser.parse_args()
     root = options.slime.resolve()
     if not (root / "examples").is_dir():
         parser.error(f"--slime {root}: it has no folder examples; name the root of a checkout")
-    if unknown := set(options.only or ()) - {case.name for case in CASES}:
-        parser.error(f"--only {' '.join(sorted(unknown))}: there is no such case")
-    if importlib.util.find_spec("slime") is not None:
-        parser.error("slime itself is installed, and would be run; use an environment without it")
+    cases = MILES_CASES if (root / "miles").is_dir() else CASES
+    if unknown := set(options.only or ()) - {case.name for case in cases}:
+        known = ", ".join(case.name for case in cases)
+        parser.error(f"--only {' '.join(sorted(unknown))}: there is no such case; there are {known}")
+    for name in ("slime", "miles"):
+        if importlib.util.find_spec(name) is not None:
+            parser.error(f"{name} itself is installed, and would be run; use an environment without it")
     work = options.keep.resolve() if options.keep else Path(tempfile.mkdtemp(prefix="from-slime-"))
     model = work / "model"
-    chosen = [case for case in CASES if not options.only or case.name in options.only]
+    chosen = [case for case in cases if not options.only or case.name in options.only]
     if not model.is_dir() and not all(case.skip for case in chosen):
         texts = [file.read_text(encoding="utf-8") for file in sorted((root / "examples").rglob("*.py"))]
         write_model(model, texts)

@@ -1,32 +1,39 @@
-"""Whether the launch commands of a checkout of slime's parse: `python tools/from_slime_scripts.py --slime DIR`.
+"""Whether the launch files of checkouts parse: `python tools/from_slime_scripts.py SLIME [MILES …]`.
 
-Every script that starts train.py or train_async.py is read, never run. The model's folder is replaced by a config.json
-of the shape that the script's own flags describe, and other files by nothing; the checks that need neither weights nor
-data are those of `fusionrl plan --cluster`. A command either parses, or is refused with the reason.
+Launch files are scripts that name train.py or train_async.py, and Python files that call `execute_train` or name
+train.py in a command; of files with the same text one counts. Each is read, never run. The model's folder is replaced
+by a config.json of the shape that the launch's own flags describe, and other files by nothing; the checks that need
+neither weights nor data are those of `fusionrl plan --cluster`. A file parses if all its launches do; else it is
+refused, and each reason is printed. Values that only the machine of the run knows are not looked at.
 
 A line "to change" names what keeps a command that parses from running as it stands: engines over several nodes, a
 sample longer than a micro-batch. Models of families that fusionrl does not have are a matter of their own: the flags
-are read all the same, and the line says which family is missing.
+are read all the same, and the line says which family is missing. A line "custom" names flags that neither slime nor
+fusionrl has, which go into the file of --custom-config-path.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import contextlib
 import io
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusionrl.checks.validate import validate_flags
 from fusionrl.config.fields import FIELDS
+from fusionrl.config.hooks import flag_of
 from fusionrl.config.parser import CommandLineError, read_args
-from fusionrl.config.slime.script import Launch, read_script
-from fusionrl.config.slime.shell import plain
+from fusionrl.config.slime.custom import set_apart
+from fusionrl.config.slime.launch import Launch
+from fusionrl.config.slime.script import read_script
+from fusionrl.config.slime.shell import left_parts, plain
 from fusionrl.config.slime.table import TABLE
 from fusionrl.config.slime.translate import translate
 from fusionrl.models.shape import shape_from_hf_config
@@ -49,25 +56,41 @@ class Result:
 
     errors  reasons for which it is refused
     limits  flags that are read, but whose run fusionrl does not plan as they stand
+    custom  flags that neither slime nor fusionrl has
     """
 
-    place: str
     family: str
-    errors: tuple[str, ...]
-    limits: tuple[str, ...]
-    is_family_here: bool
+    errors: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    is_family_here: bool = True
+    custom: tuple[str, ...] = ()
 
 
-def launches(folder: Path) -> Iterator[tuple[Path, Launch]]:
-    """Every launch command of the checkout."""
-    for path in sorted(folder.rglob("*.sh")):
-        if re.search(r"train(_async)?\.py", path.read_text(encoding="utf-8", errors="replace")):
-            for launch in read_script(path).launches:
-                yield path, launch
+def launch_files(folders: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield every launch file, each with the checkout that has it; of files with the same text the first."""
+    texts: set[str] = set()
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".sh", ".py") and path.is_file()):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if is_launch_file(path, text) and text not in texts:
+                texts.add(text)
+                yield folder, path
+
+
+def is_launch_file(path: Path, text: str) -> bool:
+    """Return whether a file starts runs, by its text; Megatron-LM's own examples do not start slime's."""
+    if "Megatron-LM" in path.parts:
+        return False
+    lines = [line for line in text.splitlines() if not re.match(r"\s*#|.*\b(pkill|pgrep)\b", line)]
+    if path.suffix == ".sh":
+        return any(re.search(r"(^|[\s/\"'])train(_async)?\.py\b", line) for line in lines)
+    if re.search(r"def execute_train\(", text):
+        return False
+    return any(re.search(r"\bexecute_train\(|python3? .*\btrain(_async)?\.py", line) for line in lines)
 
 
 def family_of(launch: Launch, claims: Mapping[str, object]) -> str:
-    """The `model_type` that the script's model has."""
+    """The `model_type` that the launch's model has."""
     words = " ".join(map(plain, launch.argv)).lower()
     found = next((family for part, family in FAMILIES.items() if part in words), None)
     if found:
@@ -116,7 +139,7 @@ def config_json(claims: Mapping[str, object], family: str) -> dict[str, object]:
             **dict.fromkeys(("num_experts", "n_routed_experts"), number("num_experts")),
             "num_experts_per_tok": number("moe_router_topk"),
             "moe_intermediate_size": number("moe_ffn_hidden_size"),
-            "n_shared_experts": number("moe_shared_expert_intermediate_size") // number("moe_ffn_hidden_size"),
+            "n_shared_experts": number("moe_shared_expert_intermediate_size") // max(1, number("moe_ffn_hidden_size")),
             "first_k_dense_replace": dense,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -148,21 +171,24 @@ def config_json(claims: Mapping[str, object], family: str) -> dict[str, object]:
     return raw
 
 
-def check(folder: Path, path: Path, launch: Launch, scratch: Path) -> Result:
-    """Parse one launch command as `fusionrl train` would, its model replaced."""
-    argv = [plain(word) for word in launch.argv]
+def check(place: Path, launch: Launch, written: Sequence[str], scratch: Path) -> Result:
+    """Parse one launch as `fusionrl train` would, its model replaced. `written`: files that its script makes."""
+    apart = set_apart(launch.argv)
+    unknown = [*written, *(part for word in apart.argv for part in left_parts(word))]
+    argv = [plain(word) for word in apart.argv]
     translated = translate(argv)
-    claims = translated.accepted
+    claims = {name: value for name, value in translated.accepted.items() if "$" not in str(value)}
     family = family_of(launch, claims)
     model = scratch / f"{len(list(scratch.iterdir()))}"
     model.mkdir()
-    raw = config_json(claims, family) if "num_layers" in claims else {}
+    raw = config_json(claims, family) if {"num_layers", "hidden_size", "vocab_size"} <= claims.keys() else {}
     (model / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     for position, word in enumerate(argv[:-1]):
         if word == "--hf-checkpoint":
             argv[position + 1] = str(model)
-        elif word in ("--custom-config-path", "--eval-config") and (folder / argv[position + 1]).is_file():
-            argv[position + 1] = str(folder / argv[position + 1])
+        elif word in ("--custom-config-path", "--eval-config"):  # from the folder in which its users start it
+            files = (folder / argv[position + 1] for folder in place.parents)
+            argv[position + 1] = str(next((file for file in files if file.is_file()), argv[position + 1]))
     errors: list[str] = []
     limits: list[str] = []
     is_here = True
@@ -182,13 +208,15 @@ def check(folder: Path, path: Path, launch: Launch, scratch: Path) -> Result:
         limits = [text for text in validate_flags(config, None if claimed else shape) if text not in errors]
     except CommandLineError as error:
         errors += error.errors
-    return Result(
-        str(path.relative_to(folder)), family if raw else "?", tuple(dict.fromkeys(errors)), tuple(limits), is_here
-    )
+    # What `from-slime` marks as NOT HERE is refused whatever its value is.
+    certain = [*apart.errors, *translated.errors]
+    others = [error for error in errors if not any(part in error for part in unknown)]
+    known = dict.fromkeys([*certain, *others])
+    return Result(family if raw else "?", tuple(known), tuple(limits), is_here, tuple(apart.custom))
 
 
 def flags_without_a_place(folder: Path) -> list[str]:
-    """Flags that slime's own parser declares and no table of ours has."""
+    """Return flags that a checkout of slime declares, in its own parser, and that no table here has."""
     names: set[str] = set()
     for file in ("utils/arguments.py", "backends/sglang_utils/arguments.py"):
         path = folder / "slime" / file
@@ -200,29 +228,54 @@ def flags_without_a_place(folder: Path) -> list[str]:
     return sorted(names - of_sglang - FIELDS.keys() - TABLE.keys())
 
 
-def main() -> int:
-    """Print a line for each launch command, and how many parse."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--slime", type=Path, required=True, help="a checkout of slime")
-    folder: Path = parser.parse_args().slime.resolve()
-    with tempfile.TemporaryDirectory() as scratch:
-        results = [check(folder, path, launch, Path(scratch)) for path, launch in launches(folder)]
-    for result in results:
-        family = result.family if result.is_family_here else f"{result.family}: no family here"
-        print(f"{'refused' if result.errors else 'parses ':8}{result.place} ({family})")
-        for error in result.errors:
-            print(f"         {error}")
-        for limit in result.limits:
-            print(f"         to change: {limit}")
-    num_parsed = sum(not result.errors for result in results)
-    num_foreign = sum(not result.errors and not result.is_family_here for result in results)
-    num_planned = sum(not (result.errors or result.limits) and result.is_family_here for result in results)
-    missing = flags_without_a_place(folder)
-    print(f"flags of slime's without a place: {', '.join(missing) or 'none'}")
-    print(
-        f"{num_parsed} of {len(results)} parse, {num_foreign} of them for models of families that are not here;"
-        f" {num_planned} run as they stand"
+def check_file(path: Path, scratch: Path) -> list[Result]:
+    """Return the result of each launch of a file; a file that cannot be read has one, with the reason."""
+    try:
+        script = read_script(path)
+    except ValueError as error:
+        return [Result("?", (str(error).partition(": ")[2],))]
+    return [check(path, launch, list(map(plain, script.files)), scratch) for launch in script.launches]
+
+
+def show(place: str, results: Sequence[Result]) -> None:
+    """Print what became of one file."""
+    errors = list(dict.fromkeys(error for result in results for error in result.errors))
+    family = ", ".join(
+        dict.fromkeys(one.family if one.is_family_here else f"{one.family}: no family here" for one in results)
     )
+    print(f"{'refused' if errors else 'parses ':8}{place} ({family})")
+    limits = dict.fromkeys(f"to change: {limit}" for result in results for limit in result.limits)
+    custom = ", ".join(dict.fromkeys(flag_of(name) for result in results for name in result.custom))
+    for line in [*errors, *limits, *([f"custom: {custom}"] if custom else [])]:
+        print(f"         {line}")
+
+
+def main() -> int:
+    """Print what becomes of each launch file, the reasons by their number, and how many parse."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folders", type=Path, nargs="+", help="checkouts of slime, of its forks and of its users")
+    folders: list[Path] = [folder.resolve() for folder in parser.parse_args().folders]
+    rows: dict[str, list[list[Result]]] = {folder.name: [] for folder in folders}
+    reasons: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        for folder, path in launch_files(folders):
+            results = check_file(path, Path(scratch))
+            rows[folder.name].append(results)
+            show(f"{folder.name}/{path.relative_to(folder)}", results)
+            reasons.update({re.split(r"[ :;]", error)[0] for result in results for error in result.errors})
+    print("\nrefused because of: " + ", ".join(f"{name} ({count})" for name, count in reasons.most_common()))
+    for folder in folders:
+        if missing := flags_without_a_place(folder):
+            print(f"flags of {folder.name}'s own parser without a place: {', '.join(missing)}")
+    everything = [results for files in rows.values() for results in files]
+    for name, files in {**rows, "all": everything}.items():
+        parsed = [results for results in files if not any(one.errors for one in results)]
+        num_planned = sum(not any(one.limits or not one.is_family_here for one in results) for results in parsed)
+        num_custom = sum(any(one.custom for one in results) for results in parsed)
+        print(
+            f"{name}: {len(parsed)} of {len(files)} files parse, {num_custom} of them with flags of their own;"
+            f" {num_planned} run as they stand"
+        )
     return 0
 
 

@@ -16,10 +16,12 @@ from pathlib import Path
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PHRASES = (
     *("<search>who was it</search>", "<answer>7</answer>", "<code>\nprint(3 + 4)\n</code>"),
-    *("Answer: \\boxed{7}", "\\boxed{7}", "</think>", "Judgment: 1", " seven", " 7", "<think>"),
+    *("Answer: \\boxed{7}", "\\boxed{7}", "</think>\n\\boxed{7}", "Judgment: 1", " seven", " 7", "<think>"),
     '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>',
+    '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(3 + 4)"}}\n</tool_call>',
 )
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -82,12 +84,16 @@ def _tokenizer(texts: Iterable[str]) -> object:
     return fast
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # all samples of a rollout connect at once; the default is 5
+
+
 class StubServer:
     """An HTTP server that answers POST requests of one path by a function, and counts them."""
 
     def __init__(self, path: str, answer: Callable[[dict], object], port: int = 0) -> None:
         self.num_requests = 0
-        owner = self
+        owner, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -96,7 +102,8 @@ class StubServer:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 is_known = self.path == path
                 body = json.dumps(answer(asked) if is_known else {"error": "no such path"}).encode()
-                owner.num_requests += is_known
+                with lock:
+                    owner.num_requests += is_known
                 self.send_response(200 if is_known else 404)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -106,7 +113,7 @@ class StubServer:
             def log_message(self, *args: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}{path}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

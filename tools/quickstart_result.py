@@ -43,6 +43,9 @@ def main() -> None:
     print(f"engine vs trainer   mean |log-prob difference| at most {mismatch:.1e} at any step")
     print(f"curves              {folder / 'grpo' / 'curves.png'}")
     print(json.dumps(result))
+    print("\nto look at it (`source .venv/bin/activate` first):")
+    print(f"  fusionrl show {folder / 'grpo'}    # answers of the last step, with rewards")
+    print(f"  fusionrl view {folder / 'grpo'}    # all of it as one page: curves, samples, tokens")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ LIMITS = {
     "broad excepts in 1,000 lines": 0.5,
     "functions with Any in signature": 150,
 }
-EXCEPTIONS: dict[str, str] = {}  # class -> why it may be larger
+EXCEPTIONS = {  # class → why it may be larger
+    "fusionrl/data/sample.py Sample": "all fields of slime's Sample, and what hooks may call on it",
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -16,7 +16,7 @@ def grpo(batch: SampleBatch) -> np.ndarray:
     """
     centered = batch.centered()
     group, counts = batch.groups
-    variance = np.bincount(group, weights=centered**2) / np.maximum(counts - 1, 1)
+    variance = np.bincount(group, weights=batch.shares * centered**2) / np.maximum(counts - 1, 1)
     return centered / (np.sqrt(variance) + EPSILON)[group]
 
 

@@ -31,6 +31,7 @@ def mismatch_warning(
     limits: MismatchLimits | None = None,
     earlier_mean: float | None = None,
     functions: Sequence[str] = (),
+    changed_by: Sequence[str] = (),
 ) -> str | None:
     """Return the warning about `metrics` of `mismatch_metrics`; None if all is well.
 
@@ -39,6 +40,7 @@ def mismatch_warning(
         limits: when to speak.
         earlier_mean: `logprob_diff_mean` of earlier steps, to notice a drift below the limits.
         functions: the user's functions that write loss masks and log-probs, each with its flag.
+        changed_by: sampling parameters of the requests that change the policy's distribution.
     """
     limits = limits if limits is not None else MismatchLimits()
     mean = metrics.get("logprob_diff_mean", 0.0)
@@ -64,6 +66,10 @@ def mismatch_warning(
             0, f"{not_sampled:.1%} of the trained tokens have a log-prob of exactly 0, which no engine gives them"
         )
         look += _mask_suspects(functions)
+    elif off and changed_by:
+        look.append(
+            f"the requests' {', '.join(changed_by)}: the engine's log-probs are those of the changed distribution"
+        )
     elif off:
         look += _suspects(metrics)
     if not found:

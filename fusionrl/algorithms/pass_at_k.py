@@ -12,6 +12,7 @@ from fusionrl.algorithms.groups import SampleBatch
 def pass_at_k_advantages(batch: SampleBatch) -> np.ndarray:
     """Mean advantage of each sample over all teams of k samples of its group -> [n].
 
+    An attempt of several samples counts as one: it is right if all of its samples are, and each has its advantage.
     A team's reward is 1 if one of its answers is right, else 0; its advantage is the reward normalised by mean and
     deviation over all teams. With c of n samples right, `p = 1 - C(n - c, k) / C(n, k)` and
     `s = sqrt(p (1 - p))`, a right sample has `(1 - p) / s`, a wrong one
@@ -35,9 +36,11 @@ def pass_at_k_advantages(batch: SampleBatch) -> np.ndarray:
             f"pass@{k} advantages of groups of at most {batch.largest_group} samples: k must be from 1 to "
             "--n-samples-per-prompt"
         )
-    right = rewards == 1.0
+    # [n] whether the sample's attempt is right: none of its samples is wrong
+    right = np.bincount(batch.attempt, rewards != 1.0, minlength=1)[batch.attempt] == 0
+    num_right = np.rint(np.bincount(group, right * batch.shares)).astype(int)
     advantages = np.zeros_like(rewards)
-    for g, (n, c) in enumerate(zip(counts.tolist(), np.bincount(group, right).astype(int).tolist(), strict=True)):
+    for g, (n, c) in enumerate(zip(counts.tolist(), num_right.tolist(), strict=True)):
         if n < k or c == 0 or n - c < k:
             continue
         missed = math.comb(n - c, k) / math.comb(n, k)  # 1 - p

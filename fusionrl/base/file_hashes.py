@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from fusionrl.base.packages import install_hint
+
 R = TypeVar("R")
 
 FAST, ALWAYS_THERE = "xxh3-128", "sha256"
@@ -81,7 +83,8 @@ def _new_hash(kind: str) -> _Digest:
     try:
         import xxhash
     except ImportError as error:
-        raise ValueError("its hashes are of the package xxhash, which is not installed: pip install xxhash") from error
+        cure = install_hint("xxhash")
+        raise ValueError(f"the package xxhash makes its hashes, and is not installed; {cure}") from error
     return xxhash.xxh3_128()
 
 

@@ -1,11 +1,21 @@
-"""The path that a mistyped one may have meant."""
+"""The name, or the path, that a mistyped one may have meant."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+
+def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the one of `names` that a mistyped `word` may have meant; None: none is close.
+
+    Letters in another order (gpro) are likelier than other letters; `cutoff` is that of `difflib.get_close_matches`.
+    """
+    known = list(names)
+    turned = [name for name in known if name != word and sorted(name) == sorted(word)]
+    return next(iter(turned or difflib.get_close_matches(word, known, 1, cutoff)), None)
 
 
 def existing_parent(path: Path) -> tuple[Path, str]:
@@ -28,11 +38,11 @@ def nearest(path: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str 
     Of a path with several wrong parts, the first one is set right.
     """
     parent, part = existing_parent(path)
-    close = difflib.get_close_matches(part, names_in(parent, is_wanted), 1)
-    if not close:
+    name = closest(part, names_in(parent, is_wanted))
+    if name is None:
         return None
     shown = parent if path.is_absolute() else Path(os.path.relpath(parent))
-    return str(shown / close[0])
+    return str(shown / name)
 
 
 def hint(path: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:

@@ -1,23 +1,41 @@
 """SIGUSR1 asks a process of a run for the stacks of its threads: they go to its standard error, which is its log.
 
-The stacks are written by the signal's handler itself, in C: also by a process that is blocked in a library and holds
-Python's lock. A process that is stopped (SIGSTOP) writes them when it goes on.
+Sent to the process's thread `stacks`, as `ask_for_stacks` does, the signal is answered with Python's lock. Sent to the
+process, by `kill -USR1` or with `is_forced`, the signal's handler itself writes, in C: also where a library blocks the
+process and holds the lock. Other threads may then change the stacks that are being read, and the process may crash. A
+process that is stopped (SIGSTOP) writes its stacks when it continues.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
+import threading
 from pathlib import Path
 
 STACK_SIGNAL = signal.SIGUSR1
 _STDERR = 2
+_THREAD = "stacks"  # as the kernel knows it
+_PR_SET_NAME = 15
 
 
 def answer_with_stacks() -> None:
     """Let this process answer SIGUSR1 from now on. A log that is set up later gets them as well."""
     faulthandler.register(STACK_SIGNAL, file=_STDERR, all_threads=True)
+    is_ready = threading.Event()
+    threading.Thread(target=_answer, args=(is_ready,), name=_THREAD, daemon=True).start()
+    is_ready.wait()
+
+
+def _answer(is_ready: threading.Event) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, _THREAD.encode(), 0, 0, 0)
+    is_ready.set()
+    while True:
+        signal.sigwait({STACK_SIGNAL})
+        faulthandler.dump_traceback(_STDERR, all_threads=True)
 
 
 def answers_with_stacks(pid: int) -> bool:
@@ -30,12 +48,26 @@ def answers_with_stacks(pid: int) -> bool:
     return bool(int(caught, 16) >> (STACK_SIGNAL - 1) & 1)
 
 
-def ask_for_stacks(pid: int) -> bool:
-    """Send the signal to a process that answers it. Returns whether it was sent."""
+def ask_for_stacks(pid: int, *, is_forced: bool = False) -> bool:
+    """Send the signal to a process that answers it. Returns whether it was sent.
+
+    is_forced  for a process that has not answered: it may hold Python's lock
+    """
     if not answers_with_stacks(pid):
         return False
     try:
-        os.kill(pid, STACK_SIGNAL)
+        thread = None if is_forced else _thread_of(pid)
+        if thread is None:
+            os.kill(pid, STACK_SIGNAL)
+            return True
+        return bool(ctypes.CDLL(None).tgkill(pid, thread, int(STACK_SIGNAL)) == 0)
     except OSError:  # it has ended meanwhile
         return False
-    return True
+
+
+def _thread_of(pid: int) -> int | None:
+    """Return the id of the thread that answers; None where there is none, as in a process that was forked later."""
+    for name in Path(f"/proc/{pid}/task").glob("*/comm"):
+        if name.read_text().rstrip("\n") == _THREAD:
+            return int(name.parent.name)
+    return None

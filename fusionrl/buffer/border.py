@@ -97,7 +97,7 @@ class HookBorder:
             api_key=ends.api_key,
             rm_urls=list(ends.rm_urls),
             teacher_urls=list(ends.teacher_urls),
-            rollout_global_dataset=True,
+            rollout_global_dataset=self._config.data.prompt_data is not None,
             rollout_num_engines=len(ends.engine_urls),
             vocab_size=shape.vocab_size,
             # (layers, experts of a token), where the engines are asked which experts they chose

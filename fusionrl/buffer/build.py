@@ -18,7 +18,9 @@ from fusionrl.base.heap import give_freed_back
 from fusionrl.buffer.choose import TrainingSamples
 from fusionrl.buffer.steps_since import StepsSince
 from fusionrl.buffer.tokens import is_all_current, is_current
+from fusionrl.data.attempts import attempts_of
 from fusionrl.data.sample import Sample, Status, response_mask, trained_amount
+from fusionrl.data.sampling import temperatures_of
 from fusionrl.data.token_versions import UNKNOWN_VERSION
 from fusionrl.data.train_batch import FIELDS, TrainShard, TrainStep, flat_field
 from fusionrl.plan.balance import Balance, divide
@@ -44,15 +46,17 @@ def cut(
     version: int | None,
     put: Callable[[TrainShard], Ref],
     ages: StepsSince | None = None,
+    temperature: float | None = None,
 ) -> CutShards[Ref]:
     """Cut the samples into shards as the plan divides them; takes the samples out of `chosen`.
 
     put   puts a shard where trainers can pull it; no name holds a shard while the next one is made
     ages  counts the actor's shards
+    temperature  --rollout-temperature: tokens that were sampled at another are marked (field `temperatures`)
     """
     assert plan.balance is not None and plan.batch is not None
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": chosen.extra, "by_groups": chosen.by_groups}
-    named["weight_version"] = version
+    named["weight_version"], named["temperature"] = version, temperature
     auxiliary: list[Ref] = []
     if (other := plan.auxiliary) is not None:
         assert other.batch is not None
@@ -80,6 +84,7 @@ def build_shards(
     extra: dict[str, list[object]] | None = None,
     by_groups: bool = False,
     weight_version: int | None = None,
+    temperature: float | None = None,
 ) -> list[TrainShard]:
     """Cut a rollout into `plan.num_steps` optimizer steps and each step over `plan.dp_size` ranks.
 
@@ -88,6 +93,7 @@ def build_shards(
     extra    a user's columns: one value a sample.
     by_groups  no step begins within a group.
     weight_version  of the weights that will train: tokens that older ones sampled are marked (field `current`)
+    temperature  see `cut`
 
     Raises:
         ValueError: fewer groups than optimizer steps, a sample whose lengths do not agree, or one that is longer than a
@@ -103,6 +109,7 @@ def build_shards(
         extra=extra,
         by_groups=by_groups,
         weight_version=weight_version,
+        temperature=temperature,
     )
     return list(shards)
 
@@ -118,6 +125,7 @@ def take_shards(
     extra: dict[str, list[object]] | None = None,
     by_groups: bool = False,
     weight_version: int | None = None,
+    temperature: float | None = None,
     freed: Callable[[], None] | None = None,
 ) -> Iterator[TrainShard]:
     """As `build_shards`, one shard after the other; takes the samples out of the list, so that memory holds them once.
@@ -132,6 +140,15 @@ def take_shards(
     # Where all tokens are current the field says nothing, and is left out.
     if weight_version is not None and not all(is_all_current(sample, weight_version) for sample in samples):
         given["current"], present["current"] = [is_current(sample, weight_version) for sample in samples], ()
+    if sizes.has_fan_out:
+        given["attempt_tokens"] = np.bincount(sizes.attempts, sizes.trained)[sizes.attempts].tolist()
+        present["attempt_tokens"] = ()
+    if temperature is not None:
+        hot = [temperatures_of(sample, temperature) for sample in samples]
+        if any(values is not None for values in hot):
+            plain = [np.full(sample.response_length, temperature, np.float32) for sample in samples]
+            given["temperatures"] = [p if h is None else h for p, h in zip(plain, hot, strict=True)]
+            present["temperatures"] = ()
     named: dict[str, Any] = {"rollout_id": rollout_id, "extra": extra or {}, "freed": freed}
     for members, own_steps in zip(per_rank, steps, strict=True):
         yield _take_shard(samples, members, given, present, steps=own_steps, **named)
@@ -144,12 +161,19 @@ class _Sizes:
     lengths, responses  [n] tokens of the sample, and of its response
     trained  [n] tokens that are trained on
     groups   [n] the run of samples of one group, side by side, that the sample is of: 0, 1, …
+    attempts [n] the attempt that the sample is of
     """
 
     lengths: np.ndarray
     responses: np.ndarray
     trained: np.ndarray
     groups: np.ndarray
+    attempts: np.ndarray
+
+    @property
+    def has_fan_out(self) -> bool:
+        """Return whether an attempt has several samples."""
+        return bool(self.attempts.size) and int(self.attempts.max()) + 1 < self.attempts.size
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> _Sizes:
@@ -162,6 +186,7 @@ class _Sizes:
             np.array([sample.response_length for sample in samples], np.int64),
             np.array([trained_amount(sample) for sample in samples], np.float64),
             np.cumsum(first) - 1,
+            attempts_of(samples),
         )
 
 
@@ -177,10 +202,11 @@ def _plan_steps(
         lengths = sizes.lengths[first:end]
         prompts, siblings = lengths - sizes.responses[first:end], _siblings(sizes.groups[first:end])
         num_tokens = int(np.floor(sizes.trained[first:end]).sum())
+        num_attempts = len(np.unique(sizes.attempts[first:end]))
         for rank, bins in enumerate(divide(lengths, prompts, siblings, plan.dp_size, balance)):
             members = sorted(i for b in bins for i in b)
             local = {position: len(per_rank[rank]) + i for i, position in enumerate(members)}
-            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, end - first))
+            steps[rank].append(TrainStep([[local[i] for i in b] for b in bins], num_tokens, num_attempts))
             per_rank[rank] += [first + i for i in members]
     return per_rank, steps
 
@@ -191,7 +217,7 @@ def _step_bounds(sizes: _Sizes, plan: BatchPlan, by_groups: bool) -> list[int]:
     A user's functions may make several samples for one prompt, or fewer prompts; then steps are of as many groups.
     """
     count = len(sizes.lengths)
-    if count == plan.num_samples and not by_groups:
+    if count == plan.num_samples and not by_groups and not sizes.has_fan_out:
         return [step * plan.global_batch_size for step in range(plan.num_steps + 1)]
     starts = [group[0] for group in _siblings(sizes.groups)]
     if len(starts) < plan.num_steps:

@@ -47,8 +47,8 @@ class Collector:
         Raises:
             HookError, ValueError: with the flag concerned.
         """
-        groups, metrics = self._enough_groups(rollout_id)
-        samples = self._choose(groups)
+        groups, refused, metrics = self._enough_groups(rollout_id)
+        samples = self._choose(groups, refused)
         asyncio.run(score_samples(self._border.teacher, samples))  # those of a user's rollout function
         return Collected(samples, metrics)
 
@@ -61,7 +61,7 @@ class Collector:
         args = self._border.args()
         output = self._call(args, rollout_id, data_source)
         dropped: Counter[str] = Counter()
-        groups = self._finish(args, output.samples, dropped)
+        groups = self._finish(args, output, dropped)
         asyncio.run(score_samples(self._border.teacher, flatten(groups)))
         for name, count in dropped.items():
             output.metrics[name] = output.metrics.get(name, 0.0) + count
@@ -76,11 +76,15 @@ class Collector:
             show_all(self._border.args(), [*groups, *refused], _no_prompts)
         return self._cut(groups)
 
-    def _enough_groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
-        """Call the rollout function until there are enough groups; score and filter what it left undone."""
+    def _enough_groups(self, rollout_id: int) -> tuple[list[list[Sample]], list[list[Sample]], dict[str, float]]:
+        """Call the rollout function until there are enough groups; score and filter what it left undone.
+
+        Returns the groups that are kept, those that are refused, and metrics.
+        """
         assert self._plan.batch is not None
         wanted = self._plan.batch.num_prompts
         groups: list[list[Sample]] = []
+        refused: list[list[Sample]] = []
         metrics: dict[str, float] = {}
         dropped: Counter[str] = Counter()
         for _ in range(MAX_REFILLS):
@@ -88,7 +92,8 @@ class Collector:
             output = self._call(args, rollout_id)
             dropped.update({k: v for k, v in output.metrics.items() if k.startswith(DROPPED)})
             metrics.update(output.metrics)
-            groups += output.samples if self._config.run.mode == "sft" else self._finish(args, output.samples, dropped)
+            groups += output.samples if self._config.run.mode == "sft" else self._finish(args, output, dropped)
+            refused += output.refused
             if len(groups) >= wanted:
                 break
         if len(groups) < wanted:
@@ -98,7 +103,7 @@ class Collector:
             )
         if len(groups) > wanted:
             dropped[f"{DROPPED}surplus"] += len(groups) - wanted
-        return groups, {**metrics, **dropped}
+        return groups, refused, {**metrics, **dropped}
 
     def _call(self, args: Namespace, rollout_id: int, data_source: object | None = None) -> RolloutFnTrainOutput:
         """Call the rollout function once; tokens of a user's function get the weight versions that engines said."""
@@ -108,11 +113,11 @@ class Collector:
             fill_versions(flatten(output.samples), answers, self._functions.where)
         return output
 
-    def _finish(self, args: Namespace, groups: list[list[Sample]], dropped: Counter[str]) -> list[list[Sample]]:
+    def _finish(self, args: Namespace, output: RolloutFnTrainOutput, dropped: Counter[str]) -> list[list[Sample]]:
         """Compute rewards that are still missing; groups that got them here are filtered here."""
         kept: list[list[Sample]] = []
         settings = RewardSettings.of_args(args)
-        for group in groups:
+        for group in output.samples:
             missing = [s for s in group if s.reward is None and not lacks_reward(s)]
             if missing:
                 rewards = asyncio.run(score_group(settings, missing))
@@ -121,14 +126,16 @@ class Collector:
                 verdict = apply_filter(self._config.rollout.dynamic_sampling_filter_path, args, group)
                 if not verdict.keep:
                     dropped[f"{DROPPED}{verdict.reason or 'filtered'}"] += 1
+                    output.refused.append(group)
                     continue
             kept.append(group)
         return kept
 
-    def _choose(self, groups: list[list[Sample]]) -> list[Sample]:
-        """Cut the groups to the batch, after the hook that sees all."""
+    def _choose(self, groups: list[list[Sample]], refused: list[list[Sample]]) -> list[Sample]:
+        """Cut the groups to the batch, after the hook that sees all finished ones in the order of their samples."""
         if show_all := self._border.hook("rollout_all_samples_process_path"):
-            show_all(self._border.args(), groups, self._source.hooked.get_samples)
+            finished = sorted([*groups, *refused], key=lambda group: group[0].index or 0) if refused else groups
+            show_all(self._border.args(), finished, self._source.hooked.get_samples)
         return self._cut(groups)
 
     def _cut(self, groups: list[list[Sample]]) -> list[Sample]:

@@ -30,6 +30,8 @@ class RolloutDataSourceWithBuffer:
     the seed and how many were drawn of each set (`fusionrl.data.mixture`), so these numbers, the buffer and
     `metadata` are all that a checkpoint needs. A class derived from this one that holds more adds it to `state_dict`
     and `load_state_dict`; or, as with slime, to `save` and `load`, which are then called at each checkpoint.
+
+    Without --prompt-data its groups are empty samples, for a rollout function that finds its prompts elsewhere.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -40,7 +42,7 @@ class RolloutDataSourceWithBuffer:
         self.num_groups = 0
         self.num_samples = 0
         self.num_too_long = 0
-        specs = [args.prompt_data] if isinstance(args.prompt_data, str) else list(args.prompt_data)
+        specs = [args.prompt_data] if isinstance(args.prompt_data, str) else list(args.prompt_data or [])
         self._names: list[str] = []
         self._fingerprints: list[str] = []
         sequences: list[PromptSequence] = []
@@ -53,6 +55,9 @@ class RolloutDataSourceWithBuffer:
             self._fingerprints.append(_fingerprint(prompts))
             self.prompts += prompts
             sequences.append(PromptSequence(prompts, (args.rollout_seed, position) if args.rollout_shuffle else None))
+        if not specs:
+            self._names, self._fingerprints = ["none"], [""]
+            sequences.append(PromptSequence([Sample()], None))
         self._mixture = Mixture(sequences, args.prompt_data_weights or None)
 
     def _load(self, spec: str) -> list[Sample]:
@@ -86,12 +91,12 @@ class RolloutDataSourceWithBuffer:
     @property
     def epoch(self) -> int:
         """As many prompts were drawn as all sets together have, so many times."""
-        return sum(self.num_drawn.values()) // len(self)
+        return sum(self.num_drawn.values()) // max(1, len(self))
 
     @property
     def offset(self) -> int:
         """Prompts drawn in this epoch."""
-        return sum(self.num_drawn.values()) % len(self)
+        return sum(self.num_drawn.values()) % max(1, len(self))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """The next `num_samples` groups: of the buffer, then of --n-samples-per-prompt copies of a prompt each.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fusionrl.algorithms.evaluation import Z_95, clustered_error, pass_at_k, powers_of_two
+from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.rollout.types import EvalResult
 
 ACCURATE = 1.0  # a raw reward of at least this counts as a right answer
@@ -21,9 +22,10 @@ def eval_metrics(data: Mapping[str, EvalResult]) -> dict[str, float]:
 def eval_set_metrics(name: str, result: EvalResult) -> dict[str, float]:
     """Numbers about one evaluation set: what a rollout function returned under its name.
 
-    reward, accuracy  means over all samples; <name>_ci95 is half the width of their 95 % interval, 1.96 standard
-                      errors over prompts. Samples of one prompt are not independent, so prompts are what is counted;
-                      a cluster bootstrap estimates the same error, but with noise and a seed. Left out for one prompt.
+    reward, accuracy  means over all attempts, each with the mean of its samples' rewards; <name>_ci95 is half the
+                      width of their 95 % interval, 1.96 standard errors over prompts. Attempts at one prompt are not
+                      independent, so prompts are what is counted; a cluster bootstrap estimates the same error, but
+                      with noise and a seed. Left out for one prompt.
     pass@k            mean over prompts of the unbiased estimate, for k = 1, 2, 4, … up to the samples of a prompt
     response_len      tokens of a response: mean, median and maximum; truncated_ratio: share cut off by the limit
 
@@ -39,6 +41,10 @@ def eval_set_metrics(name: str, result: EvalResult) -> dict[str, float]:
     groups = np.arange(len(rewards))
     if len(samples) == len(rewards):
         groups = np.array([-1 - i if s.group_index is None else s.group_index for i, s in enumerate(samples)])
+        attempts = attempts_of(samples)
+        _, firsts = np.unique(attempts, return_index=True)
+        groups = groups[firsts]
+        rewards = np.bincount(attempts, rewards * attempt_shares(attempts)).astype(np.float64)
     right = (rewards >= ACCURATE).astype(np.float64)
     out: dict[str, float] = {}
     for key, values in (("reward", rewards), ("accuracy", right)):

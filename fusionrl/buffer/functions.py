@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from fusionrl.buffer.source import PromptSource
 from fusionrl.config.config import Config
-from fusionrl.config.hooks import flag_of, load_function, user_code
+from fusionrl.config.hooks import flag_of, user_code
+from fusionrl.rollout.inputs import rollout_function
 from fusionrl.rollout.types import RolloutAborted
 
 SFT_ROLLOUT = "fusionrl.rollout.sft_rollout.generate_rollout"
@@ -22,10 +23,10 @@ class RolloutFunctions:
         self._source, self._default = source, default
         is_sft = config.run.mode == "sft" and rollout.rollout_function_path == default
         self._path = rollout.rollout_function_path
-        self._function = load_function(SFT_ROLLOUT if is_sft else self._path)
+        self._function = rollout_function(SFT_ROLLOUT if is_sft else self._path)
         self._eval_field = "eval_function_path" if rollout.eval_function_path else "rollout_function_path"
         self._eval_path = rollout.eval_function_path or self._path
-        self._eval_function = load_function(self._eval_path)
+        self._eval_function = rollout_function(self._eval_path)
 
     @property
     def where(self) -> str | None:

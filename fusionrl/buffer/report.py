@@ -15,6 +15,7 @@ from fusionrl.buffer.rollout_facts import rollout_facts
 from fusionrl.buffer.scores import Scored
 from fusionrl.buffer.tokens import token_numbers
 from fusionrl.config.config import Config
+from fusionrl.data.attempts import attempt_shares, attempts_of
 from fusionrl.data.counts import SpecInfo
 from fusionrl.data.sample import Sample, Status, lacks_reward
 from fusionrl.observe.advice import Glimpse, RolloutFacts
@@ -71,8 +72,11 @@ def report(
 
 
 def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
-    """Means over the samples of one rollout, and the share of groups whose rewards are all equal."""
+    """Means over the samples of one rollout, those of rewards over its attempts; equal groups; counts."""
     rewards = np.asarray(raw, np.float64)
+    attempts = attempts_of(samples)
+    shares = attempt_shares(attempts)
+    mean = float(np.average(rewards, weights=shares))
     group_index = np.array([-1 if s.group_index is None else s.group_index for s in samples])
     lengths = np.array([s.response_length for s in samples])
     scored = np.array([not lacks_reward(s) for s in samples], bool)
@@ -89,15 +93,16 @@ def rollout_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str
         **_timed_out(samples),
         **_rewritten(samples),
         **_drafts(samples),
-        "rollout/raw_reward": float(rewards.mean()),
-        "rollout/raw_reward_std": float(rewards.std()),
-        "rollout/accuracy": float((rewards >= ACCURATE).mean()),
+        "rollout/raw_reward": mean,
+        "rollout/raw_reward_std": float(np.sqrt(np.average((rewards - mean) ** 2, weights=shares))),
+        "rollout/accuracy": float(np.average(rewards >= ACCURATE, weights=shares)),
         "rollout/response_len/mean": float(lengths.mean()),
         "rollout/response_len/max": float(lengths.max()),
         "rollout/truncated_ratio": float(np.mean([s.status == Status.TRUNCATED for s in samples])),
         "rollout/failed": float(sum(s.status in (Status.FAILED, Status.ABORTED) for s in samples)),
         "rollout/zero_std_groups": float(np.mean([not g.size or np.ptp(g) < 1e-8 for g in groups])),
         "rollout/num_samples": float(len(samples)),
+        "rollout/num_attempts": float(len(set(attempts.tolist()))),
         "rollout/num_tokens": float(lengths.sum()),
     }
 
@@ -142,14 +147,16 @@ def _drafts(samples: Sequence[Sample]) -> dict[str, float]:
 
 def set_metrics(samples: Sequence[Sample], raw: Sequence[float]) -> dict[str, float]:
     """Per set of a mixture (`metadata["data_source"]`): mean raw reward, accuracy, number of samples."""
-    sets: dict[str, list[float]] = {}
-    for sample, reward in zip(samples, raw, strict=True):
+    sets: dict[str, list[int]] = {}
+    for position, sample in enumerate(samples):
         name = sample.metadata.get("data_source")
         if name is not None:
-            sets.setdefault(str(name), []).append(reward)
+            sets.setdefault(str(name), []).append(position)
     out: dict[str, float] = {}
-    for name, rewards in sets.items():
-        out[f"rollout/{name}/raw_reward"] = float(np.mean(rewards))
-        out[f"rollout/{name}/accuracy"] = float(np.mean(np.asarray(rewards) >= ACCURATE))
-        out[f"rollout/{name}/num_samples"] = float(len(rewards))
+    rewards, shares = np.asarray(raw, np.float64), attempt_shares(attempts_of(samples))
+    for name, members in sets.items():
+        own, weights = rewards[members], shares[members]
+        out[f"rollout/{name}/raw_reward"] = float(np.average(own, weights=weights))
+        out[f"rollout/{name}/accuracy"] = float(np.average(own >= ACCURATE, weights=weights))
+        out[f"rollout/{name}/num_samples"] = float(len(members))
     return out

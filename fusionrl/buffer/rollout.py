@@ -18,6 +18,7 @@ from fusionrl.buffer.collect import Collected, Collector, limits_of
 from fusionrl.buffer.log_probs import warn_without_log_probs
 from fusionrl.buffer.replay import load_samples, save_samples
 from fusionrl.buffer.report import report
+from fusionrl.buffer.sample_files import SampleFiles
 from fusionrl.buffer.scores import score
 from fusionrl.buffer.steps_since import StepsSince
 from fusionrl.buffer.stream import Batch
@@ -61,7 +62,8 @@ class RolloutStages:
         put: Callable[[TrainShard], object],
     ) -> None:
         self._config, self._plan, self._border, self._collector = config, plan, border, collector
-        self._writer, self._accepted, self._attempt, self._put = writer, accepted, attempt, put
+        self._accepted, self._put = accepted, put
+        self._files = SampleFiles(config, writer, attempt)
         self.trained = TrainedSamples(writer)
 
     def make(self, rollout_id: int, pushed_version: int | None, since: float) -> Rollout:
@@ -114,19 +116,18 @@ class RolloutStages:
         """
         config, border, mode = self._config, self._border, self._config.run.mode
         samples = collected.samples
-        counts, made, path, work = dict[str, int](), CutShards[Any](), None, Work()
+        counts, made, work = dict[str, int](), CutShards[Any](), Work()
         with span("score and report", lane="stages"):
             scored = score(samples, config, border)
             told = report(rollout_id, scored, collected.metrics, pushed_version, since, config, border)
-        if mode != "sft":
-            with span("write", lane="stages"):
-                path = self._writer.write(rollout_id, self._attempt, (s.to_row() for s in samples), kind="train")
+        with span("write", lane="stages"):
+            path = self._files.write(rollout_id, samples)
         if mode == "reject-sampling":
             counts = self._accepted.add(rollout_id, samples, scored.raw)
             told.metrics |= {f"rollout/{name}": float(count) for name, count in counts.items()}
         elif self._plan.balance is not None and self._plan.batch is not None and mode != "eval":
             chosen = choose(scored, config, self._plan.batch.num_steps, limits_of(self._plan), border)
-            if path is not None:
+            if path is not None and mode == "rl":
                 self.trained.gave(rollout_id, path, samples, chosen.samples, chosen.has_indices)
             work = Work.of(sample.num_tokens for sample in chosen.samples)
             del collected, samples, scored  # `cut` takes the samples out of the last list that holds them
@@ -134,8 +135,9 @@ class RolloutStages:
             # Without a push the versions are those of another run, whose steps nobody knows.
             newest = pushed_version if trains is None else trains
             ages = None if newest is None else StepsSince.of(newest, config)
+            temperature = config.rollout.rollout_temperature
             with phase("cut", lane="stages", step=rollout_id + 1):
-                made = cut(chosen, self._plan, rollout_id, version, self._put, ages)
+                made = cut(chosen, self._plan, rollout_id, version, self._put, ages, temperature)
             told.metrics |= {} if ages is None else ages.metrics()
         accepted, shown = counts.get("accepted", 0), told.glimpses
         return Rollout(

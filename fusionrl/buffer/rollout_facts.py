@@ -12,6 +12,7 @@ import numpy as np
 from fusionrl.config.config import Config
 from fusionrl.config.parts import estimator_of
 from fusionrl.data.sample import REWARD_LOST, Sample, Status, is_trained_on, lacks_reward, trained_amount
+from fusionrl.data.sampling import CHANGED
 from fusionrl.observe.advice import Glimpse, RolloutFacts
 from fusionrl.observe.text import ending, shorten
 from fusionrl.rollout.types import NO_ROOM_AFTER
@@ -38,6 +39,8 @@ def rollout_facts(
     truncated = [s for s in samples if s.status == Status.TRUNCATED]
     example = _example(samples, equal)
     lost = [_lost_by(sample) for sample in samples]
+    is_rl = config.run.mode == "rl"
+    changed = [names for sample in samples if is_rl and (names := (sample.metadata or {}).get(CHANGED))]
     trained = np.array([trained_amount(sample) > 0 for sample in samples], bool)
     facts = RolloutFacts(
         num_samples=len(samples),
@@ -56,6 +59,9 @@ def rollout_facts(
         highest=float(max(judged, default=0.0)),
         num_timeouts=lost.count("timeout"),
         num_crashes=lost.count("crash"),
+        num_changed=len(changed),
+        changed_by=tuple(sorted({name for names in changed for name in names})),
+        num_errors=lost.count("error"),
     )
     places = [*spread(len(samples), config.run.log_samples), *([] if example is None else [example])]
     shown = [glimpse(samples[i], raw[i]) for i in places]

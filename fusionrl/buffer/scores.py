@@ -12,6 +12,7 @@ from fusionrl.buffer.border import HookBorder
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.config.parts import estimator_of
+from fusionrl.data.attempts import attempts_of
 from fusionrl.data.convert import check_rewards
 from fusionrl.data.sample import Sample, is_trained_on, lacks_reward, reward_value, trained_amount
 from fusionrl.rewards.length import LengthPenalties, length_reward
@@ -91,6 +92,7 @@ def group_advantages(samples: Sequence[Sample], rewards: list[float], config: Co
         baselines=_baselines(samples, algorithm.advantage_estimator) if estimator.needs_greedy_answer else None,
         k=algorithm.pass_k,
         scored=np.array([not lacks_reward(sample) for sample in samples], bool),
+        attempts=attempts_of(samples),
     )
     return stage(batch).tolist()
 

@@ -36,9 +36,10 @@ class PromptSource:
     def open(self, border: HookBorder) -> None:
         """Make the data source, which reads the prompts; not in runs that need none."""
         data, run = self._config.data, self._config.run
-        if data.prompt_data is None or run.mode == "eval" or run.load_debug_rollout_data:
+        is_default = data.data_source_path == type(data)().data_source_path
+        if (data.prompt_data is None and is_default) or run.mode == "eval" or run.load_debug_rollout_data:
             return
-        if data.data_source_path == type(data)().data_source_path:
+        if is_default:
             self.hooked = load_function(data.data_source_path)(border.args())
         else:
             self.hooked = call_hook("data_source_path", data.data_source_path, border.args())

@@ -157,13 +157,14 @@ class Stream(LoopThread):
     def snapshot(self, rollout_id: int) -> tuple[dict[str, Any] | None, SavedStream]:
         """Return the data source's state and what a checkpoint holds of the stream, after rollout `rollout_id`.
 
-        That rollout is trained, and a later one is not: where one was fetched, its prompts come again.
+        That rollout is trained, and a later one is not: where one was fetched, its prompts come again. After an
+        error has ended the stream, too: unfinished groups are generated again.
         """
 
         def now() -> tuple[dict[str, Any] | None, dict[str, Any], dict[int, Held]]:
             return self._source.state_at(rollout_id), self.state.to_dict(rollout_id + 1), dict(self._live)
 
-        source, state, held = self._call(now)
+        source, state, held = self._read(now)
         return source, packed(state, held, self.knobs)
 
     # ------------------------------------------------------------------------------------ its own thread
@@ -215,6 +216,8 @@ class Stream(LoopThread):
         """Give the driver the action that it waits for; returns whether it began."""
         answer = self._answer
         assert answer is not None
+        if isinstance(action, events.Fetch):  # before it is applied, so that the message names the sample
+            check_bound([self._live[ordinal].made for ordinal in action.ordinals], self._label, self.knobs)
         if isinstance(action, _BEGUN):
             apply(self.state, self.knobs, action)
         self._answer = None
@@ -330,7 +333,6 @@ class Stream(LoopThread):
             held = self._live[ordinal]
             groups.append(held.made)
             self._live[ordinal] = Held(held.blank)
-        check_bound(groups, self._label, self.knobs)
         counts = {f"rollout/dropped_{reason}": float(count) for reason, count in self._dropped.items()}
         self._dropped.clear()
         tokens = self._tally.take(dict(zip(fetch.ordinals, groups, strict=True)), self.knobs.in_flight != "in_place")

@@ -73,6 +73,13 @@ class LoopThread:
         self._post(call, done)
         return done.result()
 
+    def _read(self, function: Callable[[], T]) -> T:
+        """Run a function that changes nothing: in the thread, or here when that has ended."""
+        with self._lock:
+            if self._has_ended:
+                return function()
+        return self._call(function)
+
     def _post(self, function: Callable[[], None], answer: Future[Any]) -> None:
         """Run a function in the thread; `answer` gets an error where it has ended, or ends before."""
         with self._lock:

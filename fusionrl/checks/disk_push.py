@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from fusionrl.base.packages import install_hint
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
 from fusionrl.engines.delta import CHECKSUM_PACKAGES, COMPRESSION_PACKAGE
@@ -36,5 +37,5 @@ def disk_push_errors(config: Config) -> list[str]:
     needed["--update-weight-mode delta"] = COMPRESSION_PACKAGE if is_delta else None
     for flag, package in needed.items():
         if package is not None and importlib.util.find_spec(package) is None:
-            errors.append(f"{flag}: the package {package} is not installed; pip install {package}")
+            errors.append(f"{flag}: the package {package} is not installed; {install_hint(package)}")
     return errors

@@ -289,7 +289,7 @@ _ROWS: tuple[tuple[tuple[Scope, ...], tuple[str, ...]], ...] = (
     ),
     ((ENGINES, REWARD_MODEL), ("rm_input", "rm_num_gpus", "rm_num_gpus_per_engine", "rm_server_args")),
     ((ENGINES, AGENT), ("tools_path", "tool_call_parser", "max_turns", "max_tool_response_len", "tool_timeout_s")),
-    ((ENGINES, AGENT), ("agent_path", "agent_timeout_s")),
+    ((ENGINES, AGENT), ("agent_path", "agent_timeout_s", "agent_free_sampling")),
     ((NOT_SFT,), ("rollout_temperature", "rollout_max_response_len", "reward_key")),
     ((GENERATES,), ("partial_rollout", "over_sampling_batch_size", "dynamic_sampling_filter_path")),
     ((GENERATES, FILTERS), ("accuracy_lower_bound", "accuracy_upper_bound")),

@@ -9,6 +9,7 @@ from typing import Any
 from fusionrl.checks.data import probe_of, prompt_columns, tokenizer_files
 from fusionrl.checks.labels import label_check
 from fusionrl.checks.rewards import rm_type_errors
+from fusionrl.checks.sampling import eval_sampling_errors
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import RolloutGroup
@@ -55,6 +56,8 @@ def evaluation_errors(config: Config, warnings: list[str], vocab_size: int | Non
         check = check_file(one.path, columns, flag, key_flag, is_sft=is_sft, **named)
         errors += check.errors
         warnings += check.warnings
+        if not is_sft and _is_default(config):
+            errors += eval_sampling_errors(config, one, "" if file is None else flag, vocab_size)
         if file is not None and not is_sft:
             errors += [f"{flag} {error}" for error in _eval_set_errors(config, one)]
     return errors
@@ -83,8 +86,6 @@ def _eval_set_errors(config: Config, one: EvalSet) -> list[str]:
         found += [f"rm_type {error}" for error in rm_type_errors(config, one.rm_type, one.reward_key, "reward_key")]
     if one.max_response_len is None:
         found.append("it has no max_response_len, and --rollout-max-response-len is not given")
-    elif one.min_new_tokens > one.max_response_len:
-        found.append(f"min_new_tokens {one.min_new_tokens} is over max_response_len {one.max_response_len}")
     for field in ("custom_rm_path", "custom_generate_function_path"):
         path = getattr(one, field)
         if path is not None and path != getattr(config.to_args(), field) and (error := check_hook(field, path)):

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fusionrl.base.packages import install_hint
 from fusionrl.base.quiet import quiet
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
@@ -171,7 +172,10 @@ def _has_other_format(folder: Path) -> bool:
 def _by_datasets(folder: Path, repo: str, split: str, where: str) -> Path:
     """A folder of `datasets.save_to_disk` in the cache with the rows of one split, made by the package `datasets`."""
     if importlib.util.find_spec("datasets") is None:
-        raise HubError(f"{where}: its files are no {', '.join(SUFFIXES)}; to read them, pip install datasets")
+        raise HubError(
+            f"{where}: its files are no {', '.join(SUFFIXES)}; the package datasets reads them:"
+            f" {install_hint('datasets')}"
+        )
     from huggingface_hub.constants import HF_HOME
 
     made = Path(HF_HOME) / "fusionrl" / re.sub(r"[^\w.-]+", "--", f"{repo}/{folder}/{split}")

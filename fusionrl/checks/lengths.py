@@ -6,9 +6,10 @@ where all is short, and seconds where texts are long: then the longest by bytes 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusionrl.base.quiet import quiet
@@ -18,7 +19,8 @@ from fusionrl.config.eval_sets import EvalSet, eval_sets
 from fusionrl.config.groups import DataGroup, EvalGroup, RolloutGroup
 from fusionrl.config.parts import estimator_of, evaluates, generates, uses_trainers, validates
 from fusionrl.data.prompts import PromptColumns, metadata_and_tools
-from fusionrl.data.rows import Row, read_rows
+from fusionrl.data.row_checks import MAX_PROMPT_CHARACTERS
+from fusionrl.data.rows import Row, scan_rows
 from fusionrl.data.token_rows import TOKENS, holds_tokens
 from fusionrl.models.scorers import read_scorer, same_tokens
 from fusionrl.models.shape import ModelShape
@@ -38,17 +40,12 @@ class Limit:
     cure: str = ""
 
 
-def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool = True) -> list[str]:
-    """Every set with a text that is too long, with the row, the arithmetic and the cure; and limits that are wrong.
-
-    reads_data  False: the prompt data has mistakes of its own, which come first
-    """
+def length_errors(config: Config, shape: ModelShape | None) -> list[str]:
+    """Every set with a text that is too long, with the row, the arithmetic and the cure; and limits that are wrong."""
     if shape is None or config.model.hf_checkpoint is None:
         return []
     positions = _positions(config, shape)
     errors = _context_errors(config, positions)
-    if not reads_data:
-        return errors
     if config.run.mode == "sft":
         return errors + _conversation_errors(config, positions)
     if config.rollout.rollout_function_path == RolloutGroup().rollout_function_path:
@@ -57,21 +54,19 @@ def length_errors(config: Config, shape: ModelShape | None, *, reads_data: bool 
 
 
 def file_length_errors(config: Config, shape: ModelShape, spec: str) -> list[str]:
-    """Check one set as `length_errors` checks those of --prompt-data, for `fusionrl data check`.
+    """Check one set of prompts as `length_errors` checks those of --prompt-data, for `fusionrl data check`.
 
     Without --rollout-max-response-len a prompt needs room for one token of a response.
     """
     data = config.data.model_copy(update={"prompt_data": [spec]})
     config, positions = config.model_copy(update={"data": data, "eval": EvalGroup()}), _positions(config, shape)
-    if config.run.mode == "sft":
-        errors = _conversation_errors(config, positions)
-    elif config.rollout.rollout_max_response_len is not None:
+    if config.rollout.rollout_max_response_len is not None:
         errors = _sample_errors(config, positions)
     else:
         columns = _columns(config, data.input_key, data.tool_key)
         limit = min(_reading_limits(config, positions), key=lambda one: one.num_tokens, default=None)
-        keys, count = (columns.input_key, columns.tool_key), _prompt_counter(columns)
-        found = None if limit is None else _find(config, spec, "", keys, limit.num_tokens - 1, count)
+        count = _prompt_counter(columns)
+        found = None if limit is None else _find(config, spec, "", columns, limit.num_tokens - 1, count)
         errors = []
         if found is not None and limit is not None:
             long = f"a prompt of {found.num_tokens} tokens leaves no room for a response in {limit.what}"
@@ -228,7 +223,7 @@ def _set_errors(
     if columns.max_prompt_len is not None and columns.max_prompt_len <= room:
         return []
 
-    found = _find(config, spec, flag, (columns.input_key, columns.tool_key), room, _prompt_counter(columns))
+    found = _find(config, spec, flag, columns, room, _prompt_counter(columns))
     if found is None:
         return []
     return [
@@ -260,35 +255,47 @@ def _conversation_errors(config: Config, positions: int) -> list[str]:
         specs = []
     if validates(config):
         specs += [(one.path, "--eval-prompt-data", one.input_key, one.label_key, one.tool_key) for one in _sets(config)]
-    limits = [
-        Limit(positions, f"the {positions} positions of --hf-checkpoint", "leave it out, or shorten it"),
-        _micro_batch(config),
-    ]
-    limit = min(limits, key=lambda one: one.num_tokens)
-    errors = []
+    limit, errors = _conversation_limit(config, positions), []
     for spec, flag, input_key, label_key, tool_key in specs:
         columns = PromptColumns(input_key, label_key, data.metadata_key, tool_key)
         count = _conversation_counter(config, columns)
-        found = _find(config, spec, flag, (input_key, label_key, tool_key, TOKENS), limit.num_tokens, count)
+        found = _find(config, spec, flag, columns, limit.num_tokens, count)
         if found is not None:
-            cure = limit.cure.removesuffix(", or ") + (", or leave it out" if "raise" in limit.cure else "")
-            errors.append(f"{flag} {spec}: {found.place}: it has {found.num_tokens} tokens, over {limit.what}; {cure}")
+            errors.append(
+                f"{flag} {spec}: {found.place}: it has {found.num_tokens} tokens, over {limit.what}; {limit.cure}"
+            )
     return errors
 
 
+def conversation_limit(config: Config, shape: ModelShape) -> Limit | None:
+    """Return what a supervised sample has to fit into, for `fusionrl data check`; None for a user's rollout function.
+
+    A function of the user may cut what is too long.
+    """
+    if config.rollout.rollout_function_path != RolloutGroup().rollout_function_path:
+        return None
+    return _conversation_limit(config, _positions(config, shape))
+
+
+def _conversation_limit(config: Config, positions: int) -> Limit:
+    model = Limit(positions, f"the {positions} positions of --hf-checkpoint", "leave it out, or shorten it")
+    batch = _micro_batch(config)
+    batch = replace(batch, cure=f"{batch.cure}leave it out")
+    return min(model, batch, key=lambda one: one.num_tokens)
+
+
 def _conversation_counter(config: Config, columns: PromptColumns) -> Callable[[PreTrainedTokenizerBase, Row], int]:
-    from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
+    from fusionrl.data.supervised import SupervisedSamples
+
+    @functools.cache
+    def supervised(tokenizer: PreTrainedTokenizerBase) -> SupervisedSamples:
+        return SupervisedSamples(tokenizer, config.data.loss_mask_type, config.data.apply_chat_template_kwargs)
 
     def count(tokenizer: PreTrainedTokenizerBase, row: Row) -> int:
         if holds_tokens(row):
             return len(row[TOKENS])
-        prompt = row[columns.input_key]
-        if isinstance(prompt, str):
-            label = row[str(columns.label_key)]
-            return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, label)) + 1
-        kwargs = config.data.apply_chat_template_kwargs
-        masks = MultiTurnLossMaskGenerator(tokenizer, config.data.loss_mask_type, kwargs)
-        return len(conversation_to_sample(prompt, masks, metadata_and_tools(row, columns)[1]).tokens)
+        label, tools = row.get(columns.label_key or ""), metadata_and_tools(row, columns)[1]
+        return supervised(tokenizer).make(row[columns.input_key], label, tools).num_tokens
 
     return count
 
@@ -317,19 +324,31 @@ def _find(
     config: Config,
     spec: str,
     flag: str,
-    keys: tuple[str | None, ...],
+    columns: PromptColumns,
     limit: int,
     count: Callable[[PreTrainedTokenizerBase, Row], int | None],
 ) -> LongRow | None:
-    """A row of the set with more than `limit` tokens; None also for a set that other checks find wrong."""
+    """A row of the set with more than `limit` tokens; other checks find the rows that cannot be counted."""
+
+    def counted(row: Row) -> int | None:
+        prompt = row.get(columns.input_key)
+        if isinstance(prompt, str) and len(prompt) > MAX_PROMPT_CHARACTERS:
+            return None
+        try:
+            return count(tokenizer, row)
+        except (ValueError, KeyError, TypeError):
+            return None
+
     try:
-        candidates = most_bytes(read_rows(spec, flag), keys)
+        rows = ((place, row) for place, row in scan_rows(spec, flag) if not isinstance(row, ValueError))
+        keys = (columns.input_key, columns.label_key, columns.tool_key, TOKENS)
+        candidates = most_bytes(rows, keys, columns.metadata_key)
         if not candidates or candidates[0][0] <= limit:
             return None
         from fusionrl.data.tokenizer import load_tokenizer
 
         with quiet():
             tokenizer = load_tokenizer(str(config.model.hf_checkpoint))
-            return first_over(candidates, limit, lambda row: count(tokenizer, row))
-    except (ValueError, OSError, KeyError, TypeError):  # a row, a template or a tokenizer that has its own message
+            return first_over(candidates, limit, counted)
+    except (ValueError, OSError):  # a file or a tokenizer that has its own message
         return None

@@ -43,13 +43,17 @@ def context_length(max_positions: int, rope_scaling: Mapping[str, object] | None
     return int(factor * max_positions)
 
 
-def most_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> list[tuple[int, str, Row]]:
-    """The rows with the most text in the columns `keys`: (tokens that they have at most, place, row), longest first.
+def most_bytes(
+    rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...], metadata_key: str | None = None
+) -> list[tuple[int, str, Row]]:
+    """Return the rows with the most text in the columns `keys`, longest first: (tokens at most, place, row).
 
     A tokenizer makes at most one token of a byte, beside the marks that a template adds.
-    """
 
-    return [(size, place, row) for size, _, place, row in heapq.nlargest(NUM_CANDIDATES, _sized(rows, keys))]
+    metadata_key  column of metadata, which may hold tools
+    """
+    sized = _sized(rows, keys, metadata_key)
+    return [(size, place, row) for size, _, place, row in heapq.nlargest(NUM_CANDIDATES, sized)]
 
 
 def fewest_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> list[Row]:
@@ -57,16 +61,23 @@ def fewest_bytes(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) 
     return [row for _, _, _, row in heapq.nsmallest(NUM_CANDIDATES, _sized(rows, keys))]
 
 
-def _sized(rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...]) -> Iterable[tuple[int, int, str, Row]]:
+def _sized(
+    rows: Iterable[tuple[str, Row]], keys: tuple[str | None, ...], metadata_key: str | None = None
+) -> Iterable[tuple[int, int, str, Row]]:
     for number, (place, row) in enumerate(rows):
         values = [row[key] for key in keys if key is not None and row.get(key) is not None]
+        metadata = row.get(metadata_key or "")
+        if isinstance(metadata, dict | str) and "tools" in metadata:  # an object, or its JSON
+            values.append(metadata["tools"] if isinstance(metadata, dict) else metadata)
         num_messages = sum(len(value) for value in values if isinstance(value, list))
-        num_bytes = sum(
-            len(value.encode() if isinstance(value, str) else json.dumps(value, default=str).encode())
-            for value in values
-        )
+        num_bytes = sum(_num_bytes(value) for value in values)
         # The number, so that no two rows of one size are compared by their contents.
         yield num_bytes + MESSAGE_TOKENS * num_messages + TEMPLATE_TOKENS, -number, place, row
+
+
+def _num_bytes(value: object) -> int:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return len(text.encode(errors="surrogatepass"))
 
 
 def count_tokens(row: Row, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns) -> int:

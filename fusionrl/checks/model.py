@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fusionrl.config.config import Config
@@ -11,6 +12,29 @@ from fusionrl.models.quantization import BlockFp8, read_quantization
 from fusionrl.models.shape import ModelShape, read_model_shape
 from fusionrl.models.weight_files import check_weight_files, is_megatron_folder
 from fusionrl.plan.places import check_engine_size
+
+
+def unreadable_errors(config: Config) -> list[str]:
+    """List model folders, and files in them, that the user who starts the run may not read."""
+    flags = {
+        "--hf-checkpoint": config.model.hf_checkpoint,
+        "--ref-load": config.model.ref_load,
+        "--critic-load": config.critic.critic_load,
+        "--prm-load": config.prm.prm_load,
+        "--opd-teacher-load": config.algorithm.opd_teacher_load,
+        "--rm-model": config.reward.rm_model,
+    }
+    errors = []
+    for flag, folder in flags.items():
+        if folder is None or not os.path.isdir(folder):
+            continue
+        may_enter = os.access(folder, os.R_OK | os.X_OK)
+        files = [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if may_enter else []
+        # Other checks name a link that leads nowhere; a folder in it is not read.
+        closed = [path for path in files if os.path.isfile(path) and not os.access(path, os.R_OK)]
+        closed = closed if may_enter else [folder]
+        errors += [f"{flag}: {path} may not be read by this user; change its permissions" for path in closed]
+    return errors
 
 
 def checked_shape(config: Config) -> ModelShape:

@@ -14,7 +14,8 @@ def missing_flags(config: Config) -> list[str]:
     errors: list[str] = []
     run, mode = config.run, config.run.mode
     if mode != "eval":
-        if config.data.prompt_data is None and run.load_debug_rollout_data is None:
+        has_source = config.data.data_source_path != type(config.data)().data_source_path
+        if config.data.prompt_data is None and not has_source and run.load_debug_rollout_data is None:
             errors.append(f"--prompt-data is required in --mode {mode}: {FORMATS}")
         if config.rollout.rollout_batch_size is None:
             errors.append(f"--rollout-batch-size is required in --mode {mode}: prompts of one step")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from fusionrl.base.nearest import existing_parent, names_in, nearest
+from fusionrl.base.packages import install_hint
 from fusionrl.config.config import Config
 from fusionrl.observe.run_dir import RunDir, holds_run, own_config_file
 
@@ -41,10 +42,55 @@ def output_errors(config: Config) -> list[str]:
     """List what else keeps a run from writing what it is asked for."""
     errors = []
     if config.run.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
-        errors.append("--use-tensorboard: the package tensorboard is not installed; pip install tensorboard")
+        errors.append(f"--use-tensorboard: the package tensorboard is not installed; {install_hint('tensorboard')}")
     if config.run.resume and config.run.run_dir is None:
         errors.append(NO_FOLDER)
-    return errors if config.run.resume else errors + folder_errors(config)
+    errors += [error for flag, path in _written(config).items() if (error := unwritable(flag, path))]
+    return errors + export_errors(config) + ([] if config.run.resume else folder_errors(config))
+
+
+def _written(config: Config) -> dict[str, Path]:
+    """Return what a run makes by a flag, some of it only at its end, when a wrong path would cost all its work."""
+    run, named = config.run, _export(config)
+    paths = {
+        "--run-dir": run.run_dir,
+        "--save-hf": named,
+        "--save-debug-rollout-data": run.save_debug_rollout_data,
+        "--reject-sampling-output": config.reject_sampling.reject_sampling_output,
+    }
+    return {flag: Path(path) for flag, path in paths.items() if path is not None}
+
+
+def unwritable(flag: str, path: Path) -> str | None:
+    """Return the error of a path that cannot be made: a file blocks it, or this user cannot write its folder."""
+    if path.exists():
+        return None  # what may be there already is another check's
+    parent, part = existing_parent(path)
+    obstacle = parent / part
+    if obstacle.exists() and obstacle != path.absolute():
+        return f"{flag} {path}: {obstacle} is a file, so nothing can be made in it; name another path"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{flag} {path}: {parent} cannot be written by this user; name another path"
+    return None
+
+
+def _export(config: Config) -> str | None:
+    """Return the folder of --save-hf; with {rollout_id} in it where the number of steps is not known yet."""
+    template, steps = config.checkpoint.save_hf, config.run.num_rollout
+    if template is None or steps is None:
+        return template
+    try:
+        return template.format(rollout_id=steps - 1)
+    except (KeyError, IndexError, ValueError):
+        return template  # `template_errors` refuses it
+
+
+def export_errors(config: Config) -> list[str]:
+    """Refuse a folder of --save-hf that exists: it is written at the end, when the whole run would be lost by it."""
+    named = _export(config)
+    if named is None or not Path(named).exists():
+        return []
+    return [f"--save-hf {named}: it exists already; give another folder, or {{rollout_id}} in its name"]
 
 
 def resume_folder_errors(config: Config) -> list[str]:

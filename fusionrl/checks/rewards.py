@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
+from fusionrl.base.packages import install_hint
 from fusionrl.config.config import Config
 from fusionrl.rewards.ifbench import LIBRARY, MISSING
 from fusionrl.rewards.registry import PACKAGES, REMOTE, asks_model, gives_dict, parse_rm_type
@@ -63,7 +64,7 @@ def rm_type_errors(config: Config, rm_type: str, reward_key: str | None, key_fla
     for package in sorted({PACKAGES[part.name] for part in parts.values() if part.name in PACKAGES}):
         if importlib.util.find_spec(package) is None:
             pip = package.replace("_", "-")
-            cure = f"the package {pip} is not installed; pip install {pip}"
+            cure = f"the package {pip} is not installed; {install_hint(pip)}"
             errors.append(f"{rm_type}: {cure if package != LIBRARY else f'{LIBRARY}.py is not found; {MISSING}'}")
     key = gives_dict(rm_type)
     if key is not None and reward_key is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusionrl.algorithms.estimators import ACCURACY
 from fusionrl.config.config import Config
+from fusionrl.config.engine_groups import engine_groups
 from fusionrl.config.groups import RolloutGroup
 from fusionrl.config.hooks import flag_of
 from fusionrl.config.presets import NONZERO_STD
@@ -22,11 +23,6 @@ def rollout_errors(config: Config) -> list[str]:
             " training on truncated samples would be biased; leave them at 1.0 and -1 (evaluation has its own flags)"
         )
     limit = rollout.rollout_max_context_len
-    if rollout.rollout_max_response_len and rollout.rollout_min_response_len > rollout.rollout_max_response_len:
-        errors.append(
-            f"--rollout-min-response-len {rollout.rollout_min_response_len} is over --rollout-max-response-len"
-            f" {rollout.rollout_max_response_len}"
-        )
     model = config.model
     cap = config.train.max_tokens_per_gpu * model.context_parallel_size
     multiple = sequence_multiple(model.context_parallel_size, model.tensor_model_parallel_size)
@@ -57,7 +53,25 @@ def rollout_errors(config: Config) -> list[str]:
         errors.append(f"--agent-path needs --custom-generate-function-path {SESSIONS}, which runs it; add it")
     no_reward = config.algorithm.use_opd and reward.rm_type is None and reward.custom_rm_path is None
     errors += _filter_errors(rollout, no_reward)
-    return errors
+    return errors + _fraction_errors(config)
+
+
+def _fraction_errors(config: Config) -> list[str]:
+    """Shares of a device's memory that no engine can take; SGLang takes any number, and runs out of memory later."""
+    sources = {
+        "--sglang-mem-fraction-static": config.passthrough.sglang,
+        "--rm-server-args mem_fraction_static": config.reward.rm_server_args,
+        "--opd-teacher-server-args mem_fraction_static": config.algorithm.opd_teacher_server_args,
+    }
+    groups = engine_groups(config) if config.cluster.engine_group else ()
+    sources |= {f"--engine-group {group.name}: mem-fraction-static": group.server_args for group in groups}
+    given = {flag: fields["mem_fraction_static"] for flag, fields in sources.items() if "mem_fraction_static" in fields}
+    return [
+        f"{flag} {value}: it is the share of a device's memory for weights and KV cache; give more than 0 and less"
+        " than 1, such as 0.8"
+        for flag, value in given.items()
+        if isinstance(value, int | float) and not 0 < value < 1
+    ]
 
 
 def _filter_errors(rollout: RolloutGroup, no_reward: bool) -> list[str]:

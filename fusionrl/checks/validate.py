@@ -15,11 +15,13 @@ from fusionrl.checks.evaluation import evaluation_errors, keep_best_errors
 from fusionrl.checks.guests import guest_errors
 from fusionrl.checks.in_process import in_process_errors
 from fusionrl.checks.lengths import flag_length_errors, length_errors
-from fusionrl.checks.model import checked_quantization, checked_shape, engine_size_errors
+from fusionrl.checks.model import checked_quantization, checked_shape, engine_size_errors, unreadable_errors
 from fusionrl.checks.modes import missing_flags, mode_errors
 from fusionrl.checks.outputs import output_errors, template_errors
+from fusionrl.checks.place import place_errors
 from fusionrl.checks.rewards import reward_errors
 from fusionrl.checks.rollout import rollout_errors
+from fusionrl.checks.sampling import rollout_sampling_errors
 from fusionrl.checks.sandbox import sandbox_of_run
 from fusionrl.checks.scorers import scorer_errors
 from fusionrl.checks.weights import weight_shape_errors
@@ -50,7 +52,9 @@ class Checked:
 
 def validate(config: Config) -> tuple[Checked, list[str]]:
     """Return what the checks read on the way, and every mistake in the configuration."""
-    errors: list[str] = []
+    errors: list[str] = place_errors(config)
+    if closed := unreadable_errors(config):  # nothing else can be said of them
+        return Checked(None, 0), errors + closed
     shape = attempt(errors, lambda: checked_shape(config))
     quantization = attempt(errors, lambda: checked_quantization(config)) if shape else None
     errors += weight_shape_errors(config) + _claim_errors(config, shape)
@@ -58,14 +62,14 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
         missing_flags(config) + mode_errors(config) + in_process_errors(config) + engine_size_errors(config, shape)
     )
     errors += rollout_errors(config) + guest_errors(config) + reward_errors(config)
+    errors += rollout_sampling_errors(config, shape.vocab_size if shape is not None else None)
     sandbox = attempt(errors, lambda: sandbox_of_run(config))
     errors += scorer_errors(config, shape) + _hook_errors(config)
     warnings: list[str] = []
-    num_before = len(errors)
     vocab_size = shape.vocab_size if shape is not None else None
     num_prompts = check_prompts(config, errors, warnings, vocab_size)
     errors += evaluation_errors(config, warnings, vocab_size)
-    errors += length_errors(config, shape, reads_data=len(errors) == num_before)
+    errors += length_errors(config, shape)
     errors += template_errors(config) + algorithm_errors(config) + routing_errors(config, shape)
     errors += keep_best_errors(config) + disk_push_errors(config) + _train_errors(config) + output_errors(config)
     return Checked(shape, num_prompts, quantization, tuple(warnings), sandbox), errors
@@ -74,6 +78,7 @@ def validate(config: Config) -> tuple[Checked, list[str]]:
 def validate_flags(config: Config, shape: ModelShape | None) -> list[str]:
     """List the mistakes that flags and the model's shape show: of a cluster elsewhere nothing else is read."""
     errors = engine_size_errors(config, shape) + rollout_errors(config) + mode_errors(config)
+    errors += rollout_sampling_errors(config, shape.vocab_size if shape is not None else None)
     errors += flag_length_errors(config, shape) + _claim_errors(config, shape)
     return errors + algorithm_errors(config) + routing_errors(config, shape)
 

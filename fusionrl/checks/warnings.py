@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusionrl.checks.algorithm import algorithm_warnings
 from fusionrl.checks.chat import chat_warnings
+from fusionrl.checks.disk import disk_warnings
 from fusionrl.checks.effects import effect_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of
@@ -17,7 +18,7 @@ from fusionrl.plan.plan import Plan
 
 def run_warnings(config: Config, plan: Plan) -> list[str]:
     """Return those of the flags, and those of a run on this machine."""
-    return [*flag_warnings(config), *open_file_warnings(config, plan)]
+    return [*flag_warnings(config), *open_file_warnings(config, plan), *disk_warnings(config, plan)]
 
 
 def flag_warnings(config: Config) -> list[str]:
@@ -27,6 +28,7 @@ def flag_warnings(config: Config) -> list[str]:
         *effect_warnings(config),
         *staleness_warnings(config),
         *context_warnings(config),
+        *agent_warnings(config),
         *chat_warnings(config),
         *accepted_notes(config.passthrough.slime),
     ]
@@ -44,6 +46,16 @@ def context_warnings(config: Config) -> list[str]:
         " context ranks calls it with whole responses; it must not sum over these ranks itself, or every token counts"
         f" {size} times"
         for name in given
+    ]
+
+
+def agent_warnings(config: Config) -> list[str]:
+    """A text where agents get other answers than they ask for."""
+    if not config.rollout.agent_free_sampling:
+        return []
+    return [
+        "--agent-free-sampling: requests of agents with a forced tool_choice, a response_format or a grammar are"
+        " answered by free sampling; an answer may lack the call, or not be JSON, and the agent must cope with that"
     ]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from fusionrl import __version__
+from fusionrl.base.nearest import closest
 from fusionrl.cli.exits import EXIT_USER
 
 USAGE = """usage: fusionrl COMMAND [flags]
@@ -23,7 +26,7 @@ USAGE = """usage: fusionrl COMMAND [flags]
   fusionrl data check FILE… [flags]                     read prompt data, say all that is wrong with it
   fusionrl flags                                        the flag reference, as Markdown
   fusionrl flags --template                             a commented file of all flags, for --config
-  fusionrl from-slime SCRIPT.sh                         the command that does what a launch script of slime's does
+  fusionrl from-slime SCRIPT                            the command that does what a launch script of slime's does
   fusionrl metrics [NAME]                               what each metric is: all as Markdown, or those named so
 
 `fusionrl train --help` and `fusionrl show --help` list the flags."""
@@ -49,6 +52,25 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 2 for a user's mistake, 1 for a failure."""
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        exit_code = _run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `fusionrl flags | head`: whoever read the output has enough
+        is_run = args[:1] == ["train"] and "--help" not in args
+        if is_run or not _has_lost_its_reader(sys.stdout.fileno()):  # the pipe of another process
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
+        return 0
+    return exit_code
+
+
+def _has_lost_its_reader(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(args: list[str]) -> int:
     command, rest = (args[0], args[1:]) if args else ("--help", [])
     if command in ("-h", "--help"):
         print(USAGE)
@@ -57,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if command not in COMMANDS:
-        print(f"error: unknown command {command!r}\n\n{USAGE}", file=sys.stderr)
+        close = closest(command, COMMANDS)
+        hint = f"; did you mean `fusionrl {close}`?" if close else ""
+        print(f"error: unknown command {command!r}{hint}\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER
     exit_code: int = import_module(COMMANDS[command]).run(rest)
     return exit_code

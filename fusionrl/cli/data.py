@@ -7,12 +7,14 @@ import math
 from collections.abc import Sequence
 
 from fusionrl.base.quiet import quiet
+from fusionrl.base.words import counted
 from fusionrl.checks.data import prompt_columns
 from fusionrl.checks.hub import resolve_names
 from fusionrl.checks.labels import run_label_check
-from fusionrl.checks.lengths import file_length_errors
+from fusionrl.checks.lengths import conversation_limit, file_length_errors
 from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.config.parser import CommandLineError, read_args
+from fusionrl.data.findings import Finding
 from fusionrl.models.shape import ModelShape, read_model_shape
 
 _USAGE = """usage: fusionrl data check FILE… [flags]
@@ -72,17 +74,19 @@ def _check(argv: Sequence[str]) -> int:
     vocab_size = shape.vocab_size if shape is not None else None
     labels = run_label_check(config, budget_s=math.inf)
     check = DataCheck(prompt_columns(config), tokenizer, is_sft, config.data.loss_mask_type, vocab_size, labels)
+    if is_sft and shape is not None and (limit := conversation_limit(config, shape)) is not None:
+        check.limit = limit.num_tokens, Finding(f"it has more tokens than {limit.what}", hint=limit.cure)
     num_problems = num_warnings = 0
     for file in files:
         with quiet():  # transformers warns of each long text in words of its own
             problems, warnings = check.problems(file)
-        if shape is not None and not problems:  # a row with a mistake of its own comes first
-            problems = file_length_errors(config, shape, file)
+        if shape is not None and not is_sft:
+            problems += file_length_errors(config, shape, file)
         for text in (*problems, *(f"warning: {warning}" for warning in warnings)):
             print(text)
         num_problems += len(problems)
         num_warnings += len(warnings)
     told = f"{num_problems or 'no'} problem{'s' * (num_problems != 1)}"
-    told += f", {num_warnings} warning{'s' * (num_warnings != 1)}" if num_warnings else ""
+    told += f", {counted(num_warnings, 'warning')}" if num_warnings else ""
     print(f"{check.summary()}; {told}")
     return EXIT_USER if num_problems else 0

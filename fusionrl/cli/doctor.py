@@ -73,9 +73,10 @@ def run(argv: Sequence[str]) -> int:
 def _examined(argv: Sequence[str]) -> Examined:
     from fusionrl.checks.collect import attempt
     from fusionrl.checks.doctor.examine import Examined
-    from fusionrl.checks.warnings import run_warnings
+    from fusionrl.checks.warnings import flag_warnings
     from fusionrl.cli.device import detect_device
     from fusionrl.cli.resolve import resolve
+    from fusionrl.plan.open_files import open_file_warnings
 
     config: Config | None
     if not argv:
@@ -99,7 +100,7 @@ def _examined(argv: Sequence[str]) -> Examined:
         device = attempt(found, lambda: detect_device("auto" if config is None else config.cluster.device))
         errors += [message for message in found if message not in errors]
         return Examined(config, None, errors, _warnings(said.getvalue()), device or "cpu")
-    warnings = [*_warnings(said.getvalue()), *run_warnings(config, plan)]
+    warnings = [*_warnings(said.getvalue()), *flag_warnings(config), *open_file_warnings(config, plan)]
     return Examined(config, plan, (), warnings, plan.device)
 
 

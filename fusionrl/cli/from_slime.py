@@ -1,4 +1,4 @@
-"""`fusionrl from-slime SCRIPT.sh`: the command of ours that does what a launch script of slime's does.
+"""`fusionrl from-slime SCRIPT`: the command that does what a launch script for slime does, in bash or in Python.
 
 The script is read, never run. What it takes from commands (`$(nvidia-smi …)`) or from the environment stays in the
 printed command as the script has it, and is named.
@@ -10,6 +10,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fusionrl.checks.validate import validate_flags
@@ -17,6 +18,7 @@ from fusionrl.cli.exits import EXIT_USER, refuse
 from fusionrl.cli.resolve import not_named_yet
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.config.parser import read_args
+from fusionrl.config.slime.custom import custom_file, set_apart, written_file
 from fusionrl.config.slime.defaults import TRAIN_ASYNC, slime_defaults
 from fusionrl.config.slime.page import render_page
 from fusionrl.config.slime.script import Launch, Script, read_script
@@ -26,11 +28,12 @@ from fusionrl.config.slime.table import SECRETS, TABLE, Kind
 from fusionrl.config.slime.translate import accepted_notes, translate
 from fusionrl.plan.pipeline import FULLY_ASYNC
 
-USAGE = """usage: fusionrl from-slime SCRIPT.sh [--set NAME=VALUE]… [--small] [--shim FOLDER]
+USAGE = """usage: fusionrl from-slime SCRIPT [--set NAME=VALUE]… [--small] [--shim FOLDER]
 
 Print the command that does what the launch script does, with a comment for each flag that differs.
 
-  --set NAME=VALUE  a variable of the environment that the script reads
+  --set NAME=VALUE  a variable of the environment that the script reads, its argument (1=VALUE), or a parameter of a
+                    launcher in Python
   --small           the command of a first try: two steps of a few samples, for a machine without a GPU
   --flags           print the table of slime's flags as Markdown (docs/from-slime-flags.md), and nothing else
   --shim FOLDER     make FOLDER with train.py and train_async.py, which take slime's arguments"""
@@ -80,7 +83,7 @@ def _arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str], str | N
     for token in tokens:
         if token == "--set":
             name, equals, value = next(tokens, "").partition("=")
-            if not equals or not name.isidentifier():
+            if not equals or not (name.isidentifier() or name.isdecimal()):
                 raise ValueError(f"--set {name}: NAME=VALUE is wanted")
             values[name] = value
         elif token == "--shim":
@@ -141,13 +144,23 @@ def render(script: Script, path: str, is_small: bool = False) -> list[str]:
     lines = [f"# {path}, for fusionrl"]
     for note in script.notes:
         lines += _comment(plain(note))
-    for launch in script.launches:
-        lines += ["", *_command(launch, Path(path).parent, is_small)]
+    for file, text in script.files.items():
+        lines += written_file(quoted(file), text)
+    for number, launch in enumerate(script.launches, 1):
+        custom = f"{Path(path).stem}{f'-{number}' if len(script.launches) > 1 else ''}.args.yaml"
+        lines += ["", *_command(launch, Path(path).parent, is_small, custom, list(map(plain, script.files)))]
     return lines
 
 
-def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
-    """Return the command of one launch with its comments; `folder` is the script's."""
+def _command(launch: Launch, folder: Path, is_small: bool, custom: str, written: Sequence[str]) -> list[str]:
+    """Return the command of one launch with its comments.
+
+    folder   the script's
+    custom   the file for flags that are none of slime's
+    written  files that the script writes before
+    """
+    apart = set_apart(launch.argv)
+    launch = replace(launch, argv=tuple(apart.argv))
     translated = translate(launch.argv)
     lines = []
     for place, word in enumerate(translated.argv):
@@ -173,10 +186,10 @@ def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
             )
     for note in translated.notes:
         lines += _comment(plain(note))
-    for error in translated.errors:
+    for error in [*apart.errors, *translated.errors]:
         lines += _comment(f"NOT HERE {plain(error)}")
     added = _added(launch.argv, is_ahead=bool(ahead))
-    for error in _to_change([*translated.argv, *added]):
+    for error in _to_change([*translated.argv, *added], written):
         lines += _comment(f"TO CHANGE {error}")
     compared = [name for name in translated.accepted if TABLE[name].kind is Kind.SHAPE]
     if compared:
@@ -188,18 +201,40 @@ def _command(launch: Launch, folder: Path, is_small: bool) -> list[str]:
         lines += _comment(plain(note))
     for flag in _secrets(launch.argv):
         lines += _comment(f"{flag}: left out, with its value")
-    unknown = dict.fromkeys(part for word in translated.argv for part in left_parts(word))
+    if apart.custom:
+        names = [flag_of(name) + (f" ({apart.hints[name]}?)" if name in apart.hints else "") for name in apart.custom]
+        lines += _comment(
+            f"{', '.join(names)}: no flags of slime's or fusionrl's. They are in {custom}, which --custom-config-path"
+            " reads: your functions find them in args. What else a fork does by them is not done"
+        )
+    words = [*translated.argv, *apart.loose, *map(str, apart.custom.values())]
+    unknown = dict.fromkeys(part for word in words for part in left_parts(word))
     for part in unknown:
         lines += _comment(f"{part} is left as the script has it: it is known only where the script runs")
     lines += _environment(launch.env)
     if added:
         lines += _comment(f"slime's defaults, which are others here: {' '.join(added)}")
+    lines += [f"export {name}={quoted(value)}" for name, value in apart.env.items()]
+    if apart.custom:
+        lines += custom_file(apart.custom, quoted(custom), _give_custom(translated.argv, custom))
     groups: list[list[str]] = []
     for word in [*translated.argv, *added]:
         if word.startswith("--") or not groups:
             groups.append([])
         groups[-1].append(quoted(word))
-    return [*lines, " \\\n    ".join(["fusionrl train", *(" ".join(group) for group in groups)])]
+    loose = [quoted(word) if "@" in word else plain(word) for word in apart.loose]
+    return [*lines, " \\\n    ".join(["fusionrl train", *(" ".join(group) for group in groups), *loose])]
+
+
+def _give_custom(argv: list[str], path: str) -> str | None:
+    """Make `path` the file of --custom-config-path; return the one that it was."""
+    flag = flag_of("custom_config_path")
+    if flag in argv[:-1]:
+        place = argv.index(flag) + 1
+        former, argv[place] = quoted(argv[place]), path
+        return former
+    argv += [flag, path]
+    return None
 
 
 def _beside(path: str, folder: Path) -> str | None:
@@ -212,14 +247,14 @@ def _beside(path: str, folder: Path) -> str | None:
     return f"{file}:{name}" if module and ":" not in path and file.is_file() else None
 
 
-def _to_change(argv: Sequence[str]) -> list[str]:
+def _to_change(argv: Sequence[str], written: Sequence[str] = ()) -> list[str]:
     """Return what keeps the command from running as it stands, as far as its flags alone show it.
 
-    A flag whose value only the machine of the run knows is not looked at.
+    A flag whose value only the machine of the run knows is not looked at, nor one that names a file of `written`.
     """
     known = [plain(word) for word in argv]
     config, errors = read_args(known)
-    unknown = [part for word in argv for part in left_parts(word)]
+    unknown = [*written, *(part for word in argv for part in left_parts(word))]
     bad = [error for error in errors if not any(part in error for part in unknown)]
     return [*bad, *not_named_yet(validate_flags(config, None), errors)]
 

@@ -17,7 +17,7 @@ from fusionrl.plan.render import render_plan
 def run(argv: Sequence[str]) -> int:
     """Print the plan, for this machine or for a cluster elsewhere; returns the exit code."""
     if {"-h", "--help"} & set(argv):
-        build_parser().print_help()
+        build_parser("fusionrl plan").print_help()
         print("\nflags of `fusionrl plan` alone:")
         for flag, (values, _, text) in PLAN_FLAGS.items():
             print(f"  {flag} {values}\n        {text}")

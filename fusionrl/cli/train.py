@@ -18,7 +18,10 @@ from fusionrl.cluster.ahead import Ahead
 
 if TYPE_CHECKING:
     from fusionrl.config.config import Config
+    from fusionrl.observe.run_dir import RunDir
     from fusionrl.plan.plan import Plan
+
+DRIVER_LOG = "driver.log"  # in logs/
 
 
 def run(argv: Sequence[str]) -> int:
@@ -74,60 +77,71 @@ def run_command(config: Config, plan: Plan, ahead: Ahead) -> int:
     `ahead` has begun already.
     """
     # Ray and the rest of the stack are imported only now, when the command line has been found good.
-    from fusionrl.checks.warnings import run_warnings
     from fusionrl.cli.ending import ending
-    from fusionrl.cli.resolve import resume_lines
-    from fusionrl.observe.log import quiet_libraries, setup_logging
-    from fusionrl.observe.progress import Progress
     from fusionrl.observe.run_dir import RunDir, umask_of
-    from fusionrl.observe.spans import phase, record_to, stop_recording
-    from fusionrl.plan.render import memory_warnings, render_plan
+    from fusionrl.observe.spans import stop_recording
 
     path = Path(config.run.run_dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         os.umask(umask_of(config.run.run_dir_mode))  # of every file of the run: its processes inherit it
         run_dir = RunDir(path, resume=config.run.resume, mode=int(config.run.run_dir_mode, 8))
     except (ValueError, OSError) as error:
-        return refuse([str(error) if isinstance(error, ValueError) else f"--run-dir: {error}"])
+        return refuse([str(error) if isinstance(error, ValueError) else f"--run-dir: {error}{_cure(error)}"])
     failure: BaseException | None = None
-    code = 0
+    log_file = run_dir.logs / DRIVER_LOG
     with run_dir:
-        changes = resume_lines(config, plan)  # against the configuration before this one
-        run_dir.write_config(config.to_file())
-        warnings = run_warnings(config, plan)
-        run_dir.write_plan(render_plan(plan, config, warnings))
-        log_file = run_dir.logs / "driver.log"
-        with Progress(max(1, plan.num_rollout), config.run.mode, is_live=not config.run.in_process) as progress:
-            setup_logging(config.run.log_level, log_file, role="driver", console=progress.print)
-            record_to(run_dir.path, "driver", run_dir.attempt)
-            progress.print(f"run folder {path}")
-            for text in changes:
-                progress.print(f"--resume: {text}")
-            for text in [*memory_warnings(plan), *warnings]:
-                logging.getLogger("fusionrl").warning("%s", text)
-            try:
-                with phase("import"):
-                    from fusionrl.driver.run import run_training
-
-                    quiet_libraries()
-                run_training(config, plan, path, run_dir.attempt, progress, ahead)
-            except BaseException as raised:  # the last stop of every error: it becomes the exit code and message
-                failure = raised
-                logging.getLogger("fusionrl").debug("the run failed", exc_info=True)
-                with log_file.open("a", encoding="utf-8") as log:
-                    log.write("".join(traceback.format_exception(raised)))
-            finally:
-                stop_recording()
-    if failure is not None:
-        code, message = explain(failure)
-        if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-            message += ending(config, path, run_dir.attempt)
-        print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
-        if config.run.pdb and code in (EXIT_FAILURE, EXIT_USER):
-            debug(failure)
-    else:
+        try:
+            _run_in(run_dir, config, plan, ahead)
+        except BaseException as raised:  # the last stop of every error: it becomes the exit code and message
+            failure = raised
+            logging.getLogger("fusionrl").debug("the run failed", exc_info=True)
+            # A full disk has no room for the log either.
+            with suppress(OSError), log_file.open("a", encoding="utf-8") as log:
+                log.write("".join(traceback.format_exception(raised)))
+        finally:
+            stop_recording()
+    if failure is None:
         print(f"done: {path}")
+        return 0
+    code, message = explain(failure)
+    has_failed = code not in (EXIT_INTERRUPTED, EXIT_TERMINATED)
+    if text := ending(config, path, run_dir.attempt, has_failed=has_failed):
+        message += f"\nthe run ended{text}" if has_failed else text
+    print(f"{message}\nlogs: {run_dir.logs}/ (this error in full: {log_file})", file=sys.stderr)
+    if config.run.pdb and code in (EXIT_FAILURE, EXIT_USER):
+        debug(failure)
     return code
+
+
+def _run_in(run_dir: RunDir, config: Config, plan: Plan, ahead: Ahead) -> None:
+    """Write what the run is going to do, then run it."""
+    from fusionrl.checks.warnings import run_warnings
+    from fusionrl.cli.ending import saves_at_the_end_only
+    from fusionrl.cli.resolve import resume_lines
+    from fusionrl.observe.log import quiet_libraries, setup_logging
+    from fusionrl.observe.progress import Progress
+    from fusionrl.observe.spans import phase, record_to
+    from fusionrl.plan.render import memory_warnings, render_plan
+
+    changes = resume_lines(config, plan)  # against the configuration before this one
+    run_dir.write_config(config.to_file())
+    warnings = run_warnings(config, plan)
+    run_dir.write_plan(render_plan(plan, config, warnings))
+    with Progress(max(1, plan.num_rollout), config.run.mode, is_live=not config.run.in_process) as progress:
+        setup_logging(config.run.log_level, run_dir.logs / DRIVER_LOG, role="driver", console=progress.print)
+        record_to(run_dir.path, "driver", run_dir.attempt)
+        progress.print(f"run folder {run_dir.path}")
+        if saves_at_the_end_only(config):
+            progress.print("a checkpoint is saved at the end of the run only; --save-interval N: every N steps too")
+        for text in changes:
+            progress.print(f"--resume: {text}")
+        for text in [*memory_warnings(plan), *warnings]:
+            logging.getLogger("fusionrl").warning("%s", text)
+        with phase("import"):
+            from fusionrl.driver.run import run_training
+
+            quiet_libraries()
+        run_training(config, plan, run_dir.path, run_dir.attempt, progress, ahead)
 
 
 def debug(error: BaseException) -> None:
@@ -163,5 +177,5 @@ def _cure(cause: BaseException) -> str:
         return ""
     return (
         "\na disk is full: look at `df -h` of the run's folder, --save-hf and TMPDIR; free some, or keep fewer"
-        " checkpoints (--keep-checkpoints 2); --resume goes on from the last one"
+        " checkpoints (--keep-checkpoints 2); --resume continues from the last one"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -9,10 +10,12 @@ from typing import Protocol, TypeVar
 import ray
 
 from fusionrl.base.waits import waiting
+from fusionrl.cluster.ray_cluster import FAILURES, root_cause
 from fusionrl.sync.calls import Reference
 from fusionrl.sync.local import get, wait
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class StopRequests(Protocol):
@@ -32,6 +35,7 @@ class Supervisor:
         """`check_engines` is told whether the engines generate; only then they can be asked for a token."""
         self._check_engines, self._stop, self._interval_s = check_engines, stop, interval_s
         self._next_look = 0.0
+        self._has_dead = False  # an engine, or the router, died while trainers worked
 
     def wait(self, ref: Reference[T], look_too: Callable[[], None] = lambda: None) -> T:
         """Wait for the Buffer's answer while the engines generate. A stop request ends the wait.
@@ -49,15 +53,20 @@ class Supervisor:
     def finish(self, refs: Sequence[Reference[T]]) -> list[T]:
         """Wait for trainers. Raises at the first failure, as the other ranks may be waiting for that one.
 
-        A stop request is heard and does not end the wait: a checkpoint holds whole rollouts. From then on the engines
-        may die, as no push comes.
+        A stop request or a dead engine is logged and does not end the wait: a checkpoint holds whole rollouts. After a
+        stop request engines may die, as no push comes.
         """
-        return self._gather(refs, self._hear, is_generating=False)
+        return self._gather(refs, self._look, is_generating=False)
 
-    def _hear(self) -> None:
-        """Hear a stop request, which ends no wait here. With it, the engines may have got the signal as well."""
-        if not self._stop.hear():
+    def _look(self) -> None:
+        """Log a stop request, or a dead engine. After a stop request the engines may have received the signal too."""
+        if self._stop.hear() or self._has_dead:
+            return
+        try:
             self._check_engines(False)
+        except FAILURES as error:
+            self._has_dead = True
+            logger.error("the run ends after this training step: %s", root_cause(error))
 
     def _gather(self, refs: Sequence[Reference[T]], look: Callable[[], None], *, is_generating: bool) -> list[T]:
         pending = list(refs)
@@ -72,6 +81,6 @@ class Supervisor:
                     raise
                 if time.monotonic() >= self._next_look:
                     # All waits may be shorter than the interval. What is done outlives a stop request.
-                    (look if pending else self._hear)()
+                    (look if pending else self._look)()
                     self._next_look = time.monotonic() + self._interval_s
         return get(list(refs))

@@ -147,6 +147,16 @@ class TrainerGroups:
         """Wait for the files of `begin_save`."""
         gather([trainer.finish_save.remote() for group in self._trained().values() for trainer in group])
 
+    def last_trained(self, timeout_s: float) -> list[int | None]:
+        """Return the last rollout that each rank has learned completely; None if it has learned a part of the next.
+
+        Raises:
+            TimeoutError, RayError: a rank does not answer, or is dead.
+        """
+        return get(
+            [trainer.last_trained.remote() for group in self._trained().values() for trainer in group], timeout_s
+        )
+
     def load(self, path: Path) -> list[ray.ObjectRef]:
         """References of what restores the checkpoint in `path`: facts of each rank."""
         groups = self._trained().items()

@@ -183,6 +183,7 @@ def _stacks() -> str:
 def _place(innermost: FrameType | None) -> str:
     """The innermost line of fusionrl in a stack, as the line names it."""
     for entry in reversed(traceback.extract_stack(innermost) if innermost is not None else []):
-        if "/fusionrl/" in entry.filename and not entry.filename.endswith(_HIDDEN):
-            return str(Frame(entry.filename, entry.lineno or 0, entry.name))
+        frame = Frame(entry.filename, entry.lineno or 0, entry.name)
+        if frame.is_fusionrl and not entry.filename.endswith(_HIDDEN):
+            return str(frame)
     return ""

@@ -6,10 +6,10 @@ with another meaning is not in these tables.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 
+from fusionrl.base.nearest import closest
 from fusionrl.config.presets import NONZERO_STD
 
 _ALWAYS = "leave it out: it is always so here"
@@ -267,7 +267,9 @@ COMMON: dict[str, str] = {
     "gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
     "grad_clip": "--clip-grad",
     "group_size": "--n-samples-per-prompt",
+    "kl": "--use-kl-loss --kl-loss-coef (in the loss) or --kl-coef (in the reward)",
     "kl_beta": "--use-kl-loss --kl-loss-coef",
+    "kl_loss": "--use-kl-loss --kl-loss-coef",
     "max_response_length": "--rollout-max-response-len",
     "max_tokens": "--rollout-max-response-len",
     "num_gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
@@ -302,6 +304,7 @@ VALUES: dict[tuple[str, str], str] = {
     ("advantage_estimator", "gpg"): "--policy-loss gpg",
     ("advantage_estimator", "group_norm"): "--advantage-estimator grpo",
     ("advantage_estimator", "grpo_passk"): "--advantage-estimator pass_at_k",
+    ("advantage_estimator", "on_policy_distillation"): "--use-opd",
     ("advantage_estimator", "reinforce"): "--advantage-estimator reinforce_plus_plus",
     ("advantage_estimator", "reinforce++"): "--advantage-estimator reinforce_plus_plus",
     ("advantage_estimator", "reinforce++_baseline"): "--advantage-estimator reinforce_plus_plus_baseline",
@@ -393,5 +396,5 @@ def value_hint(field: str, value: str, choices: Iterable[str]) -> str:
     if (field, wanted) in VALUES:
         return f"; did you mean {VALUES[field, wanted]}?"
     spelled = {choice.lower().replace("-", "_"): choice for choice in choices}
-    close = difflib.get_close_matches(wanted, spelled, n=1, cutoff=0.6)
-    return f"; did you mean --{field.replace('_', '-')} {spelled[close[0]]}?" if close else ""
+    close = closest(wanted, spelled)
+    return f"; did you mean --{field.replace('_', '-')} {spelled[close]}?" if close else ""

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fusionrl.config.groups import (
     GROUPS,
@@ -29,6 +29,7 @@ from fusionrl.config.groups import (
     WeightsGroup,
 )
 from fusionrl.config.off_policy import with_default
+from fusionrl.upstream.flags import sglang_parser
 
 
 class PassThrough(Group):
@@ -44,6 +45,16 @@ class PassThrough(Group):
         default_factory=dict,
         description="Flags of slime's launch scripts that are accepted: compared, or without effect.",
     )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _offload_all(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Offload the whole optimizer unless a fraction is given.
+
+        Megatron's parser has 1.0 as the default, its class 0.0, which offloads nothing.
+        """
+        is_open = fields.get("optimizer_cpu_offload") and "optimizer_offload_fraction" not in fields
+        return {**fields, "optimizer_offload_fraction": 1.0} if is_open else fields
 
 
 def _number(value: object) -> object:
@@ -61,6 +72,18 @@ class HookArgs(argparse.Namespace):
 
     A deep copy has the same SHARED objects, which belong to the process and the rollout that made them.
     """
+
+    def __getattr__(self, name: str) -> object:
+        """Return the default of an SGLang server argument that was not given (`sglang_…`), as slime's args have them.
+
+        Raises:
+            AttributeError: there is no such argument.
+        """
+        if name.startswith("sglang_"):
+            action = next((one for one in sglang_parser()._actions if f"sglang_{one.dest}" == name), None)
+            if action is not None:
+                return action.default
+        raise AttributeError(f"args has no {name!r}: no flag, and none of slime's names (docs/from-slime.md)")
 
     SHARED = ("semaphore", "generate_client", "abort_event", "is_stopping", "generate_state", "client_loop")
 

@@ -69,7 +69,7 @@ def eval_sets(args: Namespace) -> list[EvalSet]:
         pairs = args.eval_prompt_data
         return [EvalSet(name=n, path=p, **flags) for n, p in zip(pairs[::2], pairs[1::2], strict=True)]
     where = f"--eval-config {args.eval_config}"
-    defaults, entries = _read(args.eval_config)
+    defaults, entries = _read(args.eval_config, has_reader=args.eval_function_path is not None)
     sets: list[EvalSet] = []
     errors: dict[str, None] = {}  # a mistake in the defaults is one, however many sets there are
     for place, entry in entries:
@@ -122,8 +122,8 @@ def _over(low: Mapping[str, object], high: Mapping[str, object]) -> dict[str, ob
 
 
 @functools.cache  # once a process: an edit of the file does not change the evaluations of a run that goes on
-def _read(path: str) -> tuple[dict[str, object], list[tuple[str, dict[str, object]]]]:
-    """(defaults, [(place in the file, set)]) of a file."""
+def _read(path: str, has_reader: bool) -> tuple[dict[str, object], list[tuple[str, dict[str, object]]]]:
+    """(defaults, [(place in the file, set)]) of a file; a user's evaluation function may read further keys of it."""
     import yaml
 
     flag = f"--eval-config {path}"
@@ -135,7 +135,7 @@ def _read(path: str) -> tuple[dict[str, object], list[tuple[str, dict[str, objec
     if not isinstance(top, dict) or not top.get("datasets"):
         raise ValueError(f"{flag}: it names no sets; give eval.datasets, each with name and path")
     for key in [*top, *(found if top is not found else ())]:
-        if key not in ("eval", "defaults", "datasets"):
+        if key not in ("eval", "defaults", "datasets") and not has_reader:
             raise ValueError(f"{flag}: {key}: unknown key; known are eval.defaults and eval.datasets")
     defaults, datasets = top.get("defaults") or {}, top["datasets"]
     if isinstance(datasets, dict):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from fusionrl.base.nearest import closest
 from fusionrl.config.aliases import cure_for, setting_of
 from fusionrl.config.config import PassThrough
 from fusionrl.config.fields import FIELDS
@@ -102,5 +102,6 @@ def _did_you_mean(flag: str) -> str:
         names += [flag_of(field) for fields in upstream.megatron_fields().values() for field in fields]
     # Whoever writes --trainer does not mean --no-trainer.
     names = [name for name in names if name.startswith("--no-") == flag.startswith("--no-")]
-    close = difflib.get_close_matches(flag, names, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close and close[0] != flag else ""
+    # Without the dashes, which would make all short names alike.
+    close = closest(flag.removeprefix("--"), [name.removeprefix("--") for name in names], cutoff=0.7)
+    return f"; did you mean --{close}?" if close and f"--{close}" != flag else ""

@@ -6,13 +6,14 @@ The file finds its neighbours as if Python ran it as a script, or as a part of i
                                from .calc_tool import evaluate     the same module
     my_pkg/rewards/score.py    from ..common import parse          my_pkg/common.py; each folder has an __init__.py
                                from my_pkg.common import parse     the same module
+    examples/task/generate.py  from examples.task.tool import run  examples/task/tool.py, in folders without one
 
 Modules of a folder belong to the hooks of that folder alone. Their full name is `fusionrl_hooks_<hash of the folder's
 path>.calc_tool`, so two hooks in two folders may each have a `utils.py`, and a `random.py` beside a hook hides the
-standard one from nobody else. The name is the same in every process: what a hook makes can be pickled in one process
-and read in another, which only has to know the folder (`register_folder`). What Python finds by itself, because the
-folder is in sys.path, keeps its own name, so that no module is loaded twice: a hook's file in a package, and modules
-beside a hook.
+standard one from nobody else, nor from itself; within a package, installed modules go first. The name is the same in
+every process: what a hook makes can be pickled in one process and read in another, which only has to know the folder
+(`register_folder`). What Python finds by itself, because the folder is in sys.path, keeps its own name, so that no
+module is loaded twice: a hook's file in a package, and modules beside a hook.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 
 _PREFIX = "fusionrl_hooks_"
-STAND_IN = "slime"  # installed, or fusionrl's own (`fusionrl.slime_names`), and never a folder beside a hook
+STAND_INS = ("slime", "miles")  # installed, or fusionrl's own (`fusionrl.slime_names`); never a folder beside a hook
 _folders: dict[str, Path] = {}  # name of the package that stands for a folder → the folder
 _files: dict[str, Path] = {}  # full module name of a hook's file → the file
 _elsewhere: set[tuple[str, str]] = set()  # (importing package, name): imported from outside of the hook's folder
@@ -61,7 +62,10 @@ def import_file(path: Path) -> ModuleType:
 
 def register_folder(path: Path) -> str:
     """Let this process import the modules beside the hook's file `path`; returns the package that stands for them."""
-    folder, _ = _place(path.resolve())
+    return _register(_place(path.resolve())[0])
+
+
+def _register(folder: Path) -> str:
     package = _PREFIX + hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     _folders[package] = folder
     if _FINDER not in sys.meta_path:
@@ -76,11 +80,25 @@ def find_beside(name: str) -> str:
     finds them first.
     """
     top = name.partition(".")[0]
-    if top in sys.modules or top == STAND_IN or _spec(top) is not None:
+    if top in sys.modules or top in STAND_INS or _spec(top) is not None:
         return name
     found = (package for package, folder in _folders.items() if _stands_in(folder, top))
-    package = next(found, None)
+    module = name.rpartition(".")[0]
+    package = next(found, None) or next(filter(None, (_around(one, module) for one in list(_folders))), None)
     return name if package is None else f"{package}.{name}"
+
+
+def _around(package: str, name: str) -> str | None:
+    """The package that stands for a folder around a hook's, if the module `name` is in it, on the way to the hook.
+
+    A name without a dot is none: a folder often has the name of the package for which it has hooks.
+    """
+    top, *inner = name.split(".")
+    for folder in (_folders[package.partition(".")[0]], *_folders[package.partition(".")[0]].parents):
+        path = folder.joinpath(*inner)
+        if inner and folder.name == top and (path.is_dir() or path.with_name(f"{path.name}.py").is_file()):
+            return _register(folder.parent)
+    return None
 
 
 def _stands_in(folder: Path, top: str) -> bool:
@@ -163,6 +181,10 @@ def _import(
     if level or not package or (package, top) in _elsewhere:
         return builtins.__import__(name, globals, locals, fromlist, level)
     home = _home(top, package)
+    if home is None and top not in STAND_INS and _spec(top) is None:
+        home = _around(package, name)
+    if home is not None and (globals or {}).get("__name__") == f"{home}.{top}":  # openai.py, which imports openai
+        return builtins.__import__(name, globals, locals, fromlist, level)
     if home is None:
         module = builtins.__import__(name, globals, locals, fromlist, level)
         _elsewhere.add((package, top))
@@ -178,13 +200,16 @@ def _home(top: str, package: str) -> str | None:
 
     None: it is imported as anywhere else. A folder without an __init__.py counts where no other module is found.
     """
-    if top == STAND_IN:
+    if top in STAND_INS:
         return None  # a checkout of slime beside its examples is not taken for an installed one
     for home in dict.fromkeys((package, package.partition(".")[0])):
         if (full_name := f"{home}.{top}") in sys.modules:
             return home
         spec = _FINDER.find_spec(full_name, sys.modules[home].__path__)
         if spec is None:
+            continue
+        # Python looks beside a module of a package for relative imports alone; here it is the second place to look.
+        if home.count(".") and _spec(top) is not None and _origin(top) != Path(spec.origin or "").resolve():
             continue
         if spec.origin is None:  # a folder alone
             return None if _spec(top) is not None or top in sys.modules else home

@@ -34,7 +34,9 @@ __all__ = [
     "flag_of",
     "hook_paths",
     "load_function",
+    "load_object",
     "register_hooks",
+    "takes_input",
     "user_code",
 ]
 
@@ -102,6 +104,8 @@ SIGNATURES: dict[str, tuple[int, tuple[str, ...], str]] = {
 }
 
 
+# Functions that may be called as miles calls them: with one `input`, and a class is made an object first.
+_MAY_TAKE_INPUT = frozenset({"rollout_function_path", "eval_function_path", "custom_generate_function_path"})
 # Functions whose result is awaited: it must be awaitable, or may be. Nobody awaits those of the other flags.
 _MUST_BE_ASYNC = frozenset({"custom_generate_function_path"})
 _MAY_BE_ASYNC = frozenset({"rollout_sample_hook_path", "custom_rm_path", "agent_path"})
@@ -144,13 +148,21 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-@functools.cache
 def load_function(path: str) -> Callable[..., Any]:
     """The function (or class) that `path` names.
 
     Raises:
-        ValueError: the module or file cannot be imported, or has no such name.
+        ValueError: the module or file cannot be imported, or has no such name, or it is no function.
     """
+    found = load_object(path)
+    if not callable(found):
+        raise ValueError(f"{path!r} is not callable")
+    return found
+
+
+@functools.cache
+def load_object(path: str) -> Any:
+    """As `load_function`, for any object of a module: a list of tools, say."""
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
         raise ValueError(f"{path!r} is neither package.module.function nor path/to/file.py:function")
@@ -179,8 +191,6 @@ def load_function(path: str) -> Callable[..., Any]:
         there = _functions_in(module_name) if ":" in path else []
         hint = f"; it has {', '.join(there)}" if there else ""
         raise ValueError(f"{path!r}: the module {module_name!r} has no {name!r}{hint}")
-    if not callable(found):
-        raise ValueError(f"{path!r} is not callable")
     return found
 
 
@@ -233,6 +243,9 @@ def check_hook(field: str, path: str) -> str | None:
         return f"{flag}: {error}; expected {readable}"
     try:
         signature = inspect.signature(function)
+        if takes_input(field, function):
+            is_made_first = inspect.isclass(function) and field in _MUST_BE_ASYNC
+            num_positional, keywords = 0 if is_made_first else 1, ()
         taken = [name for name in OPTIONAL.get(field, ()) if name in signature.parameters]
         signature.bind(*[None] * num_positional, **dict.fromkeys([*keywords, *taken]))
     except TypeError as error:
@@ -241,6 +254,16 @@ def check_hook(field: str, path: str) -> str | None:
         return None
     problem = _foreign_problem(field, signature) or _async_problem(field, function)
     return None if problem is None else f"{flag} {path}: {problem}; expected {readable}"
+
+
+def takes_input(field: str, function: Callable[..., Any]) -> bool:
+    """Return whether a function is called with one `input`, as miles' are: a class, or a generate function.
+
+    `fusionrl.rollout.inputs` makes these calls.
+    """
+    if inspect.isclass(function):
+        return field in _MAY_TAKE_INPUT
+    return field in _MUST_BE_ASYNC and next(iter(inspect.signature(function).parameters), None) == "input"
 
 
 def _foreign_problem(field: str, signature: inspect.Signature) -> str | None:

@@ -8,20 +8,21 @@ not where a way says it is, the conversation is an error, never a wrong mask.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from fusionrl.data.findings import Finding, FindingError
+from fusionrl.data.render import STEP_LOSS_MASK, WEIGHT, Rendered, objects, render_messages
 from fusionrl.data.sample import Sample, Status
-from fusionrl.data.tokenizer import TemplateError, call_template
+from fusionrl.data.tokenizer import call_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters of the rendered conversation, the end excluded
-STEP_LOSS_MASK = "step_loss_mask"  # key of a message: 0 trains on nothing of that turn
 
 
 @dataclass(frozen=True)
@@ -88,28 +89,31 @@ class MultiTurnLossMaskGenerator:
         """Token ids [T] of the whole conversation, and a mask [T]: 1 on what the assistant generates in it.
 
         That is the content, thoughts that the template keeps, tool calls and the end marker; not the header, and not
-        a line break behind the marker. A turn whose message has `step_loss_mask: 0` is 0 throughout.
+        a line break behind the marker. A turn whose message has `step_loss_mask: 0` or `weight: 0` is 0 throughout.
 
         Raises:
-            ValueError: no assistant turn, a `step_loss_mask` that is neither 0 nor 1, or a template for which this
-                way gives no right mask.
+            ValueError: no assistant turn, a `step_loss_mask` or `weight` that is neither 0 nor 1, a template that
+                leaves a field out, or one for which this way gives no right mask.
         """
-        turns = [message for message in messages if message.get("role") == "assistant"]
-        if not turns:
+        are_trained = [is_trained(message) for message in messages if message.get("role") == "assistant"]
+        if not are_trained:
             raise ValueError("the conversation has no assistant turn to train on")
-        plain = [{key: value for key, value in m.items() if key != STEP_LOSS_MASK} for m in messages]
-        text = self._render(plain, tools)
+        rendered = self._render(messages, tools)
+        text, turns = rendered.text, [message for message in rendered.messages if message["role"] == "assistant"]
         if self.tokenizer_type == "template":
-            spans = self._template_spans(text, plain, tools)
+            spans = self._template_spans(rendered)
         elif self.tokenizer_type == "prefix":
-            spans = self._prefix_spans(text, plain, tools)
+            spans = self._prefix_spans(rendered)
         else:
             spans = self._marked_spans(text, MARKS[self.tokenizer_type])
         if len(spans) != len(turns):
-            self._refuse(f"{len(spans)} turns of the assistant were found in the rendered text, there are {len(turns)}")
-        trained = [span for span, turn in zip(spans, turns, strict=True) if is_trained(turn)]
-        for (start, end), turn in zip(spans, turns, strict=True):
-            if is_trained(turn):
+            self._refuse(
+                "the turns of the assistant are not those in the rendered text",
+                f"{len(turns)} in the messages, {len(spans)} in the text",
+            )
+        trained = [span for span, is_one in zip(spans, are_trained, strict=True) if is_one]
+        for (start, end), turn, is_one in zip(spans, turns, are_trained, strict=True):
+            if is_one:
                 self._check_turn(text[start:end], _said(turn))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ends = [end for _, end in encoded["offset_mapping"]]
@@ -125,16 +129,13 @@ class MultiTurnLossMaskGenerator:
         return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
     # -------------------------------------------------------------------------------- the template
-    def _render(self, messages: Sequence[Mapping[str, object]], tools: object = None, prompt: bool = False) -> str:
-        kwargs = {**self.template_kwargs, "tools": tools, "tokenize": False, "add_generation_prompt": prompt}
-        try:
-            return call_template(self.tokenizer.apply_chat_template, messages, **kwargs)
-        except TemplateError as error:
-            raise ValueError(f"the chat template does not take the conversation: {error.__cause__}") from error
+    def _render(self, messages: Sequence[Mapping[str, object]], tools: object = None, prompt: bool = False) -> Rendered:
+        kwargs = self.template_kwargs
+        return render_messages(self.tokenizer, messages, tools, for_answer=prompt, template_kwargs=kwargs)
 
     def _generation_prompt(self) -> str:
         probe = [{"role": "user", "content": "?"}]
-        without, with_prompt = self._render(probe), self._render(probe, prompt=True)
+        without, with_prompt = self._render(probe).text, self._render(probe, prompt=True).text
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     def _detect(self) -> str:
@@ -146,18 +147,22 @@ class MultiTurnLossMaskGenerator:
     def _has_blocks(self) -> bool:
         return re.search(r"\{%-?\s*generation\b", str(self.tokenizer.chat_template)) is not None
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise ValueError(
-            f"--loss-mask-type {self.tokenizer_type} gives no right loss mask for this conversation and chat template:"
-            f" {why}; other types are {', '.join(name for name in LOSS_MASK_TYPES if name != self.tokenizer_type)}"
-        )
+    def _refuse(self, why: str, detail: str = "") -> NoReturn:
+        kind = self.tokenizer_type
+        cause = f"--loss-mask-type {kind} gives no right loss mask for this conversation and chat template: {why}"
+        hint = f"other types are {', '.join(name for name in LOSS_MASK_TYPES if name != kind)}"
+        raise FindingError(Finding(cause, detail, hint))
 
     def _check_turn(self, turn: str, said: list[str]) -> None:
         for part in said:
             if part not in turn:
-                self._refuse(f"{part[:80]!r} is not in the turn that was found, {turn[:80]!r}")
-        if said and turn.endswith(said[-1]):
-            self._refuse(f"no end marker stands behind {said[-1][-80:]!r}; the model would not learn to stop")
+                self._refuse("what the assistant said is not in its turn", f"{part[:80]!r} is not in {turn[:80]!r}")
+        last = said[-1] if said else ""
+        if said and turn.endswith(last):
+            self._refuse("no end marker follows a turn, so the model would not learn to stop", repr(last[-80:]))
+        end = turn[turn.rindex(last) + len(last) :].strip()
+        if end in self.tokenizer.all_special_tokens and last.endswith(end):
+            self._refuse("the text of a turn holds the end marker", repr(end))
 
     # -------------------------------------------------------------------------------- ways to find the turns
     def _marked_spans(self, text: str, marks: Marks) -> list[Span]:
@@ -169,22 +174,26 @@ class MultiTurnLossMaskGenerator:
             found = [(text.find(end, start), end) for end in marks.ends]
             stop, end = min([pair for pair in found if pair[0] >= 0], default=(-1, ""))
             if stop < 0:
-                self._refuse(f"no {' or '.join(marks.ends)} stands behind {text[start : start + 80]!r}")
+                self._refuse(f"no {' or '.join(marks.ends)} follows a turn", repr(text[start : start + 80]))
             if text.startswith(marks.ends, stop + len(end)):
-                self._refuse(f"the text of a turn holds the end marker {end}")
+                self._refuse("the text of a turn holds the end marker", repr(end))
             spans.append((start, stop + len(end)))
             position = text.find(marks.header, spans[-1][1])
         return spans
 
-    def _prefix_spans(self, text: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[Span]:
+    def _prefix_spans(self, rendered: Rendered) -> list[Span]:
+        text, messages, tools = rendered.text, rendered.messages, rendered.tools
+        kwargs = {**self.template_kwargs, "tools": tools, "tokenize": False}
         spans: list[Span] = []
         for position, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if message["role"] != "assistant":
                 continue
             if position == 0:
                 self._refuse("the conversation begins with the assistant, so there is no prompt before it")
-            before = self._render(messages[:position], tools, prompt=True)
-            upto = self._render(messages[: position + 1], tools)
+            # In the spelling of the whole, which was checked.
+            render = self.tokenizer.apply_chat_template
+            before = call_template(render, messages[:position], add_generation_prompt=True, **kwargs)
+            upto = call_template(render, messages[: position + 1], add_generation_prompt=False, **kwargs)
             if not (text.startswith(upto) and upto.startswith(before)):
                 self._refuse("the template does not render turns one after another")
             spans.append(self._clip(text, len(before), len(upto)))
@@ -197,24 +206,24 @@ class MultiTurnLossMaskGenerator:
         if opened >= 0:
             start = max(start, opened + len(prompt))
         if any(prompt.startswith(token) and text.startswith(token, start) for token in special):
-            self._refuse(f"a turn would begin with its header, {text[start : start + 80]!r}")
+            self._refuse("a turn would begin with its header", repr(text[start : start + 80]))
         turn = text[start:stop].rstrip()
         return start, start + len(turn) if turn.endswith(special) else stop
 
-    def _template_spans(self, text: str, messages: Sequence[Mapping[str, object]], tools: object) -> list[Span]:
+    def _template_spans(self, rendered: Rendered) -> list[Span]:
         if not self._has_blocks():
             self._refuse("the chat template has no {% generation %} blocks")
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # What return_assistant_tokens_mask is made of: the characters of each block.
         _, blocks = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            conversations=[rendered.messages],
+            tools=rendered.tools,
+            chat_template=self.tokenizer.get_chat_template(tools=rendered.tools),
             return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **self.template_kwargs},
         )
-        return [self._clip(text, start, stop) for start, stop in blocks[0]]
+        return [self._clip(rendered.text, start, stop) for start, stop in blocks[0]]
 
     # -------------------------------------------------------------------------------- characters → tokens
     def _mask_tokens(self, text: str, ends: Sequence[int], spans: list[Span]) -> list[int]:
@@ -237,44 +246,35 @@ class MultiTurnLossMaskGenerator:
             whole = start <= done and stop <= end
             # White space that a token shares with the header or with what follows is not worth an error.
             if inside.strip() and not whole:
-                self._refuse(f"the token of {text[done:stop]!r} belongs to the assistant's turn only in part")
+                self._refuse("a token belongs to the assistant's turn only in part", repr(text[done:stop]))
             mask.append(int(whole))
             done = stop
         return mask
 
 
 def is_trained(message: Mapping[str, object]) -> bool:
-    """Return whether the turn of an assistant's message is trained on, by its `step_loss_mask`.
+    """Return whether the turn of an assistant's message is trained on, by its `step_loss_mask` or `weight`.
 
     Raises:
-        ValueError: the mask is neither 0 nor 1.
+        FindingError: one of them is neither 0 nor 1, or they differ.
     """
-    value = message.get(STEP_LOSS_MASK)
-    if value not in (None, 0, 1):
-        raise ValueError(f"{STEP_LOSS_MASK} {value!r} of a message: it is 0 (the turn is not trained on) or 1")
-    return value != 0
+    values = {key: message[key] for key in (STEP_LOSS_MASK, WEIGHT) if message.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            cause, hint = f"{key} of a message is neither 0 nor 1", "0: the turn is not trained on; 1: it is"
+            raise FindingError(Finding(cause, repr(value), hint))
+    if len(set(values.values())) > 1:
+        raise FindingError(Finding(f"{STEP_LOSS_MASK} and {WEIGHT} of a message differ"))
+    return 0 not in values.values()
 
 
 def _said(message: Mapping[str, object]) -> list[str]:
     """Return the texts that every template must render in the turn: the text after a thought, and names of tools."""
-    content = message.get("content") or ""
-    parts = [content] if isinstance(content, str) else [str(part.get("text") or "") for part in _objects(content)]
-    calls = [call.get("function") or call for call in _objects(message.get("tool_calls") or [])]
-    texts = [part.split("</think>")[-1].strip() for part in parts] + [
-        str(call.get("name", "")) for call in _objects(calls)
-    ]
+    content = message["content"] or ""
+    parts = [content] if isinstance(content, str) else [str(part.get("text") or "") for part in objects(content)]
+    calls = objects(message.get("tool_calls") or [])
+    texts = [part.split("</think>")[-1].strip() for part in parts] + [str(call["function"]["name"]) for call in calls]
     return [text for text in texts if text]
-
-
-def _objects(values: object) -> list[dict[str, object]]:
-    """The objects of a list in a message.
-
-    Raises:
-        ValueError: it is no list of objects.
-    """
-    if not isinstance(values, list | tuple) or not all(isinstance(value, dict) for value in values):
-        raise ValueError(f"a message holds {values!r:.80} where a list of objects is wanted")
-    return list(values)
 
 
 def conversation_to_sample(
@@ -287,7 +287,7 @@ def conversation_to_sample(
     """
     tokens, mask = masks.get_loss_mask(messages, tools)
     if 1 not in mask:
-        raise ValueError(f"the conversation has nothing to train on: {STEP_LOSS_MASK} of every turn is 0")
+        raise ValueError(f"the conversation has nothing to train on: {STEP_LOSS_MASK} or {WEIGHT} of every turn is 0")
     first, last = mask.index(1), len(mask) - mask[::-1].index(1)
     sample = Sample(
         prompt=messages,
@@ -323,15 +323,17 @@ def tokens_after_assistant(
     Raises:
         ValueError: the template cannot render such messages, or not as a continuation of the turn; names it.
     """
-    kwargs = dict(template_kwargs or {}, tools=tools)
+
+    def render(conversation: Sequence[Mapping[str, object]], for_answer: bool) -> str:
+        flags: dict[str, Any] = {"for_answer": for_answer, "template_kwargs": template_kwargs}
+        return render_messages(tokenizer, conversation, tools, **flags).text
+
     reasons = []
     for assistant in _dummies(messages):
         try:
-            return _continuation(assistant, messages, tokenizer, end_token, kwargs)
-        except TemplateError as error:
-            reasons.append(str(error))
+            return _continuation(assistant, messages, tokenizer, end_token, render)
         except ValueError as error:
-            reasons.append(f"ValueError: {error}")
+            reasons.append(str(error))
     raise ValueError(
         f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not render"
         f" {[message['role'] for message in messages]} after an assistant's turn ({'; '.join(reasons)}); an agent needs"
@@ -359,12 +361,8 @@ def _continuation(
     messages: Sequence[Mapping[str, object]],
     tokenizer: PreTrainedTokenizerBase,
     end_token: int | None,
-    kwargs: Mapping[str, object],
+    render: Callable[[Sequence[Mapping[str, object]], bool], str],
 ) -> list[int]:
-    def render(conversation: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **kwargs}
-        return call_template(tokenizer.apply_chat_template, conversation, **options)
-
     before: list[Mapping[str, object]] = [{"role": "user", "content": "x"}, assistant]
     alone, whole = render(before, False), render([*before, *messages], True)
     calls = assistant.get("tool_calls")

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
-from fusionrl.data.findings import Finding, Findings
-from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, render_prompt, special_tokens_of
-from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, template_finding
+from fusionrl.data.findings import Finding, FindingError, Findings
+from fusionrl.data.prompts import is_surely_too_long, metadata_and_tools, rendered_prompt, special_tokens_of
+from fusionrl.data.row_checks import AskReward, PromptColumns, RowChecker, column_finding
 from fusionrl.data.rows import line_finding, scan_rows
+from fusionrl.data.sample import response_mask
 from fusionrl.data.strict_json import Row
-from fusionrl.data.token_rows import LOSS_MASK, TOKENS, holds_tokens, prompt_length
+from fusionrl.data.supervised import SupervisedSamples
+from fusionrl.data.token_rows import LOSS_MASK, TOKENS, holds_tokens, token_sample
 
 
 @dataclass
 class DataCheck:
     """Checks sets one after the other; a prompt that stands twice is found across them, too.
 
-    tokenizer  without it prompts are neither rendered nor counted in tokens
-    lengths    prompt tokens of the rows without a mistake, those that are too long included
+    tokenizer    without it prompts are neither rendered nor counted in tokens
+    limit        tokens of a supervised sample, at most, and the finding about a longer one
+    lengths      tokens of the prompts, or of the whole supervised samples, of the rows without a mistake; those that
+                 are too long are counted, too
+    num_trained  tokens of supervised samples that are trained on, of the same rows
     """
 
     columns: PromptColumns
@@ -31,10 +36,11 @@ class DataCheck:
     loss_mask_type: str = "auto"
     vocab_size: int | None = None
     ask_reward: AskReward | None = None
+    limit: tuple[int, Finding] | None = None
     num_rows: int = 0
     lengths: list[int] = field(default_factory=list)
+    num_trained: list[int] = field(default_factory=list)
     _seen: dict[bytes, tuple[str, Any]] = field(default_factory=dict)
-    _masks: MultiTurnLossMaskGenerator | None = None
 
     def problems(self, spec: str) -> tuple[list[str], list[str]]:
         """(errors, warnings) of a set: one text a cause, with the number of rows and the first of them."""
@@ -60,56 +66,80 @@ class DataCheck:
 
     def _row_findings(self, row: Row, checker: RowChecker, where: str) -> list[Finding]:
         found = checker.findings(row)
-        if not all(finding.is_warning for finding in found):
-            return found
-        found += self._duplicate(row, where)
+        mistakes = [finding.cause for finding in found if not finding.is_warning]
+        columns = self.columns
+        needed = (TOKENS, LOSS_MASK) if self.is_sft and holds_tokens(row) else (columns.input_key,)
+        if any(cause.startswith(f"column {key!r}") for cause in mistakes for key in needed):
+            return found  # what else is wrong with the row may come of that
+        try:
+            tools = metadata_and_tools(row, columns)[1]
+        except FindingError:  # the checker has named it
+            tools = None
+        if columns.label_key is None or columns.label_key in row:
+            found += self._duplicate(row, tools, where)
         if self.tokenizer is None:
             return found
         try:
-            length = self._prompt_length(row)
-        except ValueError as mistake:
-            return [*found, template_finding(self.columns.input_key, str(mistake))]
-        limit = self.columns.max_prompt_len
-        if length is not None:
+            length_findings = self._sample_findings if self.is_sft else self._prompt_findings
+            return found + length_findings(row, tools, is_counted=not mistakes)
+        except ValueError as error:
+            return [*found, column_finding(columns.input_key, error)]
+
+    def _prompt_findings(self, row: Row, tools: object, *, is_counted: bool) -> list[Finding]:
+        columns, prompt = self.columns, row[self.columns.input_key]
+        if isinstance(prompt, list) and not columns.apply_chat_template:
+            return []  # a user's function makes tokens of it
+        text, _, _, left_out = rendered_prompt(prompt, self.tokenizer, columns, tools)
+        found = [] if left_out is None else [column_finding(columns.input_key, FindingError(left_out))]
+        cause = f"the prompt is longer than --rollout-max-prompt-len {columns.max_prompt_len}"
+        if is_surely_too_long(text, columns.max_prompt_len):
+            return [*found, Finding(cause, "by its characters alone; tokens were not counted")]
+        length = len(self.tokenizer.encode(text, add_special_tokens=False))
+        if is_counted:
             self.lengths.append(length)
-        if limit is not None and (length is None or length > limit):
-            detail = f"{length} tokens" if length is not None else "by its characters alone; tokens were not counted"
-            return [*found, Finding(f"the prompt is longer than --rollout-max-prompt-len {limit}", detail)]
+        if columns.max_prompt_len is not None and length > columns.max_prompt_len:
+            found.append(Finding(cause, f"{length} tokens"))
         return found
 
-    def _prompt_length(self, row: Row) -> int | None:
-        """Tokens of the prompt; None where its characters alone are too many."""
-        if self.is_sft and holds_tokens(row):
-            return prompt_length(row)
-        prompt, tools = row[self.columns.input_key], metadata_and_tools(row, self.columns)[1]
-        if not self.is_sft:
-            prompt = render_prompt(prompt, self.tokenizer, self.columns, tools)
-            if is_surely_too_long(prompt, self.columns.max_prompt_len):
-                return None
-        elif isinstance(prompt, list):
-            if self._masks is None:
-                kwargs = self.columns.chat_template_kwargs
-                self._masks = MultiTurnLossMaskGenerator(self.tokenizer, self.loss_mask_type, kwargs)
-            return conversation_to_sample(prompt, self._masks, tools).prompt_length
-        return len(self.tokenizer.encode(prompt, add_special_tokens=False))
+    def _sample_findings(self, row: Row, tools: object, *, is_counted: bool) -> list[Finding]:
+        label = row.get(self.columns.label_key or "")
+        if holds_tokens(row):
+            sample = token_sample(row, "")
+        elif isinstance(row[self.columns.input_key], str) and not isinstance(label, str):
+            return []  # the checker has named it
+        else:
+            sample = self._supervised.make(row[self.columns.input_key], label, tools)
+        if is_counted:
+            self.lengths.append(sample.num_tokens)
+            self.num_trained.append(int(response_mask(sample).sum()))
+        if self.limit is None or sample.num_tokens <= self.limit[0]:
+            return []
+        return [replace(self.limit[1], detail=f"{sample.num_tokens} tokens")]
 
-    def _duplicate(self, row: Row, where: str) -> list[Finding]:
+    @functools.cached_property
+    def _supervised(self) -> SupervisedSamples:
+        return SupervisedSamples(self.tokenizer, self.loss_mask_type, self.columns.chat_template_kwargs)
+
+    def _duplicate(self, row: Row, tools: object, where: str) -> list[Finding]:
         prompt, label = row.get(self.columns.input_key), row.get(self.columns.label_key or "")
-        asked = [prompt, row.get(self.columns.tool_key or "")]
-        if self.is_sft and holds_tokens(row):  # several answers to one prompt are several rows
-            asked, label = [row[TOKENS], row[LOSS_MASK]], None
+        asked = [prompt, tools]
+        if self.is_sft:  # several answers to one prompt are several samples
+            asked += [label] if isinstance(prompt, str) else []
+            asked, label = ([row[TOKENS], row[LOSS_MASK]] if holds_tokens(row) else asked), None
         text = json.dumps(asked, sort_keys=True, default=repr)
         first, other = self._seen.setdefault(hashlib.sha256(text.encode()).digest(), (where, label))
         if first == where:
             return []
         if other == label:
-            return [Finding("the same prompt as an earlier row", first, is_warning=True)]
+            cause = "the same sample as an earlier row" if self.is_sft else "the same prompt as an earlier row"
+            return [Finding(cause, first, is_warning=True)]
         return [Finding("the same prompt as an earlier row, with another label", first)]
 
     def summary(self) -> str:
-        """Number of rows, and the range of prompt lengths where they are known."""
+        """Return the number of rows, and the range of their numbers of tokens where they are known."""
         text = f"{self.num_rows} rows"
-        if self.lengths:
-            low, middle, high = min(self.lengths), statistics.median(self.lengths), max(self.lengths)
-            text += f", prompt tokens min {low} median {middle:g} max {high}"
-        return text
+        of_rows = "tokens" if self.is_sft else "prompt tokens"
+        for name, counts in ((of_rows, self.lengths), ("trained", self.num_trained)):
+            if counts:
+                text += f", {name} min {min(counts)} median {statistics.median(counts):g} max {max(counts)}"
+        return text + (f", {sum(self.num_trained):,} in all" if self.num_trained else "")

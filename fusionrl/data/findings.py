@@ -29,6 +29,14 @@ class Finding:
         return self.cause + (f" ({self.detail})" if self.detail else "") + (f"; {self.hint}" if self.hint else "")
 
 
+class FindingError(ValueError):
+    """A mistake in a row, by its cause: rows with the same one are reported together."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
 class LabelProblem(NamedTuple):
     """The reason why a reward cannot grade with a row.
 

@@ -6,7 +6,7 @@ and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
-from fusionrl.data.findings import Findings
+from fusionrl.data.findings import FindingError, Findings
+from fusionrl.data.render import CONTEXT, TOOLS, Messages, Rendered, render_messages, tools_of
 from fusionrl.data.row_checks import (
     MAX_PROMPT_CHARACTERS,
     MAX_TOKEN_CHARACTERS,
@@ -26,9 +27,8 @@ from fusionrl.data.row_checks import (
 )
 from fusionrl.data.rows import line_finding, read_rows, scan_rows
 from fusionrl.data.sample import Sample
-from fusionrl.data.template_probe import Messages, TemplateProbe, writes_parts_as_python
+from fusionrl.data.template_probe import TemplateProbe
 from fusionrl.data.token_rows import holds_tokens, token_sample
-from fusionrl.data.tokenizer import TemplateError, call_template
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -106,15 +106,16 @@ def template_probe(
     if not files.templates or not (is_sft or columns.apply_chat_template):
         return None
 
-    def confirm(messages: Messages, tools: object) -> str | None:
+    def confirm(messages: Messages, tools: object) -> Exception | None:
         try:
             if loss_mask_type is None:
-                render_prompt(list(messages), load(), columns, tools)
+                left_out = rendered_prompt(messages, load(), columns, tools).left_out
+                return None if left_out is None else FindingError(left_out)
             else:
                 masks = MultiTurnLossMaskGenerator(load(), loss_mask_type, columns.chat_template_kwargs)
                 masks.get_loss_mask(list(messages), tools)
         except (OSError, ValueError) as error:
-            return str(error)
+            return error
         return None
 
     return TemplateProbe(files, columns.chat_template_kwargs or {}, confirm, for_answer=not is_sft)
@@ -129,16 +130,18 @@ def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 def metadata_and_tools(
     row: Mapping[str, object], columns: PromptColumns
 ) -> tuple[dict[str, object], list[dict[str, object]] | None]:
-    """Both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
+    """Return both columns of a row; either may be JSON as text, since a table's column has one type in all its rows.
+
+    Tools are those of --tool-key, or else those of the metadata; both end in the metadata.
 
     Raises:
         ValueError: another kind of value.
     """
     metadata = read_metadata(row.get(columns.metadata_key), columns.metadata_key)
     tools = read_tools(row.get(columns.tool_key), columns.tool_key) if columns.tool_key else None
-    if tools is not None:
+    if tools:
         metadata["tools"] = tools
-    return metadata, tools
+    return metadata, tools_of(metadata)
 
 
 def load_conversations(path: str | Path, columns: PromptColumns, flag: str = "--prompt-data") -> PromptDataset:
@@ -229,38 +232,29 @@ def is_surely_too_long(text: str, max_prompt_len: int | None) -> bool:
 
 
 def render_prompt(
-    prompt: str | Sequence[Mapping[str, object]],
-    tokenizer: PreTrainedTokenizerBase,
-    columns: PromptColumns,
-    tools: object = None,
+    prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object = None
 ) -> str:
-    """The text of a prompt: by the chat template when asked, as it stands otherwise.
+    """The text of a prompt: by the chat template when asked, as it stands otherwise; raises as `rendered_prompt`."""
+    return rendered_prompt(prompt, tokenizer, columns, tools).text
+
+
+def rendered_prompt(
+    prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, columns: PromptColumns, tools: object = None
+) -> Rendered:
+    """Render a prompt by the chat template when asked, or take it as it stands.
 
     Raises:
-        ValueError: a list of messages without --apply-chat-template, or a tokenizer without a template, or a
-            template that refuses the messages.
+        ValueError: a list of messages without --apply-chat-template, a tokenizer without a template, or a template
+            that refuses the messages, or leaves out more of them than a prompt may lose.
     """
     if not columns.apply_chat_template:
         if not isinstance(prompt, str):
             raise ValueError("the prompt is a list of messages: add --apply-chat-template")
-        return prompt
+        return Rendered(prompt, [], None)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
-        text = call_template(
-            tokenizer.apply_chat_template,
-            messages,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=True,
-            **(columns.chat_template_kwargs or {}),
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template of --hf-checkpoint refuses it ({error.__cause__})") from error
-    if writes_parts_as_python(messages, text):
-        raise ValueError(
-            "the chat template of --hf-checkpoint does not know contents that are lists of parts, and writes them as"
-            " Python prints them; give the content as text"
-        )
-    return text
+    # A user's function may put tools into the prompt itself: it has them in the sample's metadata.
+    may_lose = CONTEXT | {TOOLS} if columns.keeps_messages else CONTEXT
+    kwargs = columns.chat_template_kwargs
+    return render_messages(tokenizer, messages, tools, for_answer=True, template_kwargs=kwargs, may_lose=may_lose)

@@ -7,14 +7,15 @@ tokenizer inside a message (some data sets quote them on purpose), a role that m
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fusionrl.base.nearest import closest
 from fusionrl.data.chat import is_trained
-from fusionrl.data.findings import Finding, LabelProblem
+from fusionrl.data.findings import Finding, FindingError, LabelProblem
+from fusionrl.data.render import decoded, tools_of
 from fusionrl.data.strict_json import MAX_DEPTH, CleanRow, StrictDecoder
 from fusionrl.data.template_probe import TemplateProbe, signature
 from fusionrl.data.token_rows import holds_tokens, token_finding
@@ -97,7 +98,7 @@ class RowChecker:
         if key not in row:
             found.append(self._missing(key, row, self.key_flag, PROMPT_NAMES))
         elif isinstance(prompt := row[key], str):
-            self._check_text(prompt, found)
+            self._check_text(prompt, tools, found)
         elif type(prompt) is list and all(type(message) is dict for message in prompt):
             self._check_messages(prompt, tools, found)
         else:
@@ -148,7 +149,7 @@ class RowChecker:
         if columns.tool_key is not None and columns.tool_key in row:
             return False
         metadata = row.get(columns.metadata_key)
-        return metadata is None or type(metadata) is dict
+        return metadata is None or (type(metadata) is dict and "tools" not in metadata)
 
     def error(self, row: Mapping[str, object]) -> str | None:
         """The first thing for which a row cannot be trained on."""
@@ -158,7 +159,7 @@ class RowChecker:
     def _missing(self, key: str, row: Mapping[str, object], flag: str, usual: Sequence[str]) -> Finding:
         return Finding(f"column {key!r} is missing", hint=_columns_hint(self.columns, key, row, flag, usual))
 
-    def _check_text(self, prompt: str, found: list[Finding]) -> None:
+    def _check_text(self, prompt: str, tools: object, found: list[Finding]) -> None:
         key = self.columns.input_key
         if not prompt or prompt.isspace():
             found.append(Finding(f"column {key!r} is empty"))
@@ -170,8 +171,8 @@ class RowChecker:
                 self._check_special(prompt, found)
                 if self.probe is not None:
                     num_before = len(found)
-                    self._check_template("text", [{"role": "user", "content": prompt}], None, found)
-                    self._is_text_taken = len(found) == num_before
+                    self._check_template("text", [{"role": "user", "content": prompt}], tools, found)
+                    self._is_text_taken |= tools is None and len(found) == num_before
 
     def _check_size(self, key: str, num_characters: int, found: list[Finding]) -> None:
         if num_characters <= MAX_PROMPT_CHARACTERS or (self.columns.max_prompt_len is not None and not self.is_sft):
@@ -201,8 +202,8 @@ class RowChecker:
         is_odd: bool = False,
     ) -> None:
         assert self.probe is not None
-        if reason := self.probe.refusal(shape, messages, tools, is_odd):
-            found.append(template_finding(self.columns.input_key, reason))
+        if error := self.probe.refusal(shape, messages, tools, is_odd):
+            found.append(column_finding(self.columns.input_key, error))
 
     def _check_label(self, key: str, row: Mapping[str, object], found: list[Finding]) -> None:
         if key not in row:
@@ -229,7 +230,7 @@ class RowChecker:
                 metadata = read_metadata(metadata, columns.metadata_key)
             if columns.tool_key is not None and (tools := row.get(columns.tool_key)) is not None:
                 tools = read_tools(tools, columns.tool_key)
-        except CellError as error:
+        except FindingError as error:
             found.append(error.finding)
             return None
         for key, value in ((columns.metadata_key, metadata), (columns.tool_key, tools)):
@@ -237,7 +238,7 @@ class RowChecker:
                 # Nothing but a user's own functions reads metadata, and these may know what NaN means there.
                 is_warning = problem[0] == NOT_FINITE and key == columns.metadata_key
                 found.append(Finding(f"column {key!r} {problem[0]}", problem[1], is_warning=is_warning))
-        return tools
+        return tools or tools_of(metadata or {})
 
     # ------------------------------------------------------------------------------------------------ messages
     def _check_messages(self, messages: Sequence[Mapping[str, object]], tools: object, found: list[Finding]) -> None:
@@ -324,24 +325,28 @@ class RowChecker:
         if calls is not None and not _are_calls(calls):
             cause = f"column {key!r}: tool_calls of a message is no list of {{'function': {{'name': …}}}}"
             found.append(Finding(cause))
+        elif isinstance(calls, list) and (text := _unreadable_arguments(calls)) is not None:
+            cause = f"column {key!r}: arguments of a tool call are text, but not JSON of an object"
+            found.append(Finding(cause, f"{text[:80]!r}"))
 
     def _check_turns(self, messages: Sequence[Mapping[str, object]], found: list[Finding]) -> None:
         key = self.columns.input_key
         try:
             masks = [is_trained(message) for message in messages if message["role"] == "assistant"]
-        except ValueError as error:
-            found.append(Finding(f"column {key!r}: step_loss_mask of a message is neither 0 nor 1", str(error)))
+        except FindingError as error:
+            found.append(column_finding(key, error))
             return
         if masks and not any(masks):
-            cause = f"column {key!r}: step_loss_mask is 0 on every turn; nothing is left to train on"
+            cause = f"column {key!r}: step_loss_mask or weight is 0 on every turn; nothing is left to train on"
             found.append(Finding(cause))
         elif not masks:
             found.append(Finding(f"column {key!r} is a conversation without an assistant turn to train on"))
 
 
-def template_finding(key: str, reason: str) -> Finding:
-    """The chat template does not take the messages of a row."""
-    return Finding(f"column {key!r}: the chat template does not take the messages", reason)
+def column_finding(key: str, error: Exception) -> Finding:
+    """Return a mistake in the messages of a row as one of their column; mistakes of one kind have one cause."""
+    found = error.finding if isinstance(error, FindingError) else Finding(str(error))
+    return replace(found, cause=f"column {key!r}: {found.cause}")
 
 
 def _reward_findings(checker: RowChecker, row: Mapping[str, object]) -> list[Finding]:
@@ -369,8 +374,8 @@ def _columns_hint(columns: PromptColumns, key: str, row: Mapping[str, object], f
     hint = f"the columns are {shown}" if names else "the row has no columns"
     taken = (columns.input_key, columns.label_key, columns.metadata_key, columns.tool_key)
     free = [name for name in names if name not in taken]
-    close = difflib.get_close_matches(key, free, n=1, cutoff=0.75)
-    if guess := [*close, *(name for name in usual if name in free)][:1]:
+    close = closest(key, free, cutoff=0.75)
+    if guess := [*([close] if close else []), *(name for name in usual if name in free)][:1]:
         hint += f": {flag} {guess[0]}?"
     return hint
 
@@ -380,6 +385,11 @@ def _are_calls(calls: object) -> bool:
         return False
     functions = [call.get("function") or call for call in calls]
     return all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions)
+
+
+def _unreadable_arguments(calls: Sequence[Mapping[str, Any]]) -> str | None:
+    read = (decoded((call.get("function") or call).get("arguments")) for call in calls)
+    return next((arguments for arguments in read if isinstance(arguments, str)), None)
 
 
 def _texts(message: Mapping[str, object]) -> Iterable[str]:
@@ -434,14 +444,6 @@ def value_problem(value: object) -> tuple[str, str] | None:
     return None
 
 
-class CellError(ValueError):
-    """A column of metadata or tools is not what it should be."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(str(finding))
-        self.finding = finding
-
-
 def read_metadata(value: object, key: str) -> dict[str, object]:
     """A new dictionary of the metadata; a table's column may hold it as JSON text, since it has one type in all rows.
 
@@ -450,20 +452,20 @@ def read_metadata(value: object, key: str) -> dict[str, object]:
     """
     found = _from_json(value, key)
     if found is not None and not isinstance(found, dict):
-        raise CellError(Finding(f"column {key!r} is no JSON object"))
+        raise FindingError(Finding(f"column {key!r} is no JSON object"))
     return dict(found or {})
 
 
 def read_tools(value: object, key: str) -> list[dict[str, object]] | None:
-    """The list of tools, or JSON text of it.
+    """The list of tools, or JSON text of it; None for an empty one.
 
     Raises:
         ValueError: no list of tools.
     """
     found = _from_json(value, key)
     if found is None or (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
-        return found
-    raise CellError(Finding(f"column {key!r} (--tool-key) is no list of tools"))
+        return found or None
+    raise FindingError(Finding(f"column {key!r} (--tool-key) is no list of tools"))
 
 
 def _from_json(value: object, key: str) -> object:
@@ -472,4 +474,4 @@ def _from_json(value: object, key: str) -> object:
     try:
         return StrictDecoder().parse(value) if value else None
     except ValueError as error:
-        raise CellError(Finding(f"column {key!r} is text, but not valid JSON", str(error))) from error
+        raise FindingError(Finding(f"column {key!r} is text, but not valid JSON", str(error))) from error

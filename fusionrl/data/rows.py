@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusionrl.base.nearest import hint
+from fusionrl.base.packages import install_hint
 from fusionrl.data.findings import Finding
 from fusionrl.data.shards import choose_split, find_splits
 from fusionrl.data.strict_json import (
@@ -123,7 +124,7 @@ def scan_rows(spec: str | Path, flag: str) -> Iterator[tuple[str, Row | ValueErr
         whole = found.start is None and found.stop is None
         yield from rows if whole else list(rows)[found.start : found.stop]
     except ImportError as error:
-        raise ValueError(f"{flag} {spec}: reading it needs the package pyarrow; install it") from error
+        raise ValueError(f"{flag} {spec}: reading it needs the package pyarrow; {install_hint('pyarrow')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise ValueError(f"{flag} {spec}: {error}") from error
 
@@ -247,7 +248,16 @@ def _numbered(batches: Iterable[RecordBatch]) -> Iterator[tuple[str, Row | Value
         make = CleanRow if all(_is_clean(column) for column in batch.columns) else table_row
         for row in batch.to_pylist():
             number += 1
-            yield f"row {number}", make(row)
+            yield f"row {number}", make({name: _without_nulls(value) for name, value in row.items()})
+
+
+def _without_nulls(value: object) -> object:
+    """Drop the null fields of structs: all rows of a column have all fields, also those that a row did not write."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _is_clean(column: Array, depth: int = 1) -> bool:

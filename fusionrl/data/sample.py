@@ -41,7 +41,7 @@ _SpecInfo: TypeAlias = SpecInfo
 _PrefixCacheInfo: TypeAlias = PrefixCacheInfo
 _PLAIN = frozenset((type(None), bool, int, str))  # values that JSON has, as they are
 _ATOMS = _PLAIN | {float, Status}  # values that a copy may share
-REWARD_LOST = "reward_lost"  # in the metadata: why its reward function gave no reward, "timeout" or "crash"
+REWARD_LOST = "reward_lost"  # in the metadata: why its reward function gave no reward: "timeout", "crash", "error"
 _LOST = (Status.FAILED, Status.ABORTED)
 _FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 COUNTS: dict[str, type[SpecInfo] | type[PrefixCacheInfo]] = {
@@ -87,6 +87,8 @@ class Sample:
     teacher_log_probs  [response_length], the teacher's log-prob of each response token, tools' tokens too (--use-opd)
     rollout_routed_experts  [tokens - 1 or tokens, layers, topk], the experts that the engine chose for each token in
                        each of the model's layers (--use-rollout-routing-replay); -1 where that is not known
+    temperature        at which the engine sampled: one number, or one for each token (`data.sampling`); trainers
+                       score with it. None: --rollout-temperature
     reward             a float, or a dict of floats (then --reward-key chooses); None: not scored yet
     """
 
@@ -114,9 +116,10 @@ class Sample:
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     session_id: str | None = None
-    rollout_id: int | None = None  # what samples of one conversation share, in slime
+    rollout_id: int | None = None  # what the samples of one attempt share, as in slime (`data.attempts`)
     prompt_tokens: np.ndarray | None = None  # ids of `prompt`, made when the data was read
     messages: list[dict[str, Any]] | None = None  # the prompt before the chat template
+    temperature: float | Sequence[float] | np.ndarray | None = None
     baseline_reward: float | None = None  # of the greedy answer to the prompt (--advantage-estimator remax)
     # slime's, for hooks; nothing in fusionrl reads them yet.
     multimodal_inputs: dict[str, Any] | None = None
@@ -326,14 +329,17 @@ class Sample:
                 " for each, but the last may be missing"
             )
 
-    def get_reward_value(self, args: object) -> float:
-        """The reward as one number: of a dict, the value under `args.reward_key`.
+    def get_reward_value(self, args: object) -> Any:
+        """Return the reward as a number; of a dict the value of `args.reward_key`, or, as in slime, all of it without.
 
         Raises:
-            ValueError: names the sample: a dict without --reward-key or without that key, or no finite number.
+            ValueError: names the sample: a dict without that key, or no finite number.
         """
+        key = getattr(args, "reward_key", None)
+        if isinstance(self.reward, dict) and not key:
+            return self.reward
         try:
-            return reward_value(self.reward, getattr(args, "reward_key", None), "--reward-key")
+            return reward_value(self.reward, key, "--reward-key")
         except ValueError as error:
             raise ValueError(f"sample {self.index}: {error}") from error
 

@@ -8,18 +8,18 @@ through the tokenizer itself, which has the last word; this is slow, and happens
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from fusionrl.data.tokenizer import TemplateError, call_template
+from fusionrl.data.findings import FindingError
+from fusionrl.data.render import Messages, render_with
 from fusionrl.data.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-Messages = Sequence[Mapping[str, object]]
-Confirm = Callable[[Messages, object], str | None]  # (messages, tools) → why the tokenizer refuses them, or None
+Confirm = Callable[[Messages, object], Exception | None]  # (messages, tools) → why the tokenizer refuses them, or None
 
 # So many shapes are rendered in one set: data whose rows all differ must not make a plan take minutes.
 MAX_SHAPES = 1000
@@ -37,10 +37,10 @@ class TemplateProbe:
     ) -> None:
         self._files, self._kwargs, self._confirm, self._for_answer = files, dict(kwargs), confirm, for_answer
         self._compiled: dict[str, Any] = {}
-        self._known: dict[Hashable, str | None] = {}
+        self._known: dict[Hashable, Exception | None] = {}
         self._num_odd = 0
 
-    def refusal(self, shape: Hashable, messages: Messages, tools: object, is_odd: bool = False) -> str | None:
+    def refusal(self, shape: Hashable, messages: Messages, tools: object, is_odd: bool = False) -> Exception | None:
         """Return the reason why the template refuses messages of this shape; None if it takes them.
 
         is_odd  the words matter, too: ask the tokenizer about these very messages
@@ -58,10 +58,10 @@ class TemplateProbe:
         if self._files.template(bool(tools)) is None:
             return True  # a missing template is an error of its own
         try:
-            rendered = call_template(self.render, messages, tools)
-        except TemplateError:  # the tokenizer itself is asked then, and says why
+            render_with(self.render, messages, tools)
+        except FindingError:  # the tokenizer itself is asked then, and says why
             return False
-        return not writes_parts_as_python(messages, rendered)
+        return True
 
     def render(self, messages: Messages, tools: object) -> str:
         """The text of the messages; raises whatever the template raises."""
@@ -70,13 +70,6 @@ class TemplateProbe:
         if text not in self._compiled:
             self._compiled[text] = _environment().from_string(text)
         return str(self._compiled[text].render(variables, documents=None, add_generation_prompt=self._for_answer))
-
-
-def writes_parts_as_python(messages: Messages, rendered: str) -> bool:
-    """Return whether a content that is a list of parts was written as Python prints a list: no model has seen that."""
-    contents = (message.get("content") for message in messages)
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(repr(part) in rendered for part in parts if isinstance(part, dict))
 
 
 def signature(value: object) -> Hashable:

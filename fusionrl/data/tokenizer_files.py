@@ -49,6 +49,15 @@ def read_tokenizer_files(folder: str | Path) -> TokenizerFiles:
     return TokenizerFiles(_templates(folder, config), tokens, tuple(sorted(special - {""})))
 
 
+def read_end_tokens(folder: str | Path) -> set[int]:
+    """Read the tokens that end an answer by `eos_token_id` of a model's files; engines stop at each of them."""
+    ends: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _object(Path(folder) / name).get("eos_token_id")
+        ends |= {token for token in (value if isinstance(value, list) else [value]) if type(token) is int}
+    return ends
+
+
 def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     found = config.get("chat_template")
     templates: dict[str, str] = {}

@@ -40,11 +40,17 @@ FIELDS: dict[str, FieldSpec] = {
     "current": FieldSpec(
         "response", np.float32, False, "1 where the weights that train sampled the token, 0 where older did", True
     ),
+    "temperatures": FieldSpec(
+        "response", np.float32, False, "at which each token was sampled, where it is not --rollout-temperature", True
+    ),
     "rewards": FieldSpec("sample", np.float32, True, "reward that is trained on, after post-processing"),
     "raw_rewards": FieldSpec("sample", np.float32, True, "reward as the reward function gave it"),
     "sample_index": FieldSpec("sample", np.int64, True, "Sample.index"),
     "group_index": FieldSpec("sample", np.int64, True, "Sample.group_index"),
     "truncated": FieldSpec("sample", np.bool_, True, "whether the response hit its length limit"),
+    "attempt_tokens": FieldSpec(
+        "sample", np.float32, False, "sum of the loss masks of the attempt's samples, where one has several", True
+    ),
     "position": FieldSpec("sample", np.int64, False, "where the sample stands in the rollout", True),
     "log_probs": FieldSpec("response", np.float32, False, "the trainers' log-probs before the first step", True),
     "ref_log_probs": FieldSpec("response", np.float32, False, "the reference model's log-probs", True),
@@ -63,7 +69,9 @@ class TrainStep:
 
     micro_batches: list[list[int]]  # indices into the shard's samples
     num_tokens: int  # response tokens with loss_mask, over all ranks
-    num_samples: int  # samples of the step over all ranks, those without such a token included: removed, masked, failed
+    num_samples: (
+        int  # attempts of the step over all ranks, those without such a token included: removed, masked, failed
+    )
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from fusionrl.base.words import counted
 from fusionrl.cluster.ahead import Ahead
 from fusionrl.cluster.buffer_handle import BufferHandle
 from fusionrl.cluster.clocks import Clocks
@@ -66,7 +67,7 @@ class Actors:
         self.guests = guests_of(config, plan, self._launcher, self.engines, say, self._tell_addresses)
         self._guest_addresses = [engine_url(one) for one in config.cluster.rollout_external_engine_addrs]
         self.clocks = Clocks()
-        supervisor = Supervisor(self._check_engines, self._stop)
+        supervisor = Supervisor(self.check_engines, self._stop)
         self.trainers = TrainerGroups(config, plan, supervisor.finish)
         self.buffer = BufferHandle(self.engines, supervisor)
         self.weights = WeightSync(
@@ -125,7 +126,8 @@ class Actors:
         if facts["num_too_long"]:
             self._say(f"{facts['num_too_long']} prompts are over --rollout-max-prompt-len and left out")
 
-    def _check_engines(self, is_generating: bool) -> None:
+    def check_engines(self, is_generating: bool) -> None:
+        """Raise where an engine is dead that is not replaced."""
         self.engines.check(is_generating)
         self.guests.look()
 
@@ -135,12 +137,12 @@ class Actors:
     def _parts(self) -> list[str]:
         parts = []
         if self._plan.num_engines:
-            parts.append(f"{self._plan.num_engines} engine{'s' * (self._plan.num_engines > 1)} and the router")
+            parts.append(f"{counted(self._plan.num_engines, 'engine')} and the router")
         if num_more := len(self._plan.eval_bundles):
-            parts.append(f"{num_more} engine{'s' * (num_more > 1)} that only evaluate{'s' * (num_more == 1)}")
+            parts.append(f"{counted(num_more, 'engine')} that only evaluate{'s' * (num_more == 1)}")
         parts += ["the " + scorer.role.replace("-", " ") for scorer in self._plan.scorers]
         if self._plan.layout:
-            parts.append(f"{self._plan.layout.world_size} trainer{'s' * (self._plan.layout.world_size > 1)}")
+            parts.append(counted(self._plan.layout.world_size, "trainer"))
         return parts or ["the Buffer"]
 
     def _end(self, error: BaseException | None) -> None:
@@ -161,6 +163,10 @@ class Actors:
             self.close()
         if cause is not None:
             raise cause from error
+
+    def is_stalled(self, error: BaseException) -> bool:
+        """Return whether `error` is the watchdog's end of a stalled run (--stall-timeout-s)."""
+        return self._watchdog.ended_by(error) is not None
 
     def _find_death(self, error: BaseException) -> RuntimeError | None:
         # These name their cause: a user's mistake, a user's function, a server that ended.

@@ -37,6 +37,7 @@ class Run:
     stop: StopSignal
     first_rollout: int  # 0, or the one after the checkpoint that the run goes on from
     last_trained: int  # the last rollout whose training is finished; -1: none yet
+    unrecorded: tuple[int, dict[str, float]] | None = None  # a trained step whose row is not written yet
     beside: Beside = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,8 +165,7 @@ class Run:
 
     def end_early(self) -> None:
         """After a stop: publish a checkpoint, and record the evaluation beside training if it has ended."""
-        if self.actors.trainers:
-            self.save()
+        self.save()
         self.beside.collect()
         if self.beside.step is not None:
             self.reporter.print(f"the evaluation after step {self.beside.step} has not ended; it has no result")

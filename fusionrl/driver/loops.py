@@ -84,6 +84,7 @@ def reject_sampling(run: Run) -> None:
             step.values |= values
             values = {}
             step.generate()
+            run.last_trained = step.rollout_id  # nothing is trained: the answers are in the file
             step.measure("rollout/num_tokens")
         num_accepted += int(step.values["rollout/accepted"])
         num_considered += int(step.values["rollout/considered"])

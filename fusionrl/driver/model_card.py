@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fusionrl.base.environment import hide_passwords, is_secret
+from fusionrl.base.words import counted
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
 from fusionrl.config.groups import GROUPS
@@ -39,13 +40,13 @@ def write_model_card(folder: Path, config: Config, plan: Plan, rows: Sequence[Ro
         card.replace(folder / BASE_CARD)
     if curves is not None and curves.is_file():
         shutil.copyfile(curves, folder / CURVES)
-    card.write_text(
-        model_card(config, plan, rows, has_curves=(folder / CURVES).exists(), has_base=(folder / BASE_CARD).exists()),
-        encoding="utf-8",
-    )
+    title = folder.resolve().name if config.run.name == Config().run.name else config.run.name
+    has_curves, has_base = (folder / CURVES).exists(), (folder / BASE_CARD).exists()
+    text = model_card(title, config, plan, rows, has_curves=has_curves, has_base=has_base)
+    card.write_text(text, encoding="utf-8")
 
 
-def model_card(config: Config, plan: Plan, rows: Sequence[Row], *, has_curves: bool, has_base: bool) -> str:
+def model_card(title: str, config: Config, plan: Plan, rows: Sequence[Row], *, has_curves: bool, has_base: bool) -> str:
     """Return the card's text. `rows`: of metrics.jsonl."""
     base = _shown(config.model.hf_checkpoint)
     head = {"base_model": base, "library_name": "transformers", "tags": ["fusionrl", config.run.mode]}
@@ -53,7 +54,7 @@ def model_card(config: Config, plan: Plan, rows: Sequence[Row], *, has_curves: b
         head["tags"] = ["fusionrl", "reinforcement-learning", config.algorithm.advantage_estimator]
     parts = [
         f"---\n{''.join(f'{name}: {json.dumps(value)}' + chr(10) for name, value in head.items())}---\n",
-        f"# {config.run.name}\n",
+        f"# {title}\n",
         _summary(config, plan, rows, base),
     ]
     if has_base:
@@ -77,8 +78,8 @@ def _summary(config: Config, plan: Plan, rows: Sequence[Row], base: str) -> str:
         how = f"reinforcement learning ({algorithm.advantage_estimator}, {policy_loss_name(algorithm)} loss)"
     ranks = plan.layout.world_size if plan.layout is not None else 0
     kind = "GPU" if plan.device == "cuda" else "CPU process"
-    text = f"`{base}` after {steps} steps of {how} with fusionrl, on {ranks} trainer{'s' * (ranks != 1)}"
-    return f"{text} ({kind}, {plan.precision}) and {plan.num_engines} engine{'s' * (plan.num_engines != 1)}.\n"
+    text = f"`{base}` after {counted(steps, 'step')} of {how} with fusionrl, on {counted(ranks, 'trainer')}"
+    return f"{text} ({kind}, {plan.precision}) and {counted(plan.num_engines, 'engine')}.\n"
 
 
 def _data(config: Config) -> str:

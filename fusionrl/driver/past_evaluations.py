@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fusionrl.observe.metrics import METRICS_FILE, read_metrics
+from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, read_metrics
 
-_OF_A_STEP = "perf/step_time_s"  # in the rows of trained steps; a resume and an evaluation write rows without it
 _WAS_DUE = "perf/time_wait_eval_s"  # in the row of a step that engines of an evaluation got the weights of
 
 
@@ -20,7 +19,7 @@ class PastEvaluations:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "eval"
-        rows = read_metrics(run_dir, of_rows_with=_OF_A_STEP) if (run_dir / METRICS_FILE).exists() else []
+        rows = read_metrics(run_dir, of_rows_with=STEP_TIME) if (run_dir / METRICS_FILE).exists() else []
         self._steps = {int(row["step"]): row for row in rows}
 
     def was_due(self, step: int) -> bool:

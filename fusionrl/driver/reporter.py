@@ -36,16 +36,18 @@ _SHOWN = {
 class Reporter:
     """Says what a run does, and how it goes."""
 
-    def __init__(self, config: Config, path: Path, metrics: MetricsSink, progress: Progress) -> None:
+    def __init__(
+        self, config: Config, path: Path, metrics: MetricsSink, progress: Progress, is_fp32: bool = False
+    ) -> None:
         self._config, self._metrics, self._progress = config, metrics, progress
-        self._mismatch = MismatchWatch()
+        self._mismatch = MismatchWatch(is_fp32)
         self._watches = Watches(advice_settings(config, path))
         self._last_step = -1
         self._last_values: dict[str, float] = {}
 
     def status(self, text: str) -> None:
-        """Show what the run does now."""
-        self._progress.status(text)
+        """Show which phase of a step the run is in."""
+        self._progress.status(text, recurs=True)
 
     def print(self, text: str) -> None:
         """A line for the console."""
@@ -54,7 +56,7 @@ class Reporter:
     def record(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the display. `step` counts finished rollouts."""
         self._metrics.log(step, values)
-        if warning := self._mismatch.look(step, values, mask_functions(self._config)):
+        if warning := self._mismatch.look(step, values, mask_functions(self._config), self._watches.changed_by):
             self._warn(step, [warning])
         self._warn(step, self._watches.after_step(step, values))
         self._last_step, self._last_values = step, {name: float(value) for name, value in values.items()}

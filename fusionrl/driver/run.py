@@ -13,6 +13,7 @@ from fusionrl.driver.context import Run
 from fusionrl.driver.loops import choose_loop
 from fusionrl.driver.model_card import write_model_card
 from fusionrl.driver.reporter import Reporter
+from fusionrl.driver.rescue import rescue
 from fusionrl.driver.resume import load_checkpoint
 from fusionrl.driver.resume_checks import find_checkpoint
 from fusionrl.driver.saver import Saver
@@ -27,7 +28,8 @@ from fusionrl.plan.plan import Plan
 def run_training(
     config: Config, plan: Plan, path: Path, attempt: int, progress: Progress, ahead: Ahead | None = None
 ) -> None:
-    """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint. `ahead` has begun already.
+    """Start everything, run the loop, end everything. SIGTERM ends it after a checkpoint, as does an error that leaves
+    the trainers consistent. `ahead` was started before.
 
     Raises:
         Terminated: after SIGTERM, when the checkpoint is written and every process has ended.
@@ -49,8 +51,9 @@ def run_training(
             progress.print(f"going on from {latest.path}, after step {last + 1} of {max(1, plan.num_rollout)}")
             with phase("restore", step=last + 1):
                 load_checkpoint(config, actors, latest)
-        reporter = Reporter(config, path, metrics, progress)
-        saver = Saver(config, plan, actors, checkpoints, last, progress.status)
+        is_fp32 = plan.precision == plan.rollout_dtype == "fp32"
+        reporter = Reporter(config, path, metrics, progress, is_fp32)
+        saver = Saver(config, plan, actors, checkpoints, last, reporter.status)
         run = Run(config, plan, path, actors, reporter, saver, stop, last + 1, last)
         try:
             loop(run)
@@ -62,8 +65,12 @@ def run_training(
         except Terminated:
             run.end_early()
             raise
+        except BaseException as error:
+            if isinstance(error, Exception) or actors.is_stalled(error):  # Ctrl-C saves nothing
+                rescue(run)
+            raise
         has_exported = config.checkpoint.save_hf is not None and bool(actors.trainers)
-        title = f"{config.run.name} ({config.run.mode})"
+        title = f"{path.resolve().name} ({config.run.mode})"
         drawing = beside.submit(draw_curves, read_metrics(path), path / "curves.png", title)  # while actors end
     drawing.result()
     if has_exported:

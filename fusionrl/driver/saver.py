@@ -46,7 +46,7 @@ class Saver:
     ) -> None:
         """`last_saved`: rollout of the checkpoint that the run goes on from; -1: none."""
         self._config, self._plan, self._actors = config, plan, actors
-        self._checkpoints, self._last_saved, self._say = checkpoints, last_saved, say
+        self._checkpoints, self._newest, self._say = checkpoints, last_saved, say  # one that failed is not tried again
         self._pending: _Pending | None = None
 
     def save_if_due(self, rollout_id: int, metrics: dict[str, float]) -> None:
@@ -63,9 +63,10 @@ class Saver:
         metrics: of that step, for the manifest.
         """
         options, trainers = self._config.checkpoint, self._actors.trainers
-        if options.no_save or rollout_id < 0 or rollout_id == self._last_saved:
+        if not self._is_new(rollout_id):
             return
         self.finish()
+        self._newest = rollout_id
         self._say("saving a checkpoint")
         facts: dict[str, object] = {"mode": self._config.run.mode, "world_size": len(trainers), "metrics": metrics}
         with phase("save", step=rollout_id + 1):
@@ -77,9 +78,15 @@ class Saver:
                 # When this returns, training may go on; the files are complete after `finish_save`.
                 gather([self._actors.buffer.save(folder, rollout_id), *trainers.begin_save(folder, rollout_id)])
         self._pending = _Pending(rollout_id, folder, facts | {"seconds_stopped": time.perf_counter() - start})
-        self._last_saved = rollout_id
         if not options.async_save:
             self.finish()
+
+    def is_behind(self, rollout_id: int) -> bool:
+        """Return whether `rollout_id` is to be saved, or the checkpoint that is being written to be published."""
+        return self._is_new(rollout_id) or self._pending is not None
+
+    def _is_new(self, rollout_id: int) -> bool:
+        return not self._config.checkpoint.no_save and rollout_id >= 0 and rollout_id != self._newest
 
     def finish(self, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if any; without `wait` only if its files are there."""

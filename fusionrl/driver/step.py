@@ -21,7 +21,7 @@ class Step:
     """A context manager. At its end the step is recorded, a checkpoint is saved if one is due, and a stop is heard.
 
     A stop request that comes between the training and the end skips what is left, but not the record and the
-    checkpoint: a resume goes on after this step.
+    checkpoint: a resume continues after this step. After an error `rescue` writes both.
     """
 
     def __init__(self, run: Run, rollout_id: int, saves: bool) -> None:
@@ -40,7 +40,11 @@ class Step:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        # A stop or an error may come before `measure`.
+        self.values.setdefault("perf/step_time_s", time.perf_counter() - self._start)
         with self._spans:
+            if self._is_trained:
+                self._run.unrecorded = self.number, self.values
             if error is not None and not (self._is_trained and isinstance(error, Terminated)):
                 return
             self._run.actors.profiling.end(self.number)
@@ -49,6 +53,7 @@ class Step:
                 self._run.actors.clocks.measure()
                 self.values |= self._run.actors.hardware.measure(self.values, self._work)
                 reporter.record(self.number, self.values)
+            self._run.unrecorded = None
             if self._saves:
                 self._run.saver.save_if_due(self.rollout_id, reporter.recorded(self.number))
             if error is None:
@@ -75,6 +80,7 @@ class Step:
 
         Raises:
             Terminated: SIGTERM came meanwhile.
+            RuntimeError: an engine died meanwhile.
         """
         self._work = rollout.work
         self.values |= self._run.train(rollout)
@@ -82,6 +88,7 @@ class Step:
         with phase("measure", step=self.number):
             self._run.actors.hardware.begin()
         self._run.stop.check()
+        self._run.actors.check_engines(False)
 
     def push(self) -> None:
         """Bring the new weights to the engines."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusionrl.algorithms.mismatch_report import mismatch_warning
+from fusionrl.algorithms.mismatch_report import MismatchLimits, mismatch_warning
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import flag_of, hook_paths
 from fusionrl.config.parts import estimator_of
@@ -24,15 +24,19 @@ class MismatchWatch:
 
     QUIET_STEPS = 20
 
-    def __init__(self) -> None:
+    def __init__(self, is_fp32: bool = False) -> None:
+        """`is_fp32`: engines and trainers both compute in fp32, where 1e-6 is usual."""
+        self._limits = MismatchLimits(mean=1e-3) if is_fp32 else MismatchLimits()
         self._earlier: list[float] = []
         self._told_at: int | None = None
 
-    def look(self, step: int, values: dict[str, float], functions: Sequence[str] = ()) -> str | None:
+    def look(
+        self, step: int, values: dict[str, float], functions: Sequence[str] = (), changed_by: Sequence[str] = ()
+    ) -> str | None:
         """The warning about a step's metrics, if any; `functions` as of `mask_functions`."""
         metrics = {name.removeprefix("train/"): value for name, value in values.items() if name.startswith("train/")}
         mean = sum(self._earlier) / len(self._earlier) if self._earlier else None
-        warning = mismatch_warning(metrics, earlier_mean=mean, functions=functions)
+        warning = mismatch_warning(metrics, self._limits, mean, functions, changed_by)
         if "logprob_diff_mean" in metrics:
             self._earlier = [*self._earlier, metrics["logprob_diff_mean"]][-50:]
         if warning is None or (self._told_at is not None and step - self._told_at < self.QUIET_STEPS):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from fusionrl.base.socket_folder import socket_folder
 from fusionrl.engines.control import CONTROL_TIMEOUT_S, EngineControl
 from fusionrl.engines.forked import fork_server
 from fusionrl.engines.http import EndpointError
@@ -26,6 +27,7 @@ from fusionrl.models.weight_files import tensor_names
 
 __all__ = ["EngineActor", "EngineSpec"]
 
+_MAX_TMPDIR_BYTES = 60  # SGLang's sockets have names of up to 30 behind it
 _HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
@@ -67,9 +69,9 @@ class EngineActor(EngineControl):
     def _spawn_server(
         self, port: int, nccl_port: int, meeting: str | None, bootstrap_port: int | None = None
     ) -> ChildProcess:
-        # SGLang leaves a handful of sockets in the temporary folder. A short path: a socket's has 107
-        # characters.
-        self._scratch = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
+        # SGLang leaves a handful of sockets in the temporary folder.
+        parent = socket_folder(_MAX_TMPDIR_BYTES, "the engine's sockets are")
+        self._scratch = tempfile.TemporaryDirectory(prefix="sglang-", dir=parent, ignore_cleanup_errors=True)
         env = server_environment(self.spec)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
         env["TMPDIR"] = self._scratch.name

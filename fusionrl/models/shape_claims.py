@@ -147,7 +147,7 @@ def _shown(right: object, is_switch: bool) -> str:
 def layer_pattern(text: str, num_layers: int) -> list[int] | None:
     """Return which layers have experts, as --moe-layer-freq says it: N (each Nth), [1, 0, …] or [0]*3+[1]*45."""
     try:
-        value = _pattern(ast.parse(text.strip(), mode="eval").body)
+        value = _pattern(ast.parse(text.strip(" '\""), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         return None
     if isinstance(value, int):

@@ -43,7 +43,8 @@ class RolloutFacts:
     teaches_nothing     the advantages are all 0, whatever the trainers add to them
     lowest, highest     raw reward
     example             a sample to show; None for a rollout without samples
-    num_timeouts, num_crashes  samples whose reward function took too long, or ended its process
+    num_changed, changed_by  samples that were sampled with parameters (by name) that change the policy's distribution
+    num_timeouts, num_crashes, num_errors  samples whose reward function took too long, ended its process, or failed
     """
 
     num_samples: int
@@ -63,6 +64,9 @@ class RolloutFacts:
     example: Glimpse | None = None
     num_timeouts: int = 0
     num_crashes: int = 0
+    num_changed: int = 0
+    changed_by: tuple[str, ...] = ()
+    num_errors: int = 0
 
     @property
     def is_all_equal(self) -> bool:
@@ -108,6 +112,7 @@ class Watches:
         found = {
             "equal": equal_rewards(facts, self.settings, step) if facts.teaches_nothing else None,
             "turns": no_second_turn(facts, self.settings, step),
+            "changed": changed_distribution(facts),
         }
         texts = self._due(step, found)
         if "equal" in self._told_at and self._told_at["equal"] == step:  # which names lost rewards as the first cause
@@ -117,6 +122,11 @@ class Watches:
         if is_said:  # a cause that these warnings name is no second warning
             self._told_at["truncated"] = step
         return texts + self._due(step, {"truncated": truncated(facts, self.settings, step)})
+
+    @property
+    def changed_by(self) -> tuple[str, ...]:
+        """Sampling parameters that changed the distribution of the last rollout."""
+        return self._facts[1].changed_by if self._facts is not None else ()
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Warnings about all that was measured in `step`."""
@@ -163,7 +173,7 @@ def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
     causes, count = [], facts.num_samples
     if lost := lost_rewards(facts, settings):
         causes.append(lost)
-        if facts.num_timeouts + facts.num_crashes == count:
+        if facts.num_timeouts + facts.num_crashes + facts.num_errors == count:
             return causes
     if facts.num_failed == count:
         return ["every sample failed or was aborted: see logs/buffer.*.log"]
@@ -203,14 +213,29 @@ def likely_causes(facts: RolloutFacts, settings: AdviceSettings) -> list[str]:
     return causes
 
 
+def changed_distribution(facts: RolloutFacts) -> str | None:
+    """Return the text about samples that do not come from the policy's distribution; None for none."""
+    if not facts.num_changed:
+        return None
+    return (
+        f"{facts.num_changed} of {facts.num_samples} samples were sampled with {', '.join(facts.changed_by)}, so their"
+        " tokens do not come from the distribution that is trained, and training on them is biased; leave these"
+        " sampling parameters out, or set the tokens' loss_mask to 0"
+    )
+
+
 def lost_rewards(facts: RolloutFacts, settings: AdviceSettings) -> str | None:
-    """Return the text about samples whose reward function hung or took its process down; None for none."""
+    """Return the text about samples whose reward function hung, took its process down or raised; None for none."""
     parts = []
     if facts.num_timeouts:
         limit = f"--reward-timeout-s {settings.reward_timeout_s:g}"
         parts.append(f"{facts.num_timeouts} of {facts.num_samples} samples got no reward within {limit}")
     if facts.num_crashes:
         parts.append(f"the process of the reward function died at {facts.num_crashes} of {facts.num_samples} samples")
+    if facts.num_errors:
+        parts.append(
+            f"the reward function raised at {facts.num_errors} of {facts.num_samples} samples, or gave no number"
+        )
     if not parts:
         return None
     value = settings.failure_value
@@ -220,10 +245,10 @@ def lost_rewards(facts: RolloutFacts, settings: AdviceSettings) -> str | None:
 
 def lost_in_evaluation(metrics: Mapping[str, float]) -> str | None:
     """Return the text about answers of evaluations that were never scored; None for none."""
-    lost = sum(metrics.get(f"eval/reward_{reason}", 0) for reason in ("timeout", "crash"))
+    lost = sum(metrics.get(f"eval/reward_{reason}", 0) for reason in ("timeout", "crash", "error"))
     if not lost:
         return None
-    why = "the reward function took longer than --reward-timeout-s, or its process died"
+    why = "the reward function took longer than --reward-timeout-s, raised, or its process died"
     return f"{lost:.0f} answers of the evaluation got no reward ({why}) and count as 0: see logs/buffer.*.log"
 
 

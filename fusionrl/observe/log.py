@@ -10,6 +10,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 LIBRARIES = (
@@ -71,7 +72,7 @@ def setup_logging(
         handlers.append(shown_on)
     if file is not None:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(file, mode="a", encoding="utf-8", delay=True)
+        to_file = _LogFile(file, mode="a", encoding="utf-8", delay=True)
         # A role is the user's text and may hold a '%'.
         shown = role.replace("%", "%%")
         to_file.setFormatter(logging.Formatter(f"%(asctime)s {shown} %(levelname)s %(name)s: %(message)s"))
@@ -155,6 +156,18 @@ class _Console:
         self._show(text)
 
     def flush(self) -> None: ...
+
+
+class _LogFile(logging.FileHandler):
+    """Leaves out what a full disk has no room for, without a traceback for each record."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of the records that found no room
+            super().close()
 
 
 class _ConsoleHandler(logging.StreamHandler[_Console]):

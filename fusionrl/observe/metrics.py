@@ -2,8 +2,7 @@
 top.
 
 Names are slime's: `rollout/…`, `train/…`, `eval/…`, `perf/…`, `sync/…`. Each line carries its attempt, so a
-resumed run goes on in the same file: `read_metrics` tells which line counts when two attempts passed through
-one step.
+resumed run goes on in the same file: `read_metrics` merges what two attempts wrote of one step.
 
     {"step": 3, "attempt": 1, "time": 1760000000.123, "train/loss": 0.02, "rollout/raw_reward": 0.4}
     {"step": 4, "attempt": 1, "time": 1760000009.456, "train/loss": null, "nonfinite": ["train/loss"]}
@@ -13,15 +12,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from fusionrl.base.packages import install_hint
 from fusionrl.observe.values import Scalar, json_line, to_scalar
 
 METRICS_FILE = "metrics.jsonl"
+STEP_TIME = "perf/step_time_s"  # in the line of a finished step; the lines of a resume and an evaluation lack it
 RESERVED_KEYS = frozenset({"step", "attempt", "time", "nonfinite"})
 
 _ATTEMPT_IN_NAME = re.compile(r"\.a(\d+)\.[a-z]+$")
@@ -68,9 +70,20 @@ class MetricsSink:
         }
         if nonfinite:
             line["nonfinite"] = nonfinite
-        self._file.write(json_line(line))
+        self._append(json_line(line))
         if self._tensorboard is not None:
             self._tensorboard.log(int(step), scalars)
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line or none of it: a disk that fills takes a part first, and refuses the rest."""
+        size, num_written = os.fstat(self._file.fileno()).st_size, 0
+        try:
+            while num_written < len(line):
+                num_written += self._file.write(line[num_written:])
+        except OSError:
+            if num_written:
+                self._file.truncate(size)  # or the next line would continue this one
+            raise
 
     def close(self) -> None:
         """Close the file and TensorBoard's; safe to call twice."""
@@ -94,7 +107,7 @@ class _TensorBoard:
         except ImportError as error:
             raise ValueError(
                 f"TensorBoard was asked for but cannot be imported ({error}): "
-                "`pip install tensorboard`, or leave it off; metrics.jsonl is written either way"
+                f"{install_hint('tensorboard')}, or leave it off; metrics.jsonl is written either way"
             ) from error
         self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard" / f"a{attempt}"))
 
@@ -113,26 +126,35 @@ class _TensorBoard:
 def read_metrics(path: Path, of_rows_with: str | None = None) -> list[dict[str, Any]]:
     """The metrics of a run (its folder or its `metrics.jsonl`), one dictionary a step, in the order of steps.
 
-    Lines of one step and one attempt are merged, the later value winning. Of several attempts that logged a
-    step, only the highest counts, as a whole: its values were computed from other weights than the abandoned
-    ones. Steps that only an earlier attempt reached are kept. A line torn by a kill (the last one, or the
-    last of an attempt) is passed over; any other unreadable line raises ValueError with its number.
+    Lines of one step are merged, the later value winning: a resume adds its first push to the step of its
+    checkpoint. Where a later attempt did the step again, lines of earlier ones do not count (`made_by`). Steps that
+    only an earlier attempt reached are kept. A line torn by a kill (the last one, or the last of an attempt) is
+    passed over; any other unreadable line raises ValueError with its number.
 
     of_rows_with  a name: only lines that have it count
     """
     path = Path(path)
     if path.is_dir():
         path = path / METRICS_FILE
-    steps: dict[int, tuple[int, dict[str, object]]] = {}
-    for step, attempt, line in _lines(path):
-        if of_rows_with is not None and of_rows_with not in line:
-            continue
-        last_attempt, held = steps.get(step, (0, {}))
-        if step not in steps or attempt > last_attempt:
-            steps[step] = attempt, line
-        elif attempt == last_attempt:
-            steps[step] = attempt, _merged(held, line)
-    return [steps[step][1] for step in sorted(steps)]
+    lines = list(_lines(path))
+    makers = made_by(lines)
+    steps: dict[int, dict[str, object]] = {}
+    for step, attempt, line in lines:
+        if attempt >= makers.get(step, 0) and (of_rows_with is None or of_rows_with in line):
+            steps[step] = _merged(steps[step], line) if step in steps else line
+    return [steps[step] for step in sorted(steps)]
+
+
+def made_by(lines: Iterable[tuple[int, int, Container[str]]]) -> dict[int, int]:
+    """Return the last attempt that did each step, from (step, attempt, names) of lines.
+
+    Lines of attempts before it are of other weights.
+    """
+    makers: dict[int, int] = {}
+    for step, attempt, names in lines:
+        if STEP_TIME in names:
+            makers[step] = max(makers.get(step, 0), attempt)
+    return makers
 
 
 def _merged(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:

@@ -76,6 +76,7 @@ class Progress:
         self._timed = False
         self._gone = False
         self._drawn: list[str] = []
+        self._logged: set[str] = set()  # texts of `status` in a log file
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
@@ -107,15 +108,19 @@ class Progress:
             else:
                 self._write_line(compact(self._state, shown))
 
-    def status(self, text: str) -> None:
-        """Show what the run is doing now, on a TTY with the time it has taken so far. "" clears it."""
+    def status(self, text: str, recurs: bool = False) -> None:
+        """Show what the run is doing now, on a TTY with the time it has taken so far. "" clears it.
+
+        recurs  it is a phase of every step: a log file gets it once, so that a step takes one line
+        """
         with self._lock:
             if text == self._state.status:
                 return
             self._state.status, self._status_since = text, self._clock()
             if self._live:
                 self._draw()
-            elif text:
+            elif text and not (recurs and text in self._logged):
+                self._logged.add(text)
                 self._write_line(clip(text, 10_000))
 
     def print(self, text: str) -> None:

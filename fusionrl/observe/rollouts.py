@@ -216,11 +216,13 @@ def list_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = F
 
 
 def read_rollouts(run_dir: Path, kind: str | None = None, all_attempts: bool = False) -> Iterator[dict[str, object]]:
-    """The samples of a run, lazily, with "step", "rollout_id", "kind", "attempt" where they have none."""
+    """The samples of a run, lazily, with their file's "rollout_id"; "step", "kind", "attempt" where they lack one."""
     for file in list_rollouts(run_dir, kind, all_attempts):
         for row in file.rows():
             found = {"step": file.step, "rollout_id": file.rollout_id, "kind": file.kind, "attempt": file.attempt}
-            yield row | {name: value for name, value in found.items() if row.get(name) is None}
+            # A sample's own rollout_id, which it shares with the others of its attempt, is a number of another kind.
+            own = {name: value for name, value in row.items() if value is not None and name != "rollout_id"}
+            yield row | found | own
 
 
 def rollout_of_step(run_dir: Path, step: int | None = None, kind: str = "train") -> RolloutFile:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, TypedDict
 
+from fusionrl.base.words import counted
 from fusionrl.observe.advice import Glimpse
 from fusionrl.observe.panel import BOLD, CYAN, cells, clip, color_wanted
 from fusionrl.observe.rollouts import EVAL_KIND, FAILED_KINDS, RolloutFile, list_rollouts, rollout_of_step
+from fusionrl.observe.run_dir import holds_run
 from fusionrl.observe.text import shorten, visible
 
 EXIT_USER = 2
@@ -102,22 +104,45 @@ def _page(run: Path, samples: Samples, chosen: list[Entry], options: argparse.Na
 def find_run(given: str | None, root: Path = Path("runs")) -> Path:
     """The run folder that was named (also by its name under runs/ alone); None: the newest one under runs/.
 
+    A folder of runs, as the quickstart makes one, stands for its newest run; stderr names the others.
+
     Raises:
         ValueError: there is none; says what there is.
     """
     if given is not None:
         for path in (Path(given), root / given):
             if path.is_dir():
-                return path
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    runs = [path for path in folders if (path / "config.json").exists() or (path / "rollouts").is_dir()]
+                runs = [] if _is_run(path) else _runs_in(path)
+                return _newest(runs) if runs else path
+    runs = [run for path in _folders(root) for run in ([path] if _is_run(path) else _runs_in(path))]
     runs.sort(key=_last_change)
     if given is not None:
-        there = f"; under {root}/ there are {', '.join(p.name for p in runs[-10:])}" if runs else ""
+        there = f"; under {root}/ there are {', '.join(str(p.relative_to(root)) for p in runs[-10:])}" if runs else ""
         raise ValueError(f"{given} is no run folder{there}")
     if not runs:
         raise ValueError(f"there is no run under {root}/; name a run folder: fusionrl show RUN")
+    return runs[-1] if runs[-1].parent == root else _newest(_runs_in(runs[-1].parent))
+
+
+def _newest(runs: list[Path]) -> Path:
+    """Return the newest of the runs in one folder, and name all of them."""
+    runs.sort(key=_last_change)
+    if len(runs) > 1:
+        names = ", ".join(run.name for run in runs[-10:])
+        print(f"{runs[-1].parent} has {len(runs)} runs: {names}; the newest is taken", file=sys.stderr)
     return runs[-1]
+
+
+def _folders(path: Path) -> list[Path]:
+    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+
+
+def _is_run(path: Path) -> bool:
+    return holds_run(path) or (path / "rollouts").is_dir()
+
+
+def _runs_in(path: Path) -> list[Path]:
+    return [folder for folder in _folders(path) if _is_run(folder)]
 
 
 def _last_change(run: Path) -> float:
@@ -128,7 +153,7 @@ def _choose_file(run: Path, step: int | None, eval_name: str | None, is_failed: 
     kinds = {file.kind for file in list_rollouts(run)}
     sets = sorted(kind.removeprefix(EVAL_KIND) for kind in kinds - FAILED_KINDS if kind.startswith(EVAL_KIND))
     if not kinds:
-        raise ValueError(f"{run} has no samples: no rollout is finished yet, or its mode makes none (sft)")
+        raise ValueError(f"{run} has no samples: no rollout is finished yet")
     if eval_name is not None:
         if eval_name not in sets:
             there = f"it has {', '.join(sets)}" if sets else "it has no evaluations"
@@ -296,7 +321,7 @@ class Samples:
         attempt = f", attempt {self.file.attempt}" if self.file.attempt > 1 else ""
         lines = [f"{run}: {what}{attempt} ({self.file.path.relative_to(run)})"]
         rewards = [entry.reward for entry in self.entries if entry.reward is not None]
-        parts = [f"{len(self.entries)} samples in {len(self.groups)} groups"]
+        parts = [f"{counted(len(self.entries), 'sample')} in {counted(len(self.groups), 'group')}"]
         if rewards:
             mean = sum(rewards) / len(rewards)
             parts.append(f"mean reward {mean:.4g} ({min(rewards):.4g} to {max(rewards):.4g})")
@@ -360,7 +385,8 @@ def sample_block(record: Shown, limit: int, paint: Paint) -> str:
         lines += _field("rewards", json.dumps(record["rewards"], ensure_ascii=False), limit, paint)
     lines += _field("prompt", _as_text(record["prompt"]), limit, paint)
     lines += _field("answer", _as_text(record["response"]), limit, paint)
-    lines += _field("label", "None" if record["label"] is None else _as_text(record["label"]), limit, paint)
+    if record["label"] is not None:
+        lines += _field("label", _as_text(record["label"]), limit, paint)
     if record["metadata"]:
         lines += _field("metadata", json.dumps(record["metadata"], ensure_ascii=False), min(limit, _LISTED), paint)
     return "\n".join(lines)
@@ -425,7 +451,7 @@ def sample_table(glimpses: Sequence[Glimpse], step: int, width: int) -> str:
     room = max(width - 2 - sum(widths) - 2 * 5, 20)
     needed = [max(cells(visible(row[i])) for row in rows) for i in (4, 5)]
     answer = min(needed[0], max(room * 3 // 5, room - needed[1]))
-    lines = [f"step {step}: {len(glimpses)} samples (+: cut off, !: failed or aborted)"]
+    lines = [f"step {step}: {counted(len(glimpses), 'sample')} (+: cut off, !: failed or aborted)"]
     for number, row in enumerate(rows):
         texts = row[4:] if not number else [_end(row[4], answer), _end(row[5], room - answer)]
         head = [" " * (w - cells(text)) + text for w, text in zip(widths[:3], row[:3], strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusionrl.base.words import counted
 from fusionrl.config.divisors import dividing
 
 
@@ -25,8 +26,9 @@ class BatchPlan:
     def describe(self) -> str:
         """The arithmetic in one line."""
         return (
-            f"{self.num_prompts} prompts x {self.num_samples_per_prompt} samples = {self.num_samples} samples a rollout"
-            f" = {self.num_steps} optimizer steps x {self.global_batch_size} samples, over {self.dp_size} ranks"
+            f"{counted(self.num_prompts, 'prompt')} x {counted(self.num_samples_per_prompt, 'sample')}"
+            f" = {counted(self.num_samples, 'sample')} a rollout = {counted(self.num_steps, 'optimizer step')}"
+            f" x {counted(self.global_batch_size, 'sample')}, over {counted(self.dp_size, 'rank')}"
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from fusionrl.base.nearest import closest
+from fusionrl.base.words import counted
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import serving_groups
 from fusionrl.config.parts import estimator_of, uses_trainers
@@ -37,8 +38,8 @@ class Cluster:
             raise ValueError(f"--cluster {text}: give NODESxGPUSxKIND, e.g. 8x8xh200")
         kind = match[3].lower()
         if kind not in KINDS:
-            close = difflib.get_close_matches(kind, KINDS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            close = closest(kind, KINDS)
+            hint = f"; did you mean {close}?" if close else ""
             raise ValueError(f"--cluster {text}: no kind {match[3]!r}; known are {', '.join(KINDS)}{hint}")
         return cls(int(match[1]), int(match[2]), kind)
 
@@ -55,7 +56,7 @@ class Cluster:
         """It and its devices' figures, with their source."""
         kind = KINDS[self.kind]
         return (
-            f"{self.num_nodes} nodes x {self.num_gpus} {self.kind}, each {kind.memory / 2**30:.0f} GiB,"
+            f"{counted(self.num_nodes, 'node')} x {self.num_gpus} {self.kind}, each {kind.memory / 2**30:.0f} GiB,"
             f" {kind.bandwidth / 1e12:.2f} TB/s, {kind.peak / 1e12:.0f} TFLOP/s in bf16 ({kind.source})"
         )
 

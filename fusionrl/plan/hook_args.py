@@ -30,10 +30,13 @@ _OFF: dict[str, object] = {
         ("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group", "wandb_project")
         + ("wandb_run_id", "tb_project_name", "tb_experiment_name", "tensorboard_dir", "dump_details")
         + ("save_debug_train_data", "multimodal_keys", "log_reward_category", "sglang_model_routers")
-        + ("sglang_speculative_algorithm", "eval_min_new_tokens", "rollout_buffer_url")
+        + ("sglang_speculative_algorithm", "eval_min_new_tokens", "rollout_buffer_url", "chat_template_path")
+        + ("load_forge_rollout_data",)
     ),
     "wandb_random_suffix": True,
     "sglang_dp_size": 1,
+    "qkv_format": "thd",
+    "rollout_global_dataset": True,
     "rollout_task_type": "math",
     "fetch_trajectory_retry_times": -1,
     "start_rollout_id": 0,

@@ -19,6 +19,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from fusionrl.base.words import counted
 from fusionrl.models.families.rules import Rule, Sizes, Split
 from fusionrl.models.quantization import SCALE, BlockFp8
 from fusionrl.plan.layout import TrainerLayout
@@ -220,14 +221,10 @@ class PushPlan:
         more = f" and {len(self.sources) - 8} more" if len(self.sources) > 8 else ""
         largest, extra = max(bucket.sent_bytes for bucket in self.buckets), self.peak_bytes(worst)
         return (
-            f"{_count(len(self.buckets), 'bucket')} of at most {largest / 1e6:.1f} MB,"
-            f" {_count(self.num_calls, 'call')}; extra memory at most {extra / 1e6:.1f} MB (rank {worst})",
+            f"{counted(len(self.buckets), 'bucket')} of at most {largest / 1e6:.1f} MB,"
+            f" {counted(self.num_calls, 'call')}; extra memory at most {extra / 1e6:.1f} MB (rank {worst})",
             f"sent by {sends}{more}",
         )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def push_tensors(

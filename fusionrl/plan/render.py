@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fusionrl.base.words import counted
 from fusionrl.config.config import Config
 from fusionrl.config.engine_groups import EngineGroup
 from fusionrl.config.off_policy import described as described_loss
@@ -21,14 +22,16 @@ def render_plan(plan: Plan, config: Config, warnings: Sequence[str] = ()) -> str
     """The plan as text: what runs where, and with what arithmetic; and the `warnings` that checks had."""
     shape = plan.shape
     is_known = config.run.num_rollout is not None or plan.num_rollout or config.run.mode == "eval"
-    steps = f"{plan.num_rollout} rollout steps" if is_known else "number of rollout steps not given"
+    steps = counted(plan.num_rollout, "rollout step") if is_known else "number of rollout steps not given"
     lines = [
         f"mode       {config.run.mode}, pipeline {config.run.pipeline}, {steps}",
-        f"model      {shape.model_type}, {shape.num_parameters / 1e6:.2f} M parameters, {shape.num_layers} layers x "
-        f"{shape.hidden_size}, {shape.num_attention_heads} heads, vocabulary {shape.vocab_size}",
+        f"model      {shape.model_type}, {shape.num_parameters / 1e6:.2f} M parameters, "
+        f"{counted(shape.num_layers, 'layer')} x {shape.hidden_size}, {counted(shape.num_attention_heads, 'head')}, "
+        f"vocabulary {shape.vocab_size}",
         f"device     {plan.device}, trainers {plan.precision}, engines {plan.rollout_dtype}, "
         f"collectives {plan.backend}",
-        f"placement  {plan.num_bundles} devices, {'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
+        f"placement  {counted(plan.num_bundles, 'device')}, "
+        f"{'colocated' if plan.is_colocated else 'apart'}{_idle(plan)}",
     ]
     if plan.start_order != "together":
         lines.append(f"turns      {described_turns(plan.start_order)}")
@@ -115,7 +118,7 @@ def to_option(name: str, value: object) -> str:
 
 def _ranks(layout: TrainerLayout, bundles: tuple[int, ...]) -> str:
     sizes = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} x DP {layout.dp} (EP {layout.ep})"
-    return f"{layout.world_size} ranks = {sizes} on devices {_devices(bundles)}"
+    return f"{counted(layout.world_size, 'rank')} = {sizes} on devices {_devices(bundles)}"
 
 
 def _attention(plan: Plan, config: Config) -> str:

@@ -13,13 +13,17 @@ the program: `code_labels` takes a test apart, `code_run` runs it.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 from fusionrl.rewards.code_labels import read_tests
 from fusionrl.rewards.code_run import run_test
 
-_BLOCK = re.compile(r"^[ \t]*```(?:python|py|python3)[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+# A fence may stand in a list item: behind its bullet, or indented below it.
+_BLOCK = re.compile(
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)```(?:python3?|py)[ \t]*\n(?P<text>.*?)^[ \t]*```",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
 
 
 class CodeGrade(NamedTuple):
@@ -67,6 +71,14 @@ def code_all(response: str, label: object) -> float:
 
 
 def last_python_block(response: str) -> str | None:
-    """The text of the last closed ```python block, or None."""
-    blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else None
+    """Return the text of the last closed ```python block; None without one.
+
+    Its lines lose the indentation of the fence, as far as the first line has it.
+    """
+    blocks = deque(_BLOCK.finditer(response.replace("\r\n", "\n")), maxlen=1)
+    if not blocks:
+        return None
+    text = blocks[0]["text"]
+    first = text.lstrip("\n")
+    width = min(len(blocks[0]["indent"]), len(first) - len(first.lstrip(" \t")))
+    return re.sub(rf"^[ \t]{{1,{width}}}", "", text, flags=re.MULTILINE) if width else text

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import SupportsFloat, TypeGuard
 
 from fusionrl.config.user_code import HookError, with_frames
 from fusionrl.data.sample import REWARD_LOST, Sample
@@ -44,10 +45,11 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float |
     """The reward of one sample by the flags `args`; 0 where there is none but a teacher's word (--use-opd).
 
     A function that hangs (over --reward-timeout-s) or takes its process down costs the sample its reward: it is
-    counted, its status is FAILED and its reward 0; or it gets --reward-failure-value where that is given.
+    counted, its status is FAILED and its reward 0; or it gets --reward-failure-value where that is given. With it, the
+    same holds for a function that raises, or returns neither a finite number nor a dict.
 
     Raises:
-        RewardError: the function raised, or returned no number and no dict.
+        RewardError: the function raised, or returned no number and no dict, without --reward-failure-value.
     """
     return await score_sample(RewardSettings.of_args(args), sample, **kwargs)
 
@@ -92,9 +94,7 @@ async def _score_sample(
             return score
         kwargs = {"model_score": score}
     reward = await _score(settings, [sample], "sample", path, name, kwargs)
-    if isinstance(reward, Lost):
-        return _without_reward(settings, sample, reward, name)
-    return _checked(reward, name, sample)
+    return _checked(settings, reward, name, sample)
 
 
 async def score_group(
@@ -109,13 +109,12 @@ async def score_group(
     start = time.monotonic_ns()
     rewards = await _score(settings, samples, "group", path, name, kwargs)
     part("reward", start, samples=len(samples))
-    if isinstance(rewards, Lost):
-        return [_without_reward(settings, sample, rewards, name) for sample in samples]
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
-        raise RewardError(
-            f"{name}: of several samples it must return a list of {len(samples)} rewards, got {rewards!r}", samples
-        )
-    return [_checked(reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
+    if isinstance(rewards, list | tuple) and len(rewards) == len(samples):
+        return [_checked(settings, reward, name, sample) for reward, sample in zip(rewards, samples, strict=True)]
+    if not isinstance(rewards, Lost):
+        said = f"of several samples it must return a list of {len(samples)} rewards, got {rewards!r}"
+        rewards = _failed(settings, f"{name}: {said}", said, samples)
+    return [_without_reward(settings, sample, rewards, name) for sample in samples]
 
 
 async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> float | Lost:
@@ -123,7 +122,11 @@ async def _model_score(settings: RewardSettings, sample: Sample, name: str) -> f
         score = await model_score(settings.scorer, sample)
     except (RuntimeError, ValueError) as error:
         raise RewardError(f"{name}: {error} at sample {sample.index}", [sample]) from error
-    return score if isinstance(score, Lost) else _checked_number(score, name, sample)
+    if isinstance(score, Lost):
+        return score
+    if _is_number(score):
+        return float(score)
+    raise RewardError(f"{name}: {_said(score, sample)}", [sample])
 
 
 @contextmanager
@@ -169,8 +172,8 @@ async def _score(
     except RewardRaised as error:
         blamed = [samples[position] for position in error.positions] or list(samples)
         error.add_note(f"In the reward process:\n{error.trace}")  # for the log, which has the traceback in full
-        at = f"at sample {blamed[0].index}"
-        raise RewardError(with_frames(f"{name}: {error} {at}", error.frames), blamed) from error
+        text = with_frames(f"{name}: {error} at sample {blamed[0].index}", error.frames)
+        return _failed(settings, text, str(error), blamed, error)
 
 
 def _submit(
@@ -194,11 +197,21 @@ def _args_for(path: str | None, settings: RewardSettings) -> Namespace | None:
     return None if path is None else settings.args
 
 
+def _failed(
+    settings: RewardSettings, text: str, said: str, samples: Sequence[Sample], cause: RewardRaised | None = None
+) -> Lost:
+    """Count the rewards of `samples` as lost, because their function failed; without --reward-failure-value raise."""
+    if settings.failure_value is not None:
+        return Lost("error", said)
+    offer = "with --reward-failure-value 0 the run continues: such samples get the reward 0 and are counted"
+    raise RewardError(f"{text}\n{offer}", samples) from cause
+
+
 def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: str) -> float:
     value = settings.failure_value
-    told = f"no reward after {settings.timeout_s} s" if lost.reason == "timeout" else "its process died"
+    told = {"timeout": f"no reward after {settings.timeout_s} s", "crash": "its process died"}
     then = "it is not trained on" if value is None else f"it gets {value} (--reward-failure-value)"
-    logger.warning("%s: %s at sample %s; %s", name, told, sample.index, then)
+    logger.warning("%s: %s at sample %s; %s", name, told.get(lost.reason, lost.said), sample.index, then)
     sample.metadata[REWARD_LOST] = lost.reason
     if value is None:
         sample.status = Sample.Status.FAILED
@@ -207,12 +220,26 @@ def _without_reward(settings: RewardSettings, sample: Sample, lost: Lost, name: 
     return value or 0.0  # a number also where it counts for nothing: users' filters may compare it
 
 
-def _checked(reward: object, name: str, sample: Sample) -> float | dict[str, object]:
-    return reward if isinstance(reward, dict) else _checked_number(reward, name, sample)
-
-
-def _checked_number(reward: object, name: str, sample: Sample) -> float:
-    if hasattr(reward, "__float__") and math.isfinite(reward):
+def _checked(settings: RewardSettings, reward: object, name: str, sample: Sample) -> float | dict[str, object]:
+    if isinstance(reward, dict):
+        key = getattr(settings.args, "reward_key", None)  # a missing one is a mistake in the flags: its reader names it
+        if settings.failure_value is None or key not in reward or _is_number(reward[key]):
+            return reward
+    elif _is_number(reward):
         return float(reward)
-    said = f"it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted"
-    raise RewardError(f"{name}: {said}", [sample])
+    if not isinstance(reward, Lost):
+        said = _said(reward, sample)
+        reward = _failed(settings, f"{name}: {said}", said, [sample])
+    return _without_reward(settings, sample, reward, name)
+
+
+def _is_number(reward: object) -> TypeGuard[SupportsFloat]:
+    """Return whether `reward` is one finite number; not for an array of several, or an integer beyond all floats."""
+    try:
+        return isinstance(reward, SupportsFloat) and math.isfinite(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+
+
+def _said(reward: object, sample: Sample) -> str:
+    return f"it returned {reward!r} for sample {sample.index}; a finite number or a dict is wanted"

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from fusionrl.rewards.ifeval import whole_number
+
 LIBRARY = "evaluation_lib"  # the module of the checkout that grades
 MISSING = "clone https://github.com/allenai/IFBench, install its requirements, and put the folder on PYTHONPATH"
 
@@ -59,6 +61,8 @@ def _arguments(given: object, count: int) -> list[dict[str, object]]:
     each = given if isinstance(given, list | tuple) else [given] * count
     each = [*each[:count], *([each[-1]] if each else [{}]) * (count - len(each))]
     return [
-        {name: value for name, value in one.items() if value is not None} if isinstance(one, Mapping) else {}
+        {name: whole_number(value) for name, value in one.items() if value is not None}
+        if isinstance(one, Mapping)
+        else {}
         for one in each
     ]

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fusionrl.base.packages import install_hint
 from fusionrl.rewards.text import after_thinking
 
 
@@ -48,12 +49,33 @@ def followed(response: str, metadata: Mapping[str, Any]) -> dict[str, bool]:
 def _check(name: str, response: str, given: Mapping[str, object]) -> bool:
     if name not in INSTRUCTIONS:
         raise ValueError(f"--rm-type ifeval: unknown instruction {name!r}; known are {', '.join(INSTRUCTIONS)}")
-    given = {key: value for key, value in given.items() if value is not None}  # parquet fills in what is not there
+    given = {key: whole_number(value) for key, value in given.items() if value is not None}  # parquet adds nulls
+    signature = inspect.signature(INSTRUCTIONS[name])
     try:
-        inspect.signature(INSTRUCTIONS[name]).bind(response, **given)
+        signature.bind(response, **given)
+        for key, value in given.items():
+            _check_type(key, value, str(signature.parameters[key].annotation))
     except TypeError as error:
         raise ValueError(f"--rm-type ifeval: {name} with kwargs {given}: {error}") from error
-    return bool(response.strip()) and INSTRUCTIONS[name](response, **given)
+    # An instruction that is not valid raises for an empty response, too: so labels are checked before a run.
+    return INSTRUCTIONS[name](response, **given) and bool(response.strip())
+
+
+def whole_number(value: object) -> object:
+    """Return a float without a fraction as an int: a column of integers with a null in it is read as floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Raise TypeError where `value` is not of the type that an instruction's function names."""
+    is_right = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "str": isinstance(value, str),
+        "Sequence[str]": isinstance(value, list | tuple) and all(isinstance(item, str) for item in value),
+    }[annotation]
+    if not is_right:
+        wanted = {"int": "a whole number", "str": "a text", "Sequence[str]": "a list of texts"}[annotation]
+        raise TypeError(f"{name} {value!r:.80} must be {wanted}")
 
 
 def _compared(count: int, relation: str, wanted: int) -> bool:
@@ -234,7 +256,7 @@ def response_language(text: str, language: str) -> bool:
     try:
         import langdetect
     except ImportError as error:
-        raise ValueError("--rm-type ifeval needs the package langdetect; pip install langdetect") from error
+        raise ValueError(f"--rm-type ifeval needs the package langdetect; {install_hint('langdetect')}") from error
     langdetect.DetectorFactory.seed = 0  # it draws at random otherwise, and a reward would not be repeatable
     try:
         return bool(langdetect.detect(text) == language)

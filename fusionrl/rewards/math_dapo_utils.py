@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from fusionrl.rewards.math_utils import extract_answer
+from fusionrl.rewards.numbers import join_thousands
 
 TAIL_CHARACTERS = 300  # only the end of a response is searched, so that a long one cannot list many answers
 BOX_TAIL_CHARACTERS = 100
@@ -50,8 +51,7 @@ def normalize_final_answer(answer: str) -> str:
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)  # \frac12
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
     answer = answer.replace("$", "")
-    digits = answer.replace(",", "")
-    return digits if digits.isdigit() else answer.strip()
+    return join_thousands(answer.strip())
 
 
 def compute_score(solution: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, object]:

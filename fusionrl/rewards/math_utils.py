@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from decimal import Decimal
+from itertools import product
+from typing import Any
 
+from fusionrl.base.packages import install_hint
+from fusionrl.rewards.numbers import hundredth, is_equal_number, join_thousands, read_number
 from fusionrl.rewards.text import read_text
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_DIGITS = 30  # of a value that is compared
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 
 
@@ -26,20 +33,73 @@ def extract_answer(text: str) -> str | None:
 def math_reward(response: str, label: object) -> float:
     """1 where math-verify finds the response's final answer equal to the label.
 
+    Two plain numbers are compared exactly; values of expressions to 6 significant digits. 50 % is 50, and it is 0.5.
+
     Raises:
         ValueError: the package math-verify is not installed.
     """
+    texts = str(label), extract_answer(response) or ""
+    gold, answer = (read_number(text) for text in texts)
+    if gold is not None and answer is not None and type(gold) is type(answer):
+        is_percent = ["%" in text for text in texts]
+        if is_equal_number(gold, answer) or is_percent[0] == is_percent[1]:
+            return float(gold == answer)
+        return float(hundredth(gold) == answer if is_percent[0] else gold == hundredth(answer))
     truth = str(label)  # without dollars math-verify sees the numbers in it alone: of 2^{10} a 2
-    return float(_verify(truth if "$" in truth or _BOX.search(truth) else f"${truth}$", response, "math_verify"))
+    truth = truth if "$" in truth or _BOX.search(truth) else f"${truth}$"
+    return float(_verify(truth, response, "math_verify", tolerance=1.1e-6))
 
 
-def _verify(truth: str, given: str, rm_type: str) -> bool:
+def _verify(truth: str, given: str, rm_type: str, tolerance: float) -> bool:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ValueError(f"--rm-type {rm_type} needs the package math-verify; pip install math-verify") from error
+        cure = install_hint("math-verify")
+        raise ValueError(f"--rm-type {rm_type} needs the package math-verify; {cure}") from error
     # Its time limits use SIGALRM, which works in the main thread alone; rewards run beside it.
-    return bool(verify(parse(truth, parsing_timeout=None), parse(given, parsing_timeout=None), timeout_seconds=None))
+    golds, answers = parse(truth, parsing_timeout=None), parse(given, parsing_timeout=None)
+    if not verify(golds, answers, timeout_seconds=None):
+        return False
+    # It rounds to 6 decimals, so all small numbers are equal to it.
+    pairs = product(map(_numbers, golds), map(_numbers, answers))
+    closeness = [
+        _is_close(gold, answer, tolerance) for gold, answer in pairs if gold is not None and answer is not None
+    ]
+    return not closeness or any(closeness)
+
+
+def _numbers(parsed: Any) -> list[Any] | None:
+    """Return the numbers of a parsed answer in order; None if it holds anything else.
+
+    They are those of a number, a set, an equation for an unknown, or the finite ends of an interval.
+    """
+    kind = type(parsed).__name__
+    if kind == "Interval":
+        members = [end for end in (parsed.start, parsed.end) if end.is_finite]
+    else:
+        members = sorted(parsed, key=str) if kind == "FiniteSet" else [parsed]
+    members = [one.rhs if type(one).__name__ == "Equality" and one.lhs.is_Symbol else one for one in members]
+    values = [member if member.is_Rational else member.evalf(_DIGITS) for member in members if _is_number(member)]
+    if len(values) < len(members) or not all(value.is_finite and abs(value).is_comparable for value in values):
+        return None
+    return sorted(values, key=lambda value: value.sort_key())
+
+
+def _is_number(parsed: Any) -> bool:
+    """Return whether a part of a parsed answer has a value. A percentage has two: 5 % is 5, and it is 0.05."""
+    return bool(getattr(parsed, "is_number", False)) and "UnevaluatedExpr" not in {
+        type(p).__name__ for p in parsed.args
+    }
+
+
+def _is_close(golds: Sequence[Any], answers: Sequence[Any], tolerance: float) -> bool:
+    """Return whether numbers are equal in pairs: integers and fractions exactly, others to a relative tolerance."""
+    if len(golds) != len(answers):
+        return False
+    return all(
+        gold == answer if gold.is_Rational and answer.is_Rational else bool(abs(gold - answer) <= tolerance * abs(gold))
+        for gold, answer in zip(golds, answers, strict=True)
+    )
 
 
 # -------------------------------------------------------------------------------- answers out of a box
@@ -74,7 +134,6 @@ _REWRITES = [
 ]
 MAX_CHARACTERS = 1000  # longer answers are compared as text alone: no time goes into what cannot be meant
 _IN_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
-_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"[-+]?\d+(?:\.0*)?")
 
@@ -84,8 +143,7 @@ def normalize_answer(answer: str) -> str:
     text = answer.strip()
     for pattern, new in _REWRITES:
         text = re.sub(pattern, new, text)
-    text = text.strip()
-    return (text.replace(",", "") if _THOUSANDS.fullmatch(text) else text).casefold()
+    return join_thousands(text.strip()).casefold()
 
 
 def is_equal_answer(given: str, truth: str) -> bool:
@@ -108,10 +166,11 @@ def is_equal_answer(given: str, truth: str) -> bool:
         if brackets[0] != brackets[1] or len(entries[0]) != len(entries[1]):
             return False
         return all(is_equal_answer(a, b) for a, b in zip(*entries, strict=True))
-    given, truth = (_without_exponent(text) for text in (given, truth))
-    integers = [_INTEGER.fullmatch(text) for text in (given, truth)]
-    if any(integers):
-        return all(integers) and float(given) == float(truth)
+    values = [read_number(text) for text in (given, truth)]
+    if isinstance(values[0], Decimal) and isinstance(values[1], Decimal):
+        return is_equal_number(values[0], values[1])
+    if _INTEGER.fullmatch(given) or _INTEGER.fullmatch(truth):
+        return False
     fractions = [_FRACTION.fullmatch(text) for text in (given, truth)]
     if fractions[0] and fractions[1]:
         first, second = ((m[1] != m[2], int(m[3]), int(m[4])) for m in fractions if m)
@@ -119,7 +178,7 @@ def is_equal_answer(given: str, truth: str) -> bool:
     # math-verify reads a word as a product of letters, in which order does not count.
     if len(set(re.findall(r"[a-z]", re.sub(r"\\[a-z]+", "", given + truth)))) > 2:
         return False
-    return _verify(f"${truth}$", f"${given}$", "deepscaler")
+    return _verify(f"${truth}$", f"${given}$", "deepscaler", tolerance=1e-12)
 
 
 def _is_same_text(given: str, truth: str) -> bool:
@@ -134,13 +193,6 @@ def _is_same_text(given: str, truth: str) -> bool:
         for text in (given, truth)
     ]
     return plain[0] == plain[1]
-
-
-def _without_exponent(text: str) -> str:
-    """1e3 → 1000, where that is a whole number."""
-    if not re.fullmatch(r"[-+]?\d{1,15}(?:\.\d{0,15})?e\+?\d{1,2}", text):
-        return text
-    return str(int(float(text))) if float(text).is_integer() else text
 
 
 def _entries(text: str) -> list[str]:

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
-from fusionrl.data.tokenizer import TemplateError, call_template, load_tokenizer
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.asked import AnswerError, score
 from fusionrl.engines.http import auth_headers
 from fusionrl.engines.post import post
@@ -84,7 +85,7 @@ def _conversation(folder: str, sample: Sample) -> list[int]:
     tokenizer = load_tokenizer(folder)
     try:
         whole = [*messages, {"role": "assistant", "content": sample.response}]
-        text = call_template(tokenizer.apply_chat_template, whole, tokenize=False)
-    except TemplateError as error:
-        raise ValueError(f"the chat template of --rm-model {folder} refuses it ({error.__cause__})") from error
+        text = render_messages(tokenizer, whole, may_lose=None).text
+    except ValueError as error:
+        raise ValueError(f"--rm-model {folder}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False)

@@ -54,9 +54,10 @@ _MOST_PARTS = 64  # of one message to the system
 
 @dataclass
 class Lost:
-    """The reason why a sample has no reward: "timeout" or "crash"."""
+    """The reason why a sample has no reward: "timeout", "crash" or "error", and what the function said."""
 
     reason: str
+    said: str = ""
 
 
 class RewardRaised(Exception):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import string
 from collections import Counter
+
+from fusionrl.rewards import numbers
 
 
 def after_thinking(response: str) -> str:
@@ -36,18 +37,13 @@ def exact(response: str, label: object) -> float:
     return float(response.strip() == str(label).strip())
 
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
-
-
 def last_number(response: str, label: object) -> float:
-    """1 where the last number of the response equals the label as a number (thousands separators allowed)."""
-    numbers = _NUMBER.findall(response)
-    if not numbers:
-        return 0.0
-    return float(float(numbers[-1].replace(",", "")) == read_number(label))
+    """1 where the last number of the response equals the label, by the grammar of `numbers.py` for both."""
+    truth, answer = read_number_label(label), numbers.last_number_in(response)
+    return float(answer is not None and numbers.is_equal_number(answer, truth))
 
 
-def read_number(label: object) -> float:
+def read_number_label(label: object) -> numbers.Number:
     """Return a label as a number.
 
     Raises:
@@ -55,11 +51,8 @@ def read_number(label: object) -> float:
     """
     if label is None:
         raise ValueError("--rm-type last_number: there is no label (null, or --label-key names no column of the row)")
-    try:
-        number = float(str(label).replace(",", ""))
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
+    number = numbers.read_number(str(label))
+    if number is None:
         raise ValueError(f"--rm-type last_number: the label {label!r:.80} is no number")
     return number
 

@@ -24,6 +24,7 @@ import numpy as np
 from fusionrl.config.hooks import call_hook, user_code
 from fusionrl.data.chat import tokens_after_assistant
 from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.render import tools_of
 from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
@@ -39,14 +40,16 @@ if TYPE_CHECKING:
 
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """One sample with the tools of --tools-path."""
-    tools: Sequence[Tool] = (
+    tools: Sequence[Tool] | None = (
         call_hook("tools_path", args.tools_path, args, sample) if args.tools_path else [PythonTool()]
     )
-    return await run_agent(args, sample, sampling_params, tools)
+    return await run_agent(args, sample, sampling_params, tools or ())
 
 
 async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingParams, tools: Sequence[Tool]) -> Sample:
     """Turns of the model and of `tools`, until the model answers without a call or a limit is reached.
+
+    Without tools there is one turn, in which nothing is read as a call.
 
     COMPLETED is an answer without calls; TRUNCATED a turn that was cut off, calls in the last of --max-turns, or an
     answer of tools that leaves no room. `sample.metadata` counts `num_turns`, `num_tool_calls` and `num_tool_errors`.
@@ -64,7 +67,7 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
         if answer is None:
             return sample
         sample.metadata["num_turns"] += 1
-        if sample.status != Sample.Status.COMPLETED:
+        if sample.status != Sample.Status.COMPLETED or not schemas:
             return sample
         end_token = end_of_turn(answer)
         said = answer.tokens[:-1] if end_token is not None else answer.tokens
@@ -95,7 +98,7 @@ async def run_agent(args: Namespace, sample: Sample, sampling_params: SamplingPa
             tokenizer,
             end_token=end_token,
             template_kwargs=args.apply_chat_template_kwargs,
-            tools=sample.metadata["tools"],
+            tools=tools_of(sample.metadata),
         )
         if not append_tokens(args, sample, sampling_params, tokens, tokenizer.decode(tokens)):
             return sample
@@ -108,7 +111,7 @@ def begin(args: Namespace, sample: Sample, schemas: Sequence[Mapping[str, object
     Raises:
         ValueError: there are tools, and the prompt is no list of messages under a chat template.
     """
-    if schemas and "tools" not in sample.metadata:
+    if schemas and tools_of(sample.metadata) is None:
         if sample.messages is None:
             raise ValueError("an agent's tools go into the prompt by the chat template: add --apply-chat-template")
         columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=args.apply_chat_template_kwargs)

@@ -25,5 +25,5 @@ async def post(
     if url.endswith("/generate") and isinstance(ids, list) and (not ids or [] in ids):
         raise ValueError(f"post to {url}: input_ids is empty; give the tokens of the prompt")
     answer = await _post(url, payload, max_retries, headers)
-    note_answer(url, answer)
+    note_answer(url, answer, payload)
     return answer

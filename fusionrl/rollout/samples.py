@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from fusionrl.algorithms.estimators import ESTIMATORS
-from fusionrl.config.hooks import HookError, awaited_hook, call_hook, load_function
+from fusionrl.config.hooks import HookError, awaited_hook, call_hook, user_code
+from fusionrl.data.attempts import join_attempt
 from fusionrl.data.blank import prompt_of
 from fusionrl.data.sample import Sample, is_reward_lost, lacks_reward, reward_value
 from fusionrl.observe.courses import course, part
 from fusionrl.rewards.dispatch import score_group, score_sample
 from fusionrl.rewards.length import LengthPenalties, length_reward
 from fusionrl.rewards.settings import RewardSettings
+from fusionrl.rollout.inputs import generate_function
 from fusionrl.rollout.loops import LoopSemaphore
 from fusionrl.rollout.state import semaphore_of
 from fusionrl.rollout.time_limit import within
@@ -109,8 +111,9 @@ async def _generate_and_score(
     if context.on_generated is not None:
         context.on_generated()
     samples = as_list(result)
+    join_attempt(samples, sample.index)
     if context.sample_hooks:
-        samples = [await _hooked(context, one, evaluation) for one in samples]
+        samples = [await apply_sample_hooks(context, one, evaluation) for one in samples]
     with under_way().being(SCORED, sample):
         await _score(context, samples, isinstance(result, list), evaluation)
     for one in samples:
@@ -141,24 +144,25 @@ async def custom_generate(
     Raises:
         HookError: it raised, or returned what is no sample, or one whose fields do not fit together.
     """
-    takes_evaluation = "evaluation" in inspect.signature(load_function(path)).parameters
-    keywords = {"evaluation": evaluation} if takes_evaluation else {}
+    function = generate_function(path)
+    keywords = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     field, before = "custom_generate_function_path", Before.of(sample)
+    where = f"--custom-generate-function-path {path}"
     if vars(sample)["weight_versions"] is None:
         sample.weight_versions = []  # slime's functions append to it
-    with noting_answers(context.policy_urls) as answers:
-        result = await awaited_hook(field, path, context.args, sample, copy.deepcopy(params), **keywords)
+    with noting_answers(context.policy_urls) as answers, user_code(where, path, sample):
+        result = function(context.args, sample, copy.deepcopy(params), **keywords)
+        result = await result if inspect.isawaitable(result) else result
     samples = as_list(result)
     made = [one for one in samples if isinstance(one, Sample)]
-    where = f"--custom-generate-function-path {path}"
     warn_of_unsampled(made, answers, where, before)
     fill_versions(made, answers, where, before)
     check_samples(field, path, samples, context.limits)
     return result
 
 
-async def _hooked(context: SampleContext, sample: Sample, evaluation: bool) -> Sample:
-    """The sample as the functions of --rollout-sample-hook-path leave it."""
+async def apply_sample_hooks(context: SampleContext, sample: Sample, evaluation: bool) -> Sample:
+    """Return the sample as the functions of --rollout-sample-hook-path leave it."""
     field = "rollout_sample_hook_path"
     for path in context.sample_hooks:
         rollout_id = getattr(context.args, "rollout_id", None)

@@ -7,10 +7,9 @@ import json
 from argparse import Namespace
 from dataclasses import dataclass
 
-import numpy as np
-
-from fusionrl.data.chat import MultiTurnLossMaskGenerator, conversation_to_sample
-from fusionrl.data.sample import Sample, Status
+from fusionrl.data.render import tools_of
+from fusionrl.data.sample import Sample
+from fusionrl.data.supervised import SupervisedSamples
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.rollout.types import DataSource, RolloutFnTrainOutput
 
@@ -43,8 +42,8 @@ class SftSettings:
 
 
 @functools.cache
-def _loss_masks(folder: str, kind: str, template_kwargs: str) -> MultiTurnLossMaskGenerator:
-    return MultiTurnLossMaskGenerator(load_tokenizer(folder), kind, json.loads(template_kwargs))
+def _supervised(folder: str, kind: str, template_kwargs: str) -> SupervisedSamples:
+    return SupervisedSamples(load_tokenizer(folder), kind, json.loads(template_kwargs))
 
 
 def to_sft_sample(settings: SftSettings, sample: Sample) -> Sample:
@@ -58,28 +57,11 @@ def to_sft_sample(settings: SftSettings, sample: Sample) -> Sample:
         sample.num_tokens and sample.array("loss_mask") is not None
     ):  # of a row with the columns `tokens` and `loss_mask`
         return sample
-    if isinstance(sample.prompt, list):
-        masks = _loss_masks(settings.tokenizer, settings.loss_mask_type, settings.template_kwargs)
-        try:
-            made = conversation_to_sample(sample.prompt, masks, sample.metadata.get("tools"))
-        except ValueError as error:
-            raise ValueError(f"--prompt-data: conversation {sample.index}: {error}") from error
-    else:
-        if not isinstance(sample.label, str):
-            raise ValueError(
-                "--mode sft: a row needs a list of messages (--input-key), or a text prompt and its response as text"
-                " (--label-key)"
-            )
-        tokenizer = load_tokenizer(settings.tokenizer)
-        prompt = tokenizer.encode(sample.prompt, add_special_tokens=False)
-        response = tokenizer.encode(sample.label, add_special_tokens=False) + [tokenizer.eos_token_id]
-        made = Sample(
-            prompt=sample.prompt,
-            tokens=np.asarray(prompt + response, np.int32),
-            response_length=len(response),
-            loss_mask=np.ones(len(response), np.int32),
-            reward=0.0,
-            status=Status.COMPLETED,
-        )
+    make = _supervised(settings.tokenizer, settings.loss_mask_type, settings.template_kwargs).make
+    try:
+        made = make(sample.prompt, sample.label, tools_of(sample.metadata))
+    except ValueError as error:
+        where = f"--prompt-data: conversation {sample.index}: " if isinstance(sample.prompt, list) else ""
+        raise ValueError(f"{where}{error}") from error
     made.index, made.group_index, made.metadata = sample.index, sample.group_index, sample.metadata
     return made

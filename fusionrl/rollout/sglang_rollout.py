@@ -179,12 +179,14 @@ class LoopSettings:
 
     wanted         groups to return
     at_once        groups drawn of the data source at a time
+    keeps_refused  a hook sees all finished groups (--rollout-all-samples-process-path)
     is_partial     --partial-rollout: what is unfinished at the end goes on in the next rollout
     masks_earlier  --mask-offpolicy-in-partial-rollout
     """
 
     wanted: int
     at_once: int
+    keeps_refused: bool
     is_partial: bool
     masks_earlier: bool
     abort: threading.Event
@@ -197,6 +199,7 @@ class LoopSettings:
         return cls(
             args.rollout_batch_size,
             args.over_sampling_batch_size or args.rollout_batch_size,
+            args.rollout_all_samples_process_path is not None,
             args.partial_rollout,
             args.partial_rollout and args.mask_offpolicy_in_partial_rollout,
             args.abort_event,
@@ -238,6 +241,7 @@ class _Rollout:
         self._source, self._teacher = data_source, teacher
         self._kept: list[list[Sample]] = []
         self._kept_blank: list[list[Sample]] = []  # the same groups as they came from the data source
+        self._refused: list[list[Sample]] = []
         self._dropped: Counter[str] = Counter()
         self._pending: dict[asyncio.Task[list[Sample]], list[Sample]] = {}
         self._num_partial = 0
@@ -275,6 +279,8 @@ class _Rollout:
             self._teacher.begin(group)
         else:
             self._dropped[verdict.reason or "filtered"] += 1
+            if self._settings.keeps_refused:
+                self._refused.append(group)
             check_filter_keeps(context.filter_path, len(self._kept), self._dropped, wanted)
 
     def give_back_kept(self) -> None:
@@ -323,7 +329,8 @@ class _Rollout:
         metrics: dict[str, float] = {f"rollout/dropped_{reason}": count for reason, count in self._dropped.items()}
         if self._settings.is_partial:
             metrics["rollout/partial_samples"] = self._num_partial
-        return RolloutFnTrainOutput(kept[:wanted], metrics | retries)
+        refused = [*kept[wanted:], *self._refused] if self._settings.keeps_refused else []
+        return RolloutFnTrainOutput(kept[:wanted], metrics | retries, refused)
 
 
 def check_filter_keeps(path: str | None, num_kept: int, dropped: Counter[str], target: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fusionrl.base.packages import install_hint
 from fusionrl.data.prompts import read_rows
 from fusionrl.sandbox import Limits, SandboxError, probe, run_python
 
@@ -129,5 +130,5 @@ def _bm25s() -> ModuleType:
     try:
         import bm25s
     except ImportError as error:
-        raise ValueError("the search tool needs the package bm25s; pip install bm25s") from error
+        raise ValueError(f"the search tool needs the package bm25s; {install_hint('bm25s')}") from error
     return bm25s

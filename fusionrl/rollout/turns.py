@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusionrl.data.sample import Sample
+from fusionrl.data.sampling import note_request
 from fusionrl.data.token_versions import as_version
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.asked import AnswerError, routed_experts
@@ -86,6 +87,7 @@ async def take_turn(
     answer = await settings.client.generate(payload, **_routing(sample))
     part("turn", start, **_engine_facts(answer))
     text = answer.text if answer.part == 1 else _decoded(settings, answer.tokens, params)
+    before = sample.response_length
     sample.append_response_tokens(
         tokens=answer.tokens,
         log_probs=answer.log_probs,
@@ -93,6 +95,7 @@ async def take_turn(
         text=text,
         finish_reason=answer.finish_reason,
     )
+    note_request(sample, before, params)
     _add_routed_experts(settings, sample, answer)
     _add_drafts(sample, answer)
     return answer
@@ -118,6 +121,7 @@ async def stream_sample(
                 text=piece.text,
                 finish_reason=piece.finish_reason or "stop",
             )
+            note_request(sample, done, params)
             if piece.finish_reason:
                 _add_routed_experts(settings, sample, piece)
                 _add_drafts(sample, piece)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from fusionrl.config.hooks import HookError
+from fusionrl.data.attempts import join_attempt
 from fusionrl.data.checked import check_values
 from fusionrl.data.sample import Sample
 
@@ -21,10 +22,14 @@ SESSION = "session"
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Groups of samples to train on, and metrics of the rollout function's own."""
+    """Groups of samples to train on, and metrics of the rollout function's own.
+
+    refused  finished groups that are not trained on; --rollout-all-samples-process-path sees them, too
+    """
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] = field(default_factory=dict)
+    refused: list[list[Sample]] = field(default_factory=list)
 
 
 class EvalResult(TypedDict):
@@ -121,7 +126,8 @@ def as_train_output(output: object) -> RolloutFnTrainOutput:
         ValueError: neither a RolloutFnTrainOutput nor a list of groups or samples.
     """
     if hasattr(output, "samples") and hasattr(output, "metrics"):
-        return RolloutFnTrainOutput(_as_groups(output.samples), dict(output.metrics or {}))
+        refused = list(getattr(output, "refused", []))
+        return RolloutFnTrainOutput(_as_groups(output.samples), dict(output.metrics or {}), refused)
     return RolloutFnTrainOutput(_as_groups(output))
 
 
@@ -137,6 +143,10 @@ def _as_groups(groups: object) -> list[list[Sample]]:
         positions = range(len(groups))
         keys = [-1 - i if groups[i].group_index is None else groups[i].group_index for i in positions]
         return [[groups[i] for i in run] for _, run in itertools.groupby(positions, key=keys.__getitem__)]
+    for group in groups:
+        for position, attempt in enumerate(group if isinstance(group, list) else ()):
+            if isinstance(attempt, list):  # copies of one prompt may all have its index
+                join_attempt([leaf for leaf in _leaves(attempt) if isinstance(leaf, Sample)], -1 - position)
     return [[leaf for leaf in _leaves(group) if isinstance(leaf, Sample)] for group in groups]
 
 

@@ -37,7 +37,7 @@ def warn_of_unsampled(samples: Sequence[Sample], answers: Answers, where: str, b
     """
     for sample in samples:
         vars(sample).pop(_ATTRIBUTE, None)
-    parts = [tokens for tokens, _ in answers.parts]
+    parts = [tokens for tokens, _, _ in answers.parts]
     if not parts or not all(len(tokens) for tokens in parts):
         return
     for sample in samples:

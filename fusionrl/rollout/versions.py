@@ -8,7 +8,7 @@ while such a function runs, and its samples get their versions from them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fusionrl.data.sample import Sample, response_mask
+from fusionrl.data.sampling import changes_of, note_changes, note_temperature, scored_at
 from fusionrl.data.token_versions import UNKNOWN_VERSION, as_version, split_versions, token_versions
 
 _lock = threading.Lock()
@@ -27,17 +28,22 @@ _warnings: list[str] = []
 class Answers:
     """Answers of the policy's engines to the requests of one function.
 
-    parts     (tokens, their versions), int32 [n] each, in the order of the answers; empty where `keeps_tokens` is off
-    versions  all versions that were among them
+    parts         (tokens, their versions, temperature), int32 [n] each, in the order of the answers; empty where
+                  `keeps_tokens` is off
+    versions      all versions that were among them
+    temperatures  of the requests
+    changes       sampling parameters of theirs that change the policy's distribution
     """
 
     urls: tuple[str, ...]
     keeps_tokens: bool = True
-    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    parts: list[tuple[np.ndarray, np.ndarray, float]] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
+    temperatures: set[float] = field(default_factory=set)
+    changes: set[str] = field(default_factory=set)
 
-    def add(self, answer: dict[str, object]) -> None:
-        """Note one answer of /generate; any other is passed over."""
+    def add(self, answer: dict[str, object], params: Mapping[str, object]) -> None:
+        """Note one answer of /generate to a request with these sampling parameters; any other is passed over."""
         meta = answer.get("meta_info")
         if not isinstance(meta, dict):
             return
@@ -45,8 +51,11 @@ class Answers:
         tokens = np.array(answer.get("output_ids") or [entry[1] for entry in entries], np.int32)
         versions = token_versions(meta, len(tokens))
         self.versions |= set(versions.tolist())
+        temperature = scored_at(params.get("temperature"))
+        self.temperatures.add(temperature)
+        self.changes |= set(changes_of(params))
         if self.keeps_tokens:
-            self.parts.append((tokens, versions))
+            self.parts.append((tokens, versions, temperature))
 
 
 _answers: ContextVar[Answers | None] = ContextVar("answers", default=None)
@@ -67,13 +76,16 @@ def noting_answers(urls: Sequence[str], keeps_tokens: bool = True) -> Iterator[A
         _answers.reset(token)
 
 
-def note_answer(url: str, answer: object) -> None:
-    """Note what `url` answered, if it is one of the policy's engines or their router."""
+def note_answer(url: str, answer: object, payload: Mapping[str, object]) -> None:
+    """Note what `url` answered to `payload`, if it is one of the policy's engines or their router."""
     answers = _answers.get()
     if answers is not None and f"{url}/".startswith(answers.urls or ("\0",)):
-        for one in answer if isinstance(answer, list) else [answer]:
+        several = answer if isinstance(answer, list) else [answer]
+        params = payload.get("sampling_params")
+        each = params if isinstance(params, list) and len(params) == len(several) else [params] * len(several)
+        for one, own in zip(several, each, strict=True):
             if isinstance(one, dict):
-                answers.add(one)
+                answers.add(one, own if isinstance(own, Mapping) else {})
 
 
 @dataclass
@@ -120,6 +132,9 @@ def fill_versions(samples: Sequence[Sample], answers: Answers, where: str, befor
             _spread(sample, known)
         found = known != UNKNOWN_VERSION
         sample.weight_versions = known if found.any() else None
+        _note_temperatures(sample, answers, num_kept, where)
+        if answers.changes:
+            note_changes(sample, answers.changes)
         if (~found & (response_mask(sample) > 0)).any():
             _warn(where)
 
@@ -194,13 +209,34 @@ def _find(response: np.ndarray, known: np.ndarray, answers: Answers) -> None:
         known[known == UNKNOWN_VERSION] = next(iter(answers.versions))
         return
     start = 0
-    for tokens, versions in answers.parts:
+    for tokens, versions, _ in answers.parts:
         place = _index(response, tokens, start)
         if place is None or not len(tokens):
             continue
         part = known[place : place + len(tokens)]
         part[part == UNKNOWN_VERSION] = versions[part == UNKNOWN_VERSION]
         start = place + len(tokens)
+
+
+def _note_temperatures(sample: Sample, answers: Answers, num_kept: int, where: str) -> None:
+    """Note the temperatures that the function asked for, unless it has set them itself; warn if none is found."""
+    if not answers.temperatures or (sample.temperature is not None and not num_kept):
+        return
+    if len(answers.temperatures) == 1:
+        note_temperature(sample, num_kept, next(iter(answers.temperatures)))
+        return
+    response, start = _response(sample), num_kept
+    for tokens, _, temperature in answers.parts:
+        place = _index(response, tokens, start)
+        if place is not None and len(tokens):
+            note_temperature(sample, place, temperature)
+            start = place + len(tokens)
+    if sample.temperature is None:
+        warn_once(
+            f"{where}: temperature",
+            f"{where}: it asked the engines at several temperatures, and which of them its tokens have is not known:"
+            " trainers score them at --rollout-temperature; set sample.temperature (docs/multi-turn.md)",
+        )
 
 
 def _index(response: np.ndarray, tokens: np.ndarray, start: int) -> int | None:

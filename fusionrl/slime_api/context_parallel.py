@@ -15,13 +15,13 @@ from torch import Tensor
 Values = TypeVar("Values", Tensor, list[float])
 
 
-def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Return a response's values as they are, [response_length]."""
+def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int, *layout: object) -> Tensor:
+    """Return a response's values as they are, [response_length]; miles names the layout besides."""
     assert len(tensor) == response_length, f"{len(tensor)} values for {response_length} response tokens"
     return tensor
 
 
-def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
+def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int, *layout: object) -> Values:
     """Return a response's values as they are, [response_length]."""
     assert len(log_prob) == response_length, f"{len(log_prob)} values for {response_length} response tokens"
     return log_prob

@@ -21,13 +21,15 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """Return the function that a path names; a package beside a hook's file is found, too, as `examples.agents.solve`.
+def load_function(path: str) -> Any:
+    """Return what a path names: a function, or any object, as a list of tools is.
+
+    A package beside a hook's file is found, too, as `examples.agents.solve`.
 
     Raises:
         ValueError: the module cannot be imported, or has no such name.
     """
-    return hooks.load_function(path if ":" in path else find_beside(path))
+    return hooks.load_object(path if ":" in path else find_beside(path))
 
 
 class SingletonMeta(type):

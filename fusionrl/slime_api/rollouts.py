@@ -8,9 +8,11 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import Any
 
 from fusionrl.data.sample import Sample
 from fusionrl.rollout import sglang_rollout
+from fusionrl.rollout.samples import SampleContext, apply_sample_hooks
 from fusionrl.rollout.state import sampling_params as flags_sampling_params
 from fusionrl.rollout.turns import SamplingParams
 from fusionrl.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -92,6 +94,20 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: S
         async for _ in pieces:
             await asyncio.sleep(0)
     return sample
+
+
+async def apply_rollout_sample_hooks(args: Namespace, value: Any, **kwargs: object) -> Any:
+    """Call the functions of --rollout-sample-hook-path on a sample, or on each of a nested list of them.
+
+    For copies of slime's rollout loop: `generate_and_rm` calls them itself.
+
+    Raises:
+        HookError: a function raised, or returned what is no sample.
+    """
+    if isinstance(value, list):
+        return [await apply_rollout_sample_hooks(args, item, **kwargs) for item in value]
+    context = SampleContext.of_args(args)
+    return await apply_sample_hooks(context, value, evaluation=bool(kwargs.get("evaluation", False)))
 
 
 def sleep(args: Namespace, rollout_id: int, data_source: object, evaluation: bool = False) -> None:

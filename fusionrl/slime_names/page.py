@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fusionrl.slime_names.entries import Absent, Entry
+from fusionrl.slime_names.miles import MILES
 from fusionrl.slime_names.table import ABSENT_MODULES, MODULES
 
 _HEAD = """# Names of slime
 
+Names that begin with `miles` exist only in that fork. It has all others as `miles.…`.
 Made by `python -m fusionrl.slime_names.page`; a test holds it against the code. [Moving from slime](from-slime.md) says
 how they are resolved. *Same* means: a function that uses the name runs unchanged.
 
@@ -23,7 +25,8 @@ _MODULES = """
 
 def render_names() -> str:
     """The page as Markdown."""
-    rows = [_row(module, name, entry) for module, names in MODULES.items() for name, entry in names.items()]
+    modules = [*MODULES.items(), *MILES.items()]
+    rows = [_row(module, name, entry) for module, names in modules for name, entry in names.items()]
     absent = [f"| `{module}` | {_cell(one.why)} | {_cell(one.instead)} |\n" for module, one in ABSENT_MODULES.items()]
     return _HEAD + "".join(rows) + _MODULES + "".join(absent)
 

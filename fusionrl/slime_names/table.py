@@ -213,15 +213,20 @@ MODULES: dict[str, Names] = {
     },
     "slime.utils.eval_config": {
         "EvalDatasetConfig": Here("fusionrl.config.eval_sets:EvalSet", "a typed set of the flags; no cache_key"),
+        **all_from(f"{_API}.eval_config", "DATASET_RUNTIME_SPECS", "_apply_dataset_field_overrides"),
         **none_of(
             "sets are read from the flags", "use args.eval_datasets", "build_eval_dataset_configs", "pick_from_args"
         ),
     },
-    "slime.utils.data": none_of(
-        "prompts are read when the command starts",
-        "take them from data_source.get_samples",
-        *("Dataset", "read_file", "filter_long_prompt", "get_source", "process_rollout_data"),
-    ),
+    "slime.utils.data": {
+        "Dataset": Here(f"{_API}.datasets:Dataset", "a row that cannot be read is an error; another order for a seed"),
+        "read_file": Here(f"{_API}.datasets:read_file", "a row that cannot be read is an error"),
+        **none_of(
+            "prompts are read when the command starts",
+            "take them from data_source.get_samples",
+            *("filter_long_prompt", "get_source", "process_rollout_data"),
+        ),
+    },
     "slime.utils.accelerator": _ACCELERATOR,
     "slime.utils.memory_utils": none_of("memory is managed by the run", "remove the call", "clear_memory"),
     "slime.rollout": {},
@@ -272,8 +277,12 @@ MODULES: dict[str, Names] = {
         )
         for name in ("generate_rollout_fully_async", "AsyncRolloutWorker")
     },
-    "slime.rollout.sample_hooks": none_of(
-        "sample hooks are called by generate_and_rm", "call generate_and_rm", "apply_rollout_sample_hooks"
+    "slime.rollout.sample_hooks": {
+        **all_from(f"{_API}.rollouts", "apply_rollout_sample_hooks"),
+        **none_of("the number of a rollout is in args.rollout_id", "remove the call", "set_current_rollout_id"),
+    },
+    "slime.backends.sglang_utils.server_control": all_from(
+        f"{_API}.servers", "abort_server_until_idle", "abort_servers_until_idle"
     ),
     "slime.rollout.forge_load": none_of(
         "load generation is not built in", "use tools/bench for timings", "generate_rollout"
@@ -337,7 +346,14 @@ MODULES: dict[str, Names] = {
     "slime.agent.harness.codex": none_of(*_HARNESS, "CodexHarness"),
 }
 
-_INSIDE = Absent("it is a part of slime's own machinery", "the run does this itself; remove the import")
+# Where a module was before August 2026.
+MOVED = {
+    f"slime.utils.{name}": f"slime.observability.{name}"
+    for name in ("metric_utils", "logging_utils", "trace_utils", "tensorboard_utils", "timer")
+}
+MODULES |= {old: MODULES[new] for old, new in MOVED.items()}
+
+_INSIDE = Absent("it is a part of the framework's own machinery", "the run does this itself; remove the import")
 ABSENT_MODULES: dict[str, Absent] = {
     "slime.agent": Absent(
         "agents are trained through the session proxy in front of the router",

@@ -49,7 +49,8 @@ def wait_all(calls: Sequence[tuple[str, Future[T] | Reference[T]]], timeout_s: f
             for future in done:
                 error = future.exception()
                 if error is not None:
-                    raise RuntimeError(f"{names[future]}: {error}") from error
+                    cause = getattr(error, "cause", None) or error  # of a Ray actor, whose text is its whole traceback
+                    raise RuntimeError(f"{names[future]}: {cause}") from error
     return [future.result() for future in names]
 
 

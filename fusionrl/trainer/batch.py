@@ -32,11 +32,12 @@ class Selection:
 
     positions  [N] in this rank's packed row, of the tokens that predict a chosen one
     targets    [N] the chosen tokens' ids
+    temperature  what logits are divided by: one number, or [N]
     """
 
     positions: Tensor
     targets: Tensor
-    temperature: float
+    temperature: float | Tensor
     chunk_size: int | None
     entropy_grad: bool = False
 
@@ -50,8 +51,8 @@ class MicroBatch:
     layout           where the sequences stand
     selection        what the output layer computes
     weights          [N] fp32: `loss = sum(weights * token losses)` over all ranks
-    sequence_shares  [N] fp32: each token's share of its sample's trained tokens; their sum over all ranks is the number
-                     of samples that have one
+    sequence_shares  [N] fp32: each token's share of its attempt's trained tokens; their sum over all ranks is the
+                     number of attempts that have one
     fields           [N] fp32 each: what the shard has for every response token, by its name there (loss_mask,
                      advantages, rollout_log_probs, log_probs, ref_log_probs, …)
     responses        [N] int64: where each chosen token stands among the micro-batch's response tokens
@@ -87,6 +88,8 @@ class MicroBatch:
 class BatchOptions:
     """Options that are the same for all micro-batches of a rank.
 
+    temperature: what logits are divided by, unless `has_sampled` and the shard says more of its tokens.
+    has_sampled: the responses were sampled by the policy's engines.
     all_responses: choose every response token (scoring), not only those that are trained on.
     share_prompts: compute a prompt once for all samples of a micro-batch that have it; the positions of rotary
         embeddings are then given, which latent attention, with embeddings of its own, cannot take.
@@ -100,6 +103,7 @@ class BatchOptions:
     temperature: float
     chunk_size: int | None
     local_attention: bool
+    has_sampled: bool = False
     share_prompts: bool = True
     aggregation: str = "token_mean"
     constant: float | None = None

@@ -37,6 +37,7 @@ def batch_options(
         device=device,
         # A text that was not sampled has no temperature.
         temperature=config.rollout.rollout_temperature if is_sampled else 1.0,
+        has_sampled=is_sampled,
         chunk_size=config.train.log_probs_chunk_size,
         local_attention=trained.transformer.transformer_impl == "local",
         share_prompts=config.train.share_prompts and shape.mla is None,

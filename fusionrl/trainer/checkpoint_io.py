@@ -72,9 +72,10 @@ def write_buckets(transforms: list[object], buckets: list[Bucket]) -> Written[Re
         running.put(index)
         FileSystemWriterAsync.write_preloaded_data(transforms, index, buckets[index], outcome, running, True)
         report = outcome.get()[1]
+        path = Path(buckets[index][0])
         if isinstance(report, Exception):
             _empty_frames(report)
-        path = Path(buckets[index][0])
+            report = _system_error(report, path)
         return report, {} if isinstance(report, Exception) else facts_of(path.parent, [path.name])
 
     if not buckets:
@@ -84,10 +85,24 @@ def write_buckets(transforms: list[object], buckets: list[Bucket]) -> Written[Re
     for report, _ in done:
         if isinstance(report, OSError):
             raise report
-        if isinstance(report, Exception):  # torch's own writers say so of a full disk, too
+        if isinstance(report, Exception):
             raise OSError(f"{type(report).__name__}: {report}") from report
     files = {name: fact for _, facts in done for name, fact in facts.items()}
     return Written({index: report for index, (report, _) in enumerate(done)}, files)
+
+
+def _system_error(error: Exception, file: Path) -> Exception:
+    """Return the error with which the system refuses to write on in `file`; `error` itself where it does not.
+
+    Of a full disk torch's writer says "unexpected pos 704 vs 598".
+    """
+    try:
+        with file.open("ab", buffering=0) as rest:
+            for _ in range(2):  # a write may be cut short first
+                rest.write(bytes(1 << 20))
+    except OSError as refusal:
+        return refusal
+    return error
 
 
 def _empty_frames(error: BaseException) -> None:

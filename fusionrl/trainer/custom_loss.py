@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -81,10 +81,10 @@ class CustomLoss:
         logits = _whole_row(self._without_padding(output), batch)
         data = self._of(batch)
         counts = {"tokens": torch.cat(data["loss_masks"]).sum()}
-        counts["sequences"] = torch.stack([mask.any() for mask in data["loss_masks"]]).sum()
-        found = call_hook(
-            FIELD, self.options.path, self.options.make_args(), data, logits, self._reducer(data["loss_masks"])
-        )
+        sizes = data.get("attempt_tokens") or [float(mask.sum()) for mask in data["loss_masks"]]
+        shares = [mask.sum() / max(size, 1e-12) for mask, size in zip(data["loss_masks"], sizes, strict=True)]
+        counts["sequences"] = torch.stack(shares).sum()
+        found = call_hook(FIELD, self.options.path, self.options.make_args(), data, logits, self._reducer(data))
         loss, metrics = self._checked(found)
         # Every context-parallel rank has computed all of it, and each one's gradient reaches all of them.
         size = parallel_state.get_context_parallel_world_size()
@@ -127,10 +127,13 @@ class CustomLoss:
         chosen["tokens"], chosen["starts"], chosen["packed_seq_params"] = row[None], batch.starts, batch.layout
         return chosen
 
-    def _reducer(self, masks: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    def _reducer(self, data: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
         options, step = self.options, self.step
         given = (options.aggregation, step.num_tokens, step.num_samples, options.constant)
-        weights = torch.cat([torch.from_numpy(token_weights(m.cpu().numpy(), *given)).to(m) for m in masks])
+        masks = data["loss_masks"]
+        sizes = data.get("attempt_tokens") or [None] * len(masks)
+        parts = (token_weights(m.cpu().numpy(), *given, size) for m, size in zip(masks, sizes, strict=True))
+        weights = torch.cat([torch.from_numpy(part) for part in parts]).to(masks[0])
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             # Not a product: what is masked may be anything, and 0 times infinity is no number.

@@ -33,7 +33,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         vocab_size: int,
-        temperature: float,
+        temperature: float | Tensor,
         width: int,
         num_kept: int,
         entropy_grad: bool,
@@ -95,8 +95,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad = scores.exp_().mul_(factor)
             column, inside = _columns(local, start, len(block))
             grad.scatter_add_(-1, column, (grad_log_probs * inside)[:, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
+            _divide(grad, ctx.temperature)
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
                 # Blocks are summed in fp32 whatever the weights are.
@@ -113,13 +112,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, block: Tensor, temperature: float, out: Tensor) -> Tensor:
+def _logits(hidden: Tensor, block: Tensor, temperature: float | Tensor, out: Tensor) -> Tensor:
     """`hidden @ block.T / temperature` in `out`, fp32."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, block.t(), out=out)
     else:
         out.copy_(hidden @ block.t())
-    return out if temperature == 1.0 else out.div_(temperature)
+    return _divide(out, temperature)
+
+
+def _divide(values: Tensor, temperature: float | Tensor) -> Tensor:
+    """Divide each row of `values` in place by its temperature."""
+    if isinstance(temperature, Tensor):
+        return values.div_(temperature[:, None])
+    return values if temperature == 1.0 else values.div_(temperature)
 
 
 def _columns(local: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +140,7 @@ def chunked_log_probs(
     targets: Tensor,
     *,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk_size: int | None = None,
     entropy_grad: bool = False,
     group: object = None,
@@ -146,7 +152,7 @@ def chunked_log_probs(
         weight: [V/tp, h], this rank's rows of the output layer.
         targets: [N] int64 token ids.
         vocab_size: number of real tokens; rows beyond it are padding.
-        temperature: what logits are divided by.
+        temperature: what logits are divided by: one number, or [N].
         chunk_size: how many logits a block holds: as many as those of so many tokens over the whole vocabulary; as many
             again are kept for backward. None is `BLOCK_BYTES` (more where a block would be narrower than h) and
             `KEPT_BYTES` of `plan.memory.head`. There are two buffers of a block's size.

@@ -136,6 +136,7 @@ class Trained:
     optimizer     Megatron's ChainedOptimizer over distributed optimizers
     scheduler     learning rate and weight decay
     routing       what routers must choose, or None where they are free
+    is_amid       some optimizer steps of a rollout have been taken, but not all
     """
 
     chunks: list[DistributedDataParallel]
@@ -143,6 +144,7 @@ class Trained:
     optimizer: ChainedOptimizer
     scheduler: OptimizerParamScheduler
     routing: RoutingReplay | None = None
+    is_amid: bool = False
 
 
 def build_model(

@@ -237,6 +237,16 @@ class ModelRank:
             self.weight_sets[name] = WeightSet.of_model(self.trained.chunks, self.shape)
 
     # ------------------------------------------------------------------------------------------- checkpoints
+    def last_trained(self) -> int | None:
+        """Return the last rollout that the weights have learned completely; None between two optimizer steps of one.
+
+        Not a collective. Returns once the device is idle, so never while this rank waits for another.
+        """
+        import torch
+
+        torch.cuda.synchronize()
+        return None if self.trained.is_amid else self.counters["rollout_id"]
+
     @phase("save")
     def begin_save(self, path: str, rollout_id: int) -> None:
         """Settle what a checkpoint at `path` holds; with --async-save a process of this rank writes it from now on.

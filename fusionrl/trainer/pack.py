@@ -99,6 +99,13 @@ def build_micro_batch(
     """
     tokens = shard.split("tokens")
     present = {name: shard.split(name) for name in _TOKEN_FIELDS if name in shard.fields}
+    attempt_tokens = shard.fields.get("attempt_tokens")
+    is_hot = options.has_sampled and "temperatures" in present
+    if is_hot and options.whole_sequences:
+        raise ValueError(
+            "--loss-type custom_loss: samples were sampled at another temperature than --rollout-temperature, with"
+            " which get_log_probs_and_entropy scores them; sample at that one, or set sample.temperature to None"
+        )
     recorded = shard.split("rollout_routed_experts") if options.replay_layers is not None else []
     prompts = [int(shard.total_lengths[i] - shard.response_lengths[i]) for i in samples]
     row = pack_row([tokens[i] for i in samples], prompts, options)
@@ -112,8 +119,9 @@ def build_micro_batch(
         columns["targets"].append(tokens[i][prompt + offsets])
         columns["responses"].append(first_response + offsets)
         columns["sequences"].append(np.full(offsets.size, position))
-        columns["weights"].append(_weights(mask, step, options)[offsets])
-        columns["sequence_shares"].append(token_weights(mask, "sequence_mean", 0, 1)[offsets])
+        size = None if attempt_tokens is None else float(attempt_tokens[i])
+        columns["weights"].append(_weights(mask, step, options, size)[offsets])
+        columns["sequence_shares"].append(token_weights(mask, "sequence_mean", 0, 1, attempt_tokens=size)[offsets])
         for name, values in present.items():
             columns[name].append(values[i][offsets])
         response_lengths.append(num_response)
@@ -132,7 +140,7 @@ def build_micro_batch(
         selection=Selection(
             positions=row.local[flat["positions"][chosen]].to(device),
             targets=pick("targets"),
-            temperature=options.temperature,
+            temperature=pick("temperatures") if is_hot else options.temperature,
             chunk_size=options.chunk_size,
             entropy_grad=options.entropy_grad,
         ),
@@ -155,7 +163,7 @@ def _join(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 
-def _weights(mask: np.ndarray, step: TrainStep | None, options: BatchOptions) -> np.ndarray:
+def _weights(mask: np.ndarray, step: TrainStep | None, options: BatchOptions, size: float | None) -> np.ndarray:
     if step is None:
         return np.zeros(mask.size)
-    return token_weights(mask, options.aggregation, step.num_tokens, step.num_samples, options.constant)
+    return token_weights(mask, options.aggregation, step.num_tokens, step.num_samples, options.constant, size)

@@ -108,6 +108,7 @@ def train_step(
         finite = not found_inf and math.isfinite(norm) and math.isfinite(report.sums["loss"])
         if finite:
             _clip(trained.optimizer, norm)
+            trained.is_amid = True
             trained.optimizer.step_with_ready_grads()
             trained.scheduler.step(1)
     report.numbers.update({"lr": lr, "grad_norm": norm, "skipped": 0.0 if finite else 1.0})

@@ -99,6 +99,7 @@ class TrainerBase(ModelRank):
         counters["skipped"] += taken.num_skipped
         counters["optimizer_steps"] += len(taken.reports) - taken.num_skipped
         counters["rollout_id"] = rollout_id
+        self.trained.is_amid = False
         at = self.layout.coordinates(self.rank)
         speaks = (at.tp, at.cp, at.pp) == (0, 0, self.layout.pp - 1)
         return report(prepared, taken, loss, prefix=self.role or "train", with_samples=speaks)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import importlib.metadata
 import importlib.util
@@ -17,6 +16,7 @@ import types
 import typing
 from pathlib import Path
 
+from fusionrl.base.nearest import closest
 from fusionrl.base.quiet import quiet
 from fusionrl.upstream.flag_cache import kept_parser, own_parser
 
@@ -190,10 +190,17 @@ def parse_with(
 
 def is_switch(parser: argparse.ArgumentParser, option: str) -> bool:
     """Return whether upstream's option takes no value."""
+    return num_values(parser, option) == 0
+
+
+def num_values(parser: argparse.ArgumentParser, option: str) -> int:
+    """Return how many values upstream's option takes; -1: several, 1: also one that upstream does not have."""
     if option not in parser._option_string_actions:
         parser = own_parser(parser)
     action = parser._option_string_actions.get(option)
-    return action is not None and action.nargs == 0
+    if action is None or action.nargs in (None, argparse.OPTIONAL):
+        return 1
+    return action.nargs if isinstance(action.nargs, int) else -1
 
 
 def check_field(kind: str, name: str) -> None:
@@ -210,8 +217,9 @@ def check_field(kind: str, name: str) -> None:
     else:
         known, owned = set(megatron_fields()[kind]), MEGATRON_OWNED
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        raise UpstreamError("the installed version has no such field" + "".join(f"; did you mean {x}?" for x in close))
+        close = closest(name, known, cutoff=0.7)
+        hint = f"; did you mean {close}?" if close else ""
+        raise UpstreamError(f"the installed version has no such field{hint}")
     if name in owned:
         raise _owned(owned[name])
 

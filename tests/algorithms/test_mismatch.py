@@ -9,6 +9,7 @@ import torch
 
 from fusionrl.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from fusionrl.algorithms.mismatch_report import MismatchLimits, mismatch_warning
+from fusionrl.driver.warnings import MismatchWatch
 
 
 def draws(difference: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,3 +145,19 @@ def test_a_drift_is_noticed_below_the_limits():
     assert text is not None and "mean |difference| 0.016 nats, up from 0.001" in text
     assert warning(noise(1e-5), earlier_mean=1e-7) is None, "rounding of fp32 is no drift"
     assert warning(noise(0.02), limits=MismatchLimits(mean=0.01)) is not None
+
+
+def test_what_changed_the_distribution_is_named_first():
+    text = warning(noise(0.6), changed_by=("min_new_tokens",))
+    assert text is not None and "Look at: the requests' min_new_tokens: the engine's log-probs" in text
+    assert warning(noise(0.02), changed_by=("min_new_tokens",)) is None
+
+
+def test_in_fp32_a_mismatch_that_is_large_for_fp32_is_told_at_the_first_step():
+    metrics = mismatch_metrics(*mismatch_sums(*draws(noise(0.01))))
+    values = {f"train/{name}": value for name, value in metrics.items()}
+    assert MismatchWatch().look(1, values) is None
+    text = MismatchWatch(is_fp32=True).look(1, values)
+    assert text is not None and "mean |difference|" in text
+    tiny = mismatch_metrics(*mismatch_sums(*draws(noise(1e-5))))
+    assert MismatchWatch(is_fp32=True).look(1, {f"train/{name}": value for name, value in tiny.items()}) is None

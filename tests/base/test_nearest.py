@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionrl.base.nearest import hint, nearest
+from fusionrl.base.nearest import closest, hint, nearest
 from fusionrl.data.rows import read_rows
 from fusionrl.models.shape import read_model_shape
 
@@ -33,3 +33,17 @@ def test_messages_say_it(folder: Path) -> None:
         list(read_rows(folder / "data" / "tran.jsonl"))
     with pytest.raises(ValueError, match=r"no such folder; did you mean .*model-small\?"):
         read_model_shape(folder / "model_small")
+
+
+@pytest.mark.parametrize(
+    ("word", "names", "wanted"),
+    [
+        ("gpro", ["gspo", "grpo", "dr_grpo"], "grpo"),
+        ("trian", ["train", "plan"], "train"),
+        ("kl", ["lr", "seed"], None),
+        ("temprature", ["temperature", "top_p"], "temperature"),
+        ("grpo", ["grpo"], "grpo"),
+    ],
+)
+def test_the_name_that_was_meant(word: str, names: list[str], wanted: str | None) -> None:
+    assert closest(word, names) == wanted

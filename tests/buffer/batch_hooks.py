@@ -18,6 +18,8 @@ answer, odd_prompts = (load_function(f"{_FILE}:{name}") for name in ("answer", "
 
 DRAWN: list[int] = []  # labels, in the order in which they were drawn
 CALLS: list[int] = []  # rollouts
+MAY_ANSWER = threading.Event()  # a test clears it until the trainers wait
+MAY_ANSWER.set()
 
 
 def _noted(groups: list[list[Sample]]) -> list[list[Sample]]:
@@ -36,6 +38,7 @@ _IN_TURN_S = 0.1
 def whole_batches(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Draw a batch, answer it, return it."""
     CALLS.append(rollout_id)
+    MAY_ANSWER.wait(30)
 
     async def make() -> list[list[Sample]]:
         groups = _noted(data_source.get_samples(args.rollout_batch_size))

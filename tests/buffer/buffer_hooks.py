@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from fusionrl.buffer.data_source import RolloutDataSourceWithBuffer
@@ -73,6 +74,15 @@ def one_group_short(args: Any, rollout_id: int, data_source: Any, evaluation: bo
 
 def too_many(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     return [fill(group) for group in data_source.get_samples(args.rollout_batch_size + 2)]
+
+
+def with_refused(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    groups = [fill(group) for group in data_source.get_samples(args.rollout_batch_size + 2)]
+    return SimpleNamespace(samples=groups[2:], metrics={}, refused=groups[:2])
+
+
+def see_order(args: Any, groups: Any, get_samples: Any) -> None:
+    CALLS.append(("order", [group[0].index for group in groups]))
 
 
 def nothing(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

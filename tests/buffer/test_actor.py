@@ -373,6 +373,29 @@ def test_a_users_own_data_source_keeps_its_own_state(buffer: MakeBuffer, tmp_pat
     assert resumed.source.hooked.position == 4
 
 
+@pytest.mark.parametrize(
+    ("path", "position"),
+    [
+        ("fusionrl.buffer.data_source.RolloutDataSourceWithBuffer", 4),
+        ("slime.rollout.data_source.RolloutDataSource", 4),
+        (f"{HOOKS}:OwnSource", None),
+    ],
+)
+def test_a_data_source_needs_no_prompt_data(
+    buffer: MakeBuffer, tmp_path: Path, path: str, position: int | None
+) -> None:
+    """slime's --disable-rollout-global-dataset: groups of empty samples, numbered, and resumed."""
+    made = buffer(prompt_data=None, data_source_path=path)
+    assert len(run(made.generate(0)).shards) == 2
+    run(made.save(str(tmp_path / "s.json"), 0))
+    resumed = buffer(attempt=2, prompt_data=None, data_source_path=path)
+    run(resumed.load(str(tmp_path / "s.json")))
+    source = resumed.source.hooked
+    if position is not None:
+        (group,) = source.get_samples(1)
+        assert [(s.group_index, s.index, s.prompt, s.label) for s in group] == [(4, 8, "", None), (4, 9, "", None)]
+
+
 def test_a_source_derived_as_with_slime_saves_its_own_part_too(buffer: MakeBuffer, tmp_path: Path) -> None:
     path = f"{HOOKS}:SlimeSource"
     made = buffer(data_source_path=path)
@@ -575,6 +598,14 @@ def test_all_samples_are_shown_before_the_batch_is_cut(buffer: MakeBuffer, notes
     run(buffer(rollout_function_path=f"{HOOKS}:too_many", rollout_all_samples_process_path=path).generate(0))
     ((count, is_callable),) = [call for call in notes["CALLS"] if isinstance(call, tuple)]
     assert count > 8 and is_callable
+
+
+def test_all_samples_are_those_of_refused_groups_too_in_order(buffer: MakeBuffer, notes: Any) -> None:
+    flags = {"rollout_function_path": f"{HOOKS}:with_refused", "rollout_all_samples_process_path": f"{HOOKS}:see_order"}
+    rollout = run(buffer(**flags).generate(0))
+    ((_, order),) = [call for call in notes["CALLS"] if isinstance(call, tuple)]
+    assert order == sorted(order) and len(order) == 6  # four to train on, two refused
+    assert sum(len(shard.fields["sample_index"]) for shard in rollout.shards) == 8
 
 
 def test_a_function_may_report_in_place_of_the_usual_metrics(buffer: MakeBuffer, notes: Any) -> None:

@@ -40,7 +40,7 @@ def test_hooks_find_the_flags_and_what_the_run_adds(border: HookBorder, tmp_path
     assert (args.rollout_batch_size, args.rm_type, args.custom_rm_path) == (4, "exact", None)
     assert (args.sglang_router_ip, args.sglang_router_port) == ("10.0.0.9", 31000)
     assert (args.router_url, args.engine_urls, args.api_key) == ("http://10.0.0.9:31000", URLS, "key")
-    assert (args.rm_urls, args.teacher_urls, args.rollout_global_dataset) == ([], ["http://t:1"], True)
+    assert (args.rm_urls, args.teacher_urls, args.rollout_global_dataset) == ([], ["http://t:1"], False)
     assert (args.save, args.load, args.run_dir) == (str(tmp_path / "checkpoints"), None, str(tmp_path))
     assert (args.vocab_size > 0, args.num_experts, args.routed_experts_size) == (True, None, None)
     assert (args.device, args.precision) == ("cpu", "fp32"), "what was open has the plan's answer"

@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 
+from fusionrl.buffer.data_source import RolloutDataSource
 from fusionrl.checks import long_rows as lengths
 from fusionrl.checks.lengths import length_errors
 from fusionrl.checks.long_rows import context_length, first_over, most_bytes
 from fusionrl.config.config import Config, PassThrough
+from fusionrl.data.check import DataCheck
+from fusionrl.data.prompts import PromptColumns
+from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.models.shape import read_model_shape
+from fusionrl.rollout.sft_rollout import generate_rollout
 
 POSITIONS = 2048  # of the tiny model, whose tokenizer makes a token of each byte
 Errors = Callable[..., list[str]]
@@ -177,6 +182,62 @@ def test_conversations(errors: Errors, write_rows: Callable[..., Path]) -> None:
     one(errors(mode="sft", input_key="q", label_key="a", prompt_data=texts), "it has 2049 tokens")
 
 
+TURNS = [{"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2"))]
+SUPERVISED = {
+    "text": {"q": "1+1=", "a": "2"},
+    "text with the end token": {"q": "1+1=", "a": "2<|im_end|>"},
+    "text with another end token": {"q": "1+1=", "a": "2<|im_start|>\n"},
+    "conversation": {"q": TURNS},
+    "turn without a loss": {"q": [TURNS[0], TURNS[1] | {"weight": 0}, *TURNS, TURNS[0]]},
+    "tokens": {"q": TURNS, "tokens": [5, 6, 7, 8, 3], "loss_mask": [0, 1, 0, 1, 1]},
+}
+
+
+@pytest.mark.parametrize("kind", SUPERVISED)
+def test_lengths_are_those_of_the_samples_that_are_trained(
+    kind: str, errors: Errors, write_rows: Callable[..., Path], tiny_model: Path, tmp_path: Path
+) -> None:
+    """A sample of N tokens fits into N; the plan, `data check` and the rollout count the same."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = load_tokenizer(str(model))
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    flags = {"hf_checkpoint": str(model), "mode": "sft", "input_key": "q", "rollout_batch_size": 1}
+    flags |= {"prompt_data": str(write_rows([{"a": "no"} | SUPERVISED[kind]])), "label_key": "a"}
+    args = Config.from_flat(flags).to_args()
+    sample = generate_rollout(args, 0, RolloutDataSource(args)).samples[0][0]
+    check = DataCheck(PromptColumns("q", "a"), tokenizer, is_sft=True)
+    assert check.problems(flags["prompt_data"]) == ([], [])
+    assert check.lengths == [sample.num_tokens] and check.num_trained == [sum(sample.loss_mask)]
+    assert errors(**flags, max_tokens_per_gpu=sample.num_tokens) == []
+    one(errors(**flags, max_tokens_per_gpu=sample.num_tokens - 1), f"it has {sample.num_tokens} tokens")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"q": "%s' % ("x" * 9000),
+        {"q": "x" * 9000},
+        {"q": "x" * 9000, "a": None},
+        {"q": "x" * 9000, "a": 3},
+        {"q": [{"role": "user", "content": "x" * 9000}], "a": ""},
+        {"q": [TURNS[0], {"role": "assistant", "content": "x" * 9000, "weight": 2}], "a": ""},
+        {"q": TURNS, "a": "x" * 9000, "metadata": "no object"},
+        {"q": "\ud800" * 3000, "a": "\ud800"},
+    ],
+)
+def test_bad_rows_hide_no_long_one(bad: object, errors: Errors, write_rows: Callable[..., Path]) -> None:
+    data = write_rows([bad, {"q": "x" * 1000, "a": "y" * 1048}, bad])
+    one(errors(mode="sft", input_key="q", label_key="a", prompt_data=data), "line 2: it has 2049 tokens")
+
+
+@pytest.mark.parametrize("bad", ["[", {"p": "x"}, {"q": 3}, {"q": [{"role": "user"}]}, {"q": "\ud800" * 3000}])
+def test_bad_prompts_hide_no_long_one(bad: object, errors: Errors, write_rows: Callable[..., Path]) -> None:
+    data = write_rows([bad, {"q": [{"role": "user", "content": "x" * 1025}]}, bad])
+    found = errors(prompt_data=data, input_key="q", apply_chat_template=True)
+    one(found, "line 2: a prompt of ")
+
+
 @pytest.mark.timed
 def test_a_hundred_thousand_rows_take_seconds(errors: Errors, tmp_path: Path) -> None:
     """Short ones are never tokenized, and of long ones only the longest."""
@@ -207,8 +268,7 @@ def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_over(candidates, 100, count) is None and len(counted) == lengths.NUM_CANDIDATES
 
 
-def test_a_set_with_other_mistakes_is_not_measured(tiny_model: Path, write_rows: Callable[..., Path]) -> None:
-    """One cause, one message; limits that are wrong by themselves are told all the same."""
+def test_limits_that_are_wrong_by_themselves_are_named_too(tiny_model: Path, write_rows: Callable[..., Path]) -> None:
     config = Config.from_flat(
         {
             "hf_checkpoint": str(tiny_model),
@@ -219,4 +279,3 @@ def test_a_set_with_other_mistakes_is_not_measured(tiny_model: Path, write_rows:
     )
     shape = read_model_shape(str(tiny_model))
     assert len(length_errors(config, shape)) == 2
-    one(length_errors(config, shape, reads_data=False), "--sglang-context-length 4000")

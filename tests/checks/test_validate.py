@@ -13,6 +13,8 @@ import pytest
 from fusionrl import cli
 from fusionrl.algorithms.estimators import ACCURACY
 from fusionrl.checks.algorithm import OF_GROUPS, algorithm_warnings
+from fusionrl.checks.outputs import unwritable
+from fusionrl.checks.rollout import rollout_errors
 from fusionrl.checks.validate import validate
 from fusionrl.config.config import Config, PassThrough
 from fusionrl.config.parser import read_args
@@ -54,6 +56,25 @@ def one(found: list[str], *parts: str) -> None:
     assert all(part in found[0] for part in parts), found
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0, 1.7, -0.5])
+def test_no_engine_takes_a_whole_device_or_more(base: dict[str, Any], value: float) -> None:
+    config = Config.from_flat(base | {"rm_server_args": {"mem_fraction_static": value}})
+    config = config.model_copy(update={"passthrough": PassThrough(sglang={"mem_fraction_static": value})})
+    told = [error for error in rollout_errors(config) if "share of a device's memory" in error]
+    assert [error.split(":")[0] for error in told] == [
+        f"--sglang-mem-fraction-static {value}",
+        f"--rm-server-args mem_fraction_static {value}",
+    ]
+
+
+def test_a_group_of_engines_takes_no_whole_device_either(base: dict[str, Any]) -> None:
+    pytest.importorskip("sglang")
+    text = "wide:num_gpus=1,per_engine=1,mem-fraction-static="
+    for value, count in (("1.2", 1), ("0.8", 0)):
+        config = Config.from_flat(base | {"engine_group": [text + value]})
+        assert len([error for error in rollout_errors(config) if "--engine-group wide" in error]) == count
+
+
 def test_a_good_configuration(base: dict[str, Any]) -> None:
     checked, errors = validate(Config.from_flat(base))
     assert errors == []
@@ -70,6 +91,7 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"pipeline": "stream", "in_flight": "retract"}, ["--pipeline stream: --in-flight is retract", "at least 1"]),
         ({"pipeline": "async", "admission_lead": 3.0}, ["--admission-lead is 3", "0 to --max-staleness (2)"]),
         ({"prompt_data": None}, ["--prompt-data is required in --mode rl"]),
+        ({"prompt_data": None, "data_source_path": "mine.py:Source"}, []),
         ({"rollout_batch_size": None}, ["--rollout-batch-size is required"]),
         ({"num_rollout": None}, ["--num-rollout or --num-epoch is required"]),
         ({"rm_type": None}, ["--rm-type or --custom-rm-path"]),
@@ -96,7 +118,6 @@ def test_a_good_configuration(base: dict[str, Any]) -> None:
         ({"rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 3}, ["several nodes takes whole ones", "take 3 or 6"]),
         ({"rollout_top_p": 0.9}, ["--rollout-top-p", "biased"]),
         ({"rollout_max_context_len": 5000}, ["--rollout-max-context-len 5000", "2048 positions"]),
-        ({"rollout_min_response_len": 9}, ["--rollout-min-response-len 9", "--rollout-max-response-len 4"]),
         ({"rollout_ignore_eos": True, "rollout_stop": ["x"]}, ["--rollout-ignore-eos", "--rollout-stop"]),
         ({"group_rm": True}, ["--group-rm needs --custom-rm-path"]),
         (
@@ -286,7 +307,7 @@ def test_evaluation_sets_of_a_file(
     ):
         one(found(good, mode="eval", **changes), ".yaml: set a: ", part)
     one(found(f"{good}, rm_type: exakt"), "set a: rm_type exakt: unknown", "exact")
-    one(found(f"{good}, min_new_tokens: 5"), "set a: min_new_tokens 5 is over max_response_len 4")
+    one(found(f"{good}, min_new_tokens: 5"), "set a: min_new_tokens 5: it is over", "max_response_len 4")
     one(found(f"{good}, custom_rm_path: no_module.rm"), "set a: --custom-rm-path", "no_module")
     both = found(f"name: a, path: {other}")
     for error, key, guess in zip(both, ("input", "label"), ("question", "answer"), strict=True):
@@ -304,8 +325,12 @@ MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content"
     ("row", "label_key", "part"),
     [
         ({"input": MESSAGES[:1]}, None, "without an assistant turn"),
-        ({"input": [MESSAGES[0], {**MESSAGES[1], "step_loss_mask": 0}]}, None, "step_loss_mask is 0 on every turn"),
-        ({"input": [MESSAGES[0], {**MESSAGES[1], "step_loss_mask": "no"}]}, None, "it is 0 (the turn is not trained"),
+        (
+            {"input": [MESSAGES[0], {**MESSAGES[1], "step_loss_mask": 0}]},
+            None,
+            "step_loss_mask or weight is 0 on every turn",
+        ),
+        ({"input": [MESSAGES[0], {**MESSAGES[1], "step_loss_mask": "no"}]}, None, "is neither 0 nor 1"),
         ({"input": "text"}, None, "--label-key"),
         ({"input": "text", "label": 4}, "label", "must be the response as text"),
     ],
@@ -529,9 +554,33 @@ def test_weight_pushes_by_files(errors: Errors, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = errors(**delta, update_weight_local_checkpoint_dir="/local", update_weight_delta_checksum="blake3")
     assert [error for error in found if "update-weight" in error] == [
-        "--update-weight-delta-checksum blake3: the package blake3 is not installed; pip install blake3",
-        "--update-weight-mode delta: the package zstandard is not installed; pip install zstandard",
+        "--update-weight-delta-checksum blake3: the package blake3 is not installed;"
+        " bash scripts/setup-env.sh examples installs the version that fits",
+        "--update-weight-mode delta: the package zstandard is not installed;"
+        " bash scripts/setup-env.sh examples installs the version that fits",
     ]
+
+
+@pytest.mark.parametrize("field", ["run_dir", "save_hf", "save_debug_rollout_data", "reject_sampling_output"])
+def test_a_path_that_cannot_be_made_is_refused_before_the_run(
+    errors: Errors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """The Hugging Face folder is written at the end: without a checkpoint its failure loses the run."""
+    flag, end = "--" + field.replace("_", "-"), "/{rollout_id}.pt" if "debug" in field else "/new"
+    (tmp_path / "file").touch()
+    found = errors(**{field: f"{tmp_path}/file{end}"})
+    one([error for error in found if flag in error], f"{tmp_path}/file is a file", "name another path")
+    assert not [error for error in errors(**{field: f"{tmp_path}/deep{end}"}) if "another path" in error]
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    assert f"{tmp_path} cannot be written" in str(unwritable(flag, tmp_path / "deep/new"))
+
+
+def test_a_folder_of_save_hf_that_exists_is_refused_before_the_run(errors: Errors, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model-1").mkdir()
+    one(errors(save_hf=f"{tmp_path}/model"), f"--save-hf {tmp_path}/model: it exists already; give another folder")
+    one(errors(save_hf=f"{tmp_path}/model-{{rollout_id}}", num_rollout=2), f"--save-hf {tmp_path}/model-1: it exists")
+    assert errors(save_hf=f"{tmp_path}/model-{{rollout_id}}", num_rollout=3) == []
 
 
 # ------------------------------------------------------------------------------------------------ rows in the plan
@@ -548,8 +597,9 @@ def test_the_plan_finds_what_a_template_refuses(
     assert errors(**flags) == []
     one(
         errors(**flags, hf_checkpoint=str(strict)),
-        f"--prompt-data {data}: column 'input': the chat template does not take the messages in 50 of 100 rows"
-        " (lines 2, 4, 6, …; line 2: the chat template of --hf-checkpoint refuses it (one message alone))",
+        f"--prompt-data {data}: column 'input': the chat template of {strict} refuses it",
+        "one message alone",
+        "in 50 of 100 rows (lines 2, 4, 6, …",
     )
 
 

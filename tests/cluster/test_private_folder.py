@@ -39,3 +39,20 @@ def test_a_long_one_is_not_and_the_log_says_why(
         assert f"at most 24 characters, it has {len(os.fsencode(parent))}" in caplog.text
     finally:
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["ï", "a b"])
+def test_one_that_ray_cannot_read_is_not(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = Path(tempfile.mkdtemp(dir="/tmp", prefix="t"), name)
+    parent.mkdir()
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(parent))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = make_private_folder()
+    try:
+        assert folder.parent == Path("/tmp") and "ASCII without white space" in caplog.text
+    finally:
+        shutil.rmtree(folder)
+        shutil.rmtree(parent.parent)

@@ -98,3 +98,10 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
 def test_no_such_file() -> None:
     with pytest.raises(ValueError, match=r"--eval-config none.yaml: not a readable YAML file"):
         eval_sets(Config.from_flat({"eval_config": "none.yaml"}).to_args())
+
+
+def test_a_function_that_evaluates_may_have_keys_of_its_own(tmp_path: Path) -> None:
+    text = "eval: {datasets: [{name: a, path: b}], delegate: [{name: skills}]}"
+    assert [one.name for one in sets(tmp_path, text, eval_function_path="m.f")] == ["a"]
+    with pytest.raises(ValueError, match=r"datasets\[0\].typo: unknown key"):
+        sets(tmp_path, text.replace("path: b", "path: b, typo: 1"), eval_function_path="m.f")

@@ -171,3 +171,56 @@ def test_what_a_hook_makes_travels_to_other_processes(write: Write) -> None:
     done = subprocess.run(command, input=pickle.dumps(note), capture_output=True, check=True, env=env, cwd="/")
     assert done.stdout.split() == [b"Note", b"21", b"42"]
     register_hooks({"rollout_sample_hook_path": [path], "custom_rm_path": None, "tools_path": "package.module.f"})
+
+
+@pytest.mark.parametrize("name", ["colorsys", "yaml", "numpy"])
+def test_a_module_of_a_package_with_the_name_of_an_installed_one_imports_the_installed_one(
+    write: Write, name: str
+) -> None:
+    folder = write(
+        {
+            "pkg/__init__.py": "",
+            "pkg/llms/__init__.py": "",
+            f"pkg/llms/{name}.py": f"from {name} import __name__ as theirs\nmine = 1\n",
+            "pkg/llms/hook.py": f"import {name}\nfrom .{name} import mine, theirs\n"
+            f"async def f(args, sample, params): return mine, theirs, hasattr({name}, 'mine')\n",
+            f"script/{name}.py": f"from {name} import __name__ as theirs\nmine = 2\n",
+            "script/hook.py": f"from {name} import mine, theirs\n"
+            "async def f(args, sample, params): return mine, theirs, None\n",
+        }
+    )
+    for path, expected in (("pkg/llms/hook.py", (1, name, False)), ("script/hook.py", (2, name, None))):
+        hook = load_function(f"{folder / path}:f")
+        assert asyncio.run(hook(None, None, {})) == expected
+    assert not hasattr(sys.modules[name], "mine")
+
+
+def test_a_hook_imports_by_the_path_that_leads_to_it(write: Write) -> None:
+    """As a program that is started in the folder around `examples` does; folders without an __init__.py count, too."""
+    folder = write(
+        {
+            "repo/examples_s35/__init__.py": "",
+            "repo/examples_s35/more/plain/tool.py": "from examples_s35.more.pkg.common import ONE\nTWO = 2 * ONE\n",
+            "repo/examples_s35/more/plain/hook.py": "from examples_s35.more.plain.tool import TWO\n"
+            "from examples_s35.more.pkg import common\n"
+            "async def f(args, sample, params): return TWO, common.ONE\n",
+            "repo/examples_s35/more/pkg/__init__.py": "",
+            "repo/examples_s35/more/pkg/common.py": "ONE = 1\n",
+            "repo/examples_s35/more/pkg/hook.py": "import examples_s35.more.pkg.common\n"
+            "from slime.utils.misc import load_function\n"
+            "def two(): return 2\n"
+            "async def f(args, sample, params):\n"
+            "    return load_function('examples_s35.more.pkg.hook.two')(), examples_s35.more.pkg.common.ONE\n",
+            "repo/examples_s35/more/pkg/lost.py": "import examples_s35.nothing\nasync def f(args, sample, p): ...\n",
+            # A folder with hooks for a package, which is not installed.
+            "repo/examples_s35/gym_s35/whole.py": "from gym_s35 import Env\nasync def f(args, sample, p): ...\n",
+            "repo/examples_s35/gym_s35/part.py": "from gym_s35.types import Env\nasync def f(args, sample, p): ...\n",
+        }
+    )
+    for name in ("plain/hook.py", "pkg/hook.py"):
+        hook = load_function(f"{folder}/repo/examples_s35/more/{name}:f")
+        assert asyncio.run(hook(None, None, {})) == (2, 1), name
+    assert "examples_s35" not in sys.modules, "nobody else finds it"
+    for name, missing in (("more/pkg/lost", "examples_s35"), ("gym_s35/whole", "gym_s35"), ("gym_s35/part", "gym_s35")):
+        told = check_hook("custom_generate_function_path", f"{folder}/repo/examples_s35/{name}.py:f")
+        assert f"ModuleNotFoundError: No module named '{missing}'" in str(told), name

@@ -235,3 +235,34 @@ def test_a_hook_may_import_parsers_of_sglang(tmp_path: Path) -> None:
     code = f"from fusionrl.config.hooks import load_function; print(load_function('{path}:rm')(None, None))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
+
+
+BY_INPUT = """
+async def generate(input): ...
+def synchronous(input): return input.sample
+class Made:
+    async def __call__(self, input): ...
+class Rollout:
+    def __init__(self, input): ...
+class Bare: ...
+class More:
+    def __init__(self, input, other): ...
+"""
+
+
+def test_functions_of_one_input_are_checked_as_they_are_called(tmp_path: Path) -> None:
+    """As miles calls them: a class is made an object first, of an input where it is a rollout function."""
+    file = tmp_path / "by_input.py"
+    file.write_text(BY_INPUT)
+    generate, rollout, evaluate = "custom_generate_function_path", "rollout_function_path", "eval_function_path"
+    for field, name in ((generate, "generate"), (generate, "Made"), (rollout, "Rollout"), (evaluate, "Rollout")):
+        assert check_hook(field, f"{file}:{name}") is None, (field, name)
+    for field, name, told in (
+        (generate, "synchronous", "it is not async"),
+        (generate, "Rollout", "missing a required argument: 'input'"),
+        (rollout, "Bare", "too many positional arguments"),
+        (rollout, "More", "missing a required argument: 'other'"),
+        (rollout, "generate", "too many positional arguments"),
+        ("custom_rm_path", "generate", "too many positional arguments"),
+    ):
+        assert told in str(check_hook(field, f"{file}:{name}")), (field, name)

@@ -24,11 +24,56 @@ def translated(*argv: str, **forms: Form) -> list[str]:
     return found.argv
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("--train-backend fsdp --attn-implementation flash_attention_2 --fsdp-cpu-offload --lr 1", "--lr 1"),
+        (
+            "--train-backend fsdp --gradient-checkpointing",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        ("--train-backend megatron --lr 1", "--lr 1"),
+        ("--sglang-tp-size 8 --sglang-dp-size 1 --rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 8"),
+        ("--sglang-dtype bfloat16 --lr 1", "--rollout-dtype bf16 --lr 1"),
+        ("--disable-rollout-global-dataset --data-source-path my.Source", "--data-source-path my.Source"),
+        (
+            "--disable-rollout-global-dataset --prompt-data x.jsonl",
+            "--data-source-path fusionrl.buffer.data_source.RolloutDataSourceWithBuffer",
+        ),
+        ("--eval-max-context-len 9 --rollout-max-context-len 9", "--rollout-max-context-len 9"),
+        ("--save-retain-interval 20 --save-interval 10", "--save-interval 10"),
+        ("--sglang-router-policy round_robin", "--router-policy round_robin"),
+        ("--rollout-function-path miles.rollout.sft_rollout.generate_rollout --debug-train-only", "--mode sft"),
+        ("--lora-rank 0 --opd-log-prob-top-k 0", ""),
+    ],
+)
+def test_flags_of_forks_and_of_older_slime(given: str, wanted: str) -> None:
+    assert sorted(translated(*given.split())) == sorted(wanted.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("--lora-rank 8", "all weights are trained"),
+        ("--eval-max-context-len 9 --rollout-max-context-len 8", "evaluation sets have --rollout-max-context-len"),
+        ("--eval-max-context-len 9", "evaluation sets have --rollout-max-context-len"),
+        ("--sglang-config groups.yaml", "--engine-group NAME:num_gpus=N"),
+        ("--sglang-tp-size 4 --rollout-num-gpus-per-engine 8", "use --rollout-num-gpus-per-engine"),
+        ("--train-backend torchtitan", "Megatron-core trains"),
+        ("--attn-implementation eager", "--attention-backend"),
+        ("--opd-log-prob-top-k 16", "sampled tokens"),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_refused_with_the_reason(given: str, reason: str) -> None:
+    _, errors = read_args(given.split())
+    assert len(errors) == 1 and reason in errors[0]
+
+
 def test_each_flag_has_one_place() -> None:
     """In one table alone, and none of them is a flag of ours, which it would hide."""
     assert len(TABLE) == len(SHAPES) + len(RENAMED) + len(NO_EFFECT) + len(REFUSED)
     assert not TABLE.keys() & FIELDS.keys()
-    known = {*FIELDS, "sglang_dp_size", "sglang_enable_dp_attention"}
+    known = {*FIELDS, "sglang_dp_size", "sglang_enable_dp_attention", "sglang_tp_size", "sglang_dtype"}
     assert DIFFERS.keys() <= known and TABLE.keys() >= SECRETS
 
 
@@ -43,7 +88,9 @@ def test_each_flag_is_taken_or_refused_by_its_name(name: str) -> None:
         assert error == f"{' '.join([flag, *values])}: {entry.text}"
     elif entry.kind is Kind.RENAMED:
         assert all(
-            error.startswith("--opd-teacher-ckpt-step") or "torch_dist" in error or name == "fp8_format"
+            error.startswith("--opd-teacher-ckpt-step")
+            or "torch_dist" in error
+            or name in ("fp8_format", "sglang_router_policy")
             for error in errors
         ), errors
     else:
@@ -53,7 +100,8 @@ def test_each_flag_is_taken_or_refused_by_its_name(name: str) -> None:
     megatron = {field for fields in upstream.megatron_fields().values() for field in fields}
     router = upstream.option_names(upstream.router_parser(), "router")
     sglang = upstream.option_names(upstream.sglang_parser(), "sglang")
-    for found in re.findall(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]", entry.text):
+    of_train = re.sub(r"`fusionrl [^`]*`", "", entry.text)  # another command has options of its own
+    for found in re.findall(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]", of_train):
         field = found[2:].replace("-", "_")
         known = {field, field.removeprefix("no_")} & {*FIELDS, *TABLE, *megatron}
         assert known or found in (*router, *sglang) or found in ("--critic", "--router", "--sglang"), found
@@ -93,6 +141,12 @@ def test_a_value_that_asks_for_what_is_so_anyway(name: str) -> None:
         ),
         ("--spec slime_plugins.models.glm4 get_glm_spec", ""),
         ("--spec my.module make", "--custom-spec-path my.module.make"),
+        ("--sglang-enable-dp-attention", ""),
+        ("--sglang-disable-piecewise-cuda-graph", "--sglang-disable-prefill-cuda-graph"),
+        (
+            "--rollout-num-gpus-per-engine 8 --sglang-enable-ep-moe",
+            "--rollout-num-gpus-per-engine 8 --sglang-ep-size 8",
+        ),
     ],
 )
 def test_what_is_written_otherwise(argv: str, wanted: str) -> None:
@@ -107,6 +161,12 @@ def test_what_is_written_otherwise(argv: str, wanted: str) -> None:
         ("--save run --load other", {}, "--run-dir run"),
         ("--save run --load other", {"other": "torch_dist"}, "--run-dir run --megatron-checkpoint other"),
         ("--load other --ckpt-step 12", {"other": "torch_dist"}, "--megatron-checkpoint other/iter_0000012"),
+        ("--load other --ckpt-step 12", {}, "--megatron-checkpoint other/iter_0000012"),
+        (
+            "--save old --load old --ckpt-step 1",
+            {},
+            "--run-dir old_fusionrl --megatron-checkpoint old/iter_0000001 --resume",
+        ),
         ("--load other", {"other": "hf"}, "--hf-checkpoint other"),
         (
             "--save old --load old",

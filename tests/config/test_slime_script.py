@@ -49,6 +49,38 @@ def argv(folder: Path, text: str, **values: str) -> list[str]:
         ("while read -r line; do X=1; done < file\nuntil curl x; do sleep 1; done\nX=2", "$X", ["2"]),
         ("cat <<EOF > /dev/null\n( ' unclosed\nEOF\nX=1", "$X", ["1"]),
         ("export X=1 Y", "$X", ["1"]),
+        ('L="--a 1  --b"\nread -ra A <<< "$L"', "${A[@]} end", ["--a", "1", "--b", "end"]),
+        ("IFS=', ' read -r -a A <<< 'x,y z'", "${A[@]}", ["x", "y", "z"]),
+        ("read -r X Y <<< 'a b c'", '"$X" "$Y"', ["a", "b c"]),
+        ('read -r -d \'\' X <<EOF || true\n{"n": "$N"}\nEOF\n', '"$X"', ['{"n": "${N}"}']),
+        ("mapfile -t A <<< $'a'", "${A[@]}", ["$a"]),
+        ('X=$(cat <<\'EOF\'\n{"a": "$b"}\nEOF\n)', '"$X"', ['{"a": "$b"}']),
+        ("read -ra A < list.txt", "--x ${A[@]}", ["--x", "${A[@]}"]),
+        (
+            'f() { X=$1; shift; A=("$@"); N=$#; }\nf one --b "c d"',
+            '$X $N "${A[@]}" "$@"',
+            ["one", "2", "--b", "c d", "$@"],
+        ),
+        ("f() { local X=${1:-none} Y=${2:-none}; A+=($X$Y); }\nf a b\nf", "${A[@]}", ["ab", "nonenone"]),
+        ("f() { A=(${@:2}); g ${A[@]}; }\ng() { B=$2; }\nf 1 2 3", "${A[@]} $B $1", ["2", "3", "3", "$1"]),
+        ('f() { for a; do A+=("$a"); done; }\nf 1 "2 3"', '"${A[@]}"', ["1", "2 3"]),
+        (
+            "while [[ $# -gt 0 ]]; do case $1 in --n) N=$2; shift 2 ;; esac; done\n: ${N:=1}\nX=${N:-8}",
+            "$X $N",
+            ["1", "1"],
+        ),
+        ("i=0; while [ $i -lt 2 ]; do A+=($i); i=$((i + 1)); done", "${A[@]}", ["0", "1"]),
+        ("for host in $(cat hosts); do A+=(--h $host); done", "--a ${A[@]}", ["--a", "${A[@]}"]),
+        ("A=(--a 1); [ -f x ] && A+=(--b)", "${A[@]}", ["--a", "1", "${A[@]:2}"]),
+        ("if [ -f x ]; then A=(1 --b 2); else A=(1 --b 3); fi", "${A[@]}", ["1", "${A[@]:1}"]),
+        ("A=('x y')", '${A[@]+"${A[@]}"} ${B[@]+"${B[@]}"}', ["x y"]),
+        (
+            "X=Qwen3-4B",
+            "${X,,} ${X^^} ${X//-/_} ${X:0:4} ${X/Qwen3/q}",
+            ["qwen3-4b", "QWEN3-4B", "Qwen3_4B", "Qwen", "q-4B"],
+        ),
+        ("exec > >(tee -a log) 2>&1\ndiff <(sort a) b\nX=1", "$X", ["1"]),
+        ("exec 2> >(tee -a 'l o g' >&2)\nX=1", "$X", ["1"]),
     ],
 )
 def test_words(tmp_path: Path, before: str, word: str, wanted: list[str]) -> None:
@@ -90,7 +122,10 @@ def test_sourced_model_files(tmp_path: Path) -> None:
         (launched,) = read(tmp_path / "examples", text + launch).launches
         assert [plain(word) for word in launched.argv] == ["--rotary-base", "20", "${BASE}"]
     found = read(tmp_path, "source /nowhere/else/x.sh" + launch)
-    assert found.notes == ["source /nowhere/else/x.sh: the file is not there, what it sets is not known"]
+    assert found.notes == [
+        "source /nowhere/else/x.sh: the file is not there, what it sets is not known",
+        "${MODEL_ARGS[@]}: nothing that was read sets it, so it stands for no arguments",
+    ]
 
 
 def test_jobs_of_ray_continued_lines_and_pipes(tmp_path: Path) -> None:
@@ -103,6 +138,58 @@ def test_jobs_of_ray_continued_lines_and_pipes(tmp_path: Path) -> None:
     assert (launch.program, launch.argv, launch.env) == ("train_async", ("--lr", "1e-6"), '{"env_vars": {"A": "1"}}')
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        'bash -c "python3 train.py ${A[*]} --seed 1"',
+        'eval "python3 train.py ${A[*]} --seed 1"',
+        "ssh host 'cd /x && python3 train.py --lr 1 --seed 1'",
+        "CMD='python3 train.py --lr 1'; $CMD --seed 1",
+        "torchrun --nproc-per-node 8 train.py ${A[@]} --seed 1",
+        "nohup uv run train.py ${A[@]} --seed 1 > log 2>&1 &",
+        'f() { python3 train.py "$@"; }\nf "${A[@]}" --seed 1',
+        "until python3 train.py ${A[@]} --seed 1; do sleep 9; done",
+        "while true; do python3 train.py ${A[@]} --seed 1; n=$((n + 1)); done",
+        "for n in $(cat hosts); do python3 train.py ${A[@]} --seed 1; done",
+        "(set -x; python3 train.py ${A[@]} --seed 1) > >(tee log)",
+        'exec > >(tee -a "log $X") 2>&1\npython3 train.py ${A[@]} --seed 1',
+    ],
+)
+def test_ways_to_start_a_run(tmp_path: Path, command: str) -> None:
+    (tmp_path / "hosts").write_text("")
+    assert argv(tmp_path, f"A=(--lr 1)\n{command}\n") == ["--lr", "1", "--seed", "1"]
+
+
+@pytest.mark.parametrize("command", ["pkill -f train.py", "echo python train.py --x", "cp train.py /x/train.py"])
+def test_a_command_that_names_the_program_starts_no_run(tmp_path: Path, command: str) -> None:
+    assert argv(tmp_path, f"{command}\npython train.py --seed 1\n") == ["--seed", "1"]
+
+
+def test_a_script_that_runs_another(tmp_path: Path) -> None:
+    """Its arguments are that script's; what that script sets is its own."""
+    (tmp_path / "base.sh").write_text("X=2\npython train.py --lr ${LR:-1} --model $1\n")
+    text = "X=1\nLR=5\nbash ./base.sh small\npython train.py --x $X\n"
+    assert [launch.argv for launch in read(tmp_path, text).launches] == [
+        ("--lr", "5", "--model", "small"),
+        ("--x", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("python train.py ${A[@]}", "${A[@]}: nothing that was read sets it"),
+        ("read -ra A < file\npython train.py ${A[@]}", "${A} is read from a command or a file"),
+        ("mapfile -t A < <(make args)\npython train.py ${A[@]}", "${A} is read from a command or a file"),
+        ("JUDGE=x python train.py --a", "the launch sets JUDGE"),
+        ("cat > $(mktemp) <<EOF\na: 1\nEOF\npython train.py --a", "the script writes $(mktemp) from a here-document"),
+        ("A=(1); test -d /x && A+=(2)\npython train.py ${A[@]}", "${A[@]} depends on a condition"),
+    ],
+)
+def test_what_is_lost_is_named(tmp_path: Path, text: str, note: str) -> None:
+    assert any(line.startswith(note) for line in read(tmp_path, text + "\n").notes)
+
+
 def test_a_lost_backslash_is_named(tmp_path: Path) -> None:
     script = read(tmp_path, "A=(--lr 1)\npython train.py --colocate\n   ${A[@]} \\\n   --seed 1\n")
     assert script.launches[0].argv == ("--colocate", "--lr", "1", "--seed", "1")
@@ -113,6 +200,7 @@ def test_a_lost_backslash_is_named(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("echo hi\n", "starts no train.py"),
+        ("python train_lora.py --x 1\ntorchrun a/sft.py\n", "train_async.py; it starts train_lora.py, a/sft.py"),
         ("X=(1\npython train.py\n", "not closed"),
         ('echo "open\n', "missing"),
         ("if true; then\npython train.py\n", "line "),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,56 @@ def test_conversations(write_rows: Rows, tokenizer: Any) -> None:
     found, _ = check.problems(str(write_rows([{"m": turn}, {"m": turn[:1]}])))
     assert len(found) == 1 and "line 2: " in found[0] and "without an assistant turn" in found[0]
     prompt = tokenizer.apply_chat_template(turn[:1], add_generation_prompt=True, tokenize=False)
-    assert check.lengths == [len(tokenizer.encode(prompt, add_special_tokens=False))]
+    whole = tokenizer.apply_chat_template(turn, tokenize=False).rstrip()
+    num_prompt, num_tokens = (len(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, whole))
+    assert (check.lengths, check.num_trained) == ([num_tokens], [num_tokens - num_prompt])
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_the_length_of_a_text_pair_is_that_of_its_sample(write_rows: Rows, tokenizer: Any, is_ended: bool) -> None:
+    """A response that has its end token is not ended twice, and is counted so."""
+    response = "yes" + tokenizer.eos_token * is_ended
+    check = DataCheck(PromptColumns("q", "a"), tokenizer, is_sft=True)
+    assert check.problems(str(write_rows([{"q": "ab", "a": response}]))) == ([], [])
+    assert (check.lengths, check.num_trained) == ([6], [4])
+    assert check.summary() == "1 rows, tokens min 6 median 6 max 6, trained min 4 median 4 max 4, 4 in all"
+
+
+def test_several_answers_to_one_prompt_are_several_samples(write_rows: Rows) -> None:
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    tokens = {"tokens": [5, 6], "loss_mask": [0, 1]}
+    rows = [
+        {"q": "1+1=", "a": "2"},
+        {"q": "1+1=", "a": "two"},
+        {"q": turns, "a": "a label"},
+        {"q": turns[:1] + [turns[1] | {"content": "z"}], "a": "a label"},
+        {"q": turns, "a": "another label"},
+        {"q": "1+1=", "a": "2"},
+        {"q": "1+1=", "a": "2"} | tokens,
+        {"q": "2+2=", "a": "4"} | tokens,
+    ]
+    data = write_rows(rows)
+    errors, warnings = DataCheck(PromptColumns("q", "a"), is_sft=True).problems(str(data))
+    assert errors == []
+    first = f"lines 5, 6, 8; line 5: {data}: line 3"
+    assert warnings == [f"{data}: the same sample as an earlier row in 3 of 8 rows ({first})"]
+
+
+def test_all_problems_of_conversations_come_at_once(write_rows: Rows, tokenizer: Any) -> None:
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    rows = [
+        {"m": turn, "label": "1"},
+        {"m": turn[:1], "label": "1"},  # no answer
+        {"m": [turn[0], {"role": "robot", "content": "z"}], "label": "1"},
+        {"m": turn, "metadata": "no object", "label": "1"},
+        {"m": [turn[0], {"role": "assistant", "content": "long " * 60}], "label": "1"},
+        {"q": 3},
+    ]
+    check = DataCheck(PromptColumns("m", "label"), tokenizer, is_sft=True)
+    check.limit = 200, Finding("it has more tokens than 200", hint="leave it out")
+    found = "\n".join(check.problems(str(write_rows(rows)))[0])
+    for line in (2, 3, 4, 5, 6):
+        assert re.search(rf"lines? (\d, )*{line}\b", found), (line, found)
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -194,4 +244,17 @@ def test_texts_without_positions_are_found_as_in_a_plan(
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 2048}]
     write_rows([{"q": chat}])
     code, out = check("--mode", "sft")
-    assert code == 2 and "line 1: it has 2" in out and "over the 2048 positions" in out
+    assert code == 2 and "line 1: it has more tokens than the 2048 positions" in out and "trained min 2049" in out
+
+
+@pytest.mark.parametrize("is_sft", [False, True])
+def test_one_prompt_with_other_tools_is_another(is_sft: bool, write_rows: Rows) -> None:
+    """In the metadata as in the column of tools, and as JSON text."""
+    calendar, clock = ([{"type": "function", "function": {"name": name}}] for name in ("calendar", "clock"))
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}][: 1 + is_sft]
+    rows = [{"q": turns, "a": "1", "metadata": {"tools": calendar}}, {"q": turns, "a": "2", "t": clock}]
+    columns = PromptColumns("q", "a", tool_key="t", apply_chat_template=not is_sft)
+    assert DataCheck(columns, None, is_sft).problems(str(write_rows(rows))) == ([], [])
+    rows.append({"q": turns, "a": "1", "t": json.dumps(clock)})
+    errors, warnings = DataCheck(columns, None, is_sft).problems(str(write_rows(rows)))
+    assert ["line 3" in text for text in errors + warnings] == [True]

@@ -23,15 +23,22 @@ def test_texts_messages_labels_and_metadata(tokenizer: Any, write_rows: Callable
             "a": 4,
             "tools": [{"name": "calc"}],
         },
+        {"q": "1+2=", "a": "3", "tools": []},
     ]
+    with pytest.raises(ValueError, match=r"line 2: the chat template .* does not render tools \('calc'\)"):
+        load_prompts(write_rows(rows), tokenizer, PromptColumns("q", "a", tool_key="tools", apply_chat_template=True))
+    tools = "{% if tools is not none and tools is defined %}{{ tools | map(attribute='name') | join }}\n{% endif %}"
+    tokenizer.chat_template = tools + tokenizer.chat_template
     columns = PromptColumns("q", "a", tool_key="tools", apply_chat_template=True)
     loaded = load_prompts(write_rows(rows), tokenizer, columns)
-    first, second = loaded.samples
+    first, second, third = loaded.samples
     assert first.prompt == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-    assert second.prompt == ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n")
+    turns = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    assert second.prompt == "calc\n" + turns
     assert first.prompt_tokens is not None
     assert tokenizer.decode(first.prompt_tokens) == first.prompt
     assert tokenizer.convert_tokens_to_ids("<|im_start|>") == first.prompt_tokens[0]
+    assert third.prompt == first.prompt.replace("1+1", "1+2") and third.metadata == {}
     assert first.metadata == {"level": 1}
     assert second.metadata == {"tools": [{"name": "calc"}]}
     assert (first.label, second.label) == ("2", 4)

@@ -185,9 +185,9 @@ def test_one_number_of_a_reward() -> None:
     assert value(True) == 1.0
     assert value(np.float32(2)) == 2.0
     assert value({"a": 1, "b": 2}, "b") == 2.0
+    assert value({"a": 1, "b": 2}) == {"a": 1, "b": 2}  # as in slime: a hook may keep its data there
     for reward, key, part in [
-        ({"a": 1, "b": 2}, None, r"sample 9: .*keys \['a', 'b'\]; choose one with --reward-key"),
-        ({"a": 1}, "b", r"--reward-key b: the reward has only the keys \['a'\]"),
+        ({"a": 1}, "b", r"sample 9: --reward-key b: the reward has only the keys \['a'\]"),
         (None, None, "None is no number"),
         ("1", None, "'1' is no number"),
         (float("nan"), None, "nan is not finite"),
@@ -195,6 +195,8 @@ def test_one_number_of_a_reward() -> None:
         with pytest.raises(ValueError, match=part):
             value(reward, key)
     assert reward_value({"a": True}, "a", "--x") == 1.0
+    with pytest.raises(ValueError, match=r"keys \['a', 'b'\]; choose one with --x"):
+        reward_value({"a": 1, "b": 2}, None, "--x")
 
 
 @pytest.mark.parametrize("version", ["default", "99999999999", "--3", "\u00b2", "", None])

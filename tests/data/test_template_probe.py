@@ -101,15 +101,18 @@ def test_files_of_other_forms(tmp_path: Path) -> None:
 def test_one_row_of_each_shape_is_rendered() -> None:
     refused: list[Any] = []
 
-    def confirm(messages: Any, tools: Any) -> str | None:
+    def confirm(messages: Any, tools: Any) -> Exception | None:
         refused.append(messages)
-        return "the roles do not fit"
+        return ValueError("the roles do not fit")
 
-    template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages[0]['content'] }}"
+    )
     probe = TemplateProbe(TokenizerFiles({"default": template}, {}, ()), {}, confirm)
     for number in range(5):
         assert probe.refusal(("user",), [{"role": "user", "content": str(number)}], None) is None
-        assert probe.refusal(("system",), [{"role": "system", "content": "x"}], None) == "the roles do not fit"
+        refusal = probe.refusal(("system",), [{"role": "system", "content": "x"}], None)
+        assert str(refusal) == "the roles do not fit"
     assert len(refused) == 1
 
 
@@ -119,6 +122,6 @@ def test_the_tokenizer_has_the_last_word(tiny_model: Path, tokenizer: Any) -> No
     strict = TokenizerFiles({"default": "{{ raise_exception('no') }}"}, {}, files.special_tokens)
     probe = template_probe(strict, PromptColumns("q", apply_chat_template=True), lambda: tokenizer)
     assert probe is not None and probe.refusal("text", [USER], None) is None
-    parts = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
-    assert "as Python prints them" in (probe.refusal("parts", parts, None) or "")
+    parts = [{"role": "user", "content": [{"type": "image", "text": "1+1="}]}]
+    assert "as Python prints them" in str(probe.refusal("parts", parts, None))
     assert template_probe(files, PromptColumns("q"), lambda: tokenizer) is None

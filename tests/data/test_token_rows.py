@@ -80,4 +80,4 @@ def test_data_check_reads_the_vocabulary_of_the_model(
     assert cli.main(["data", "check", str(data), *flags]) == 2
     out = capsys.readouterr().out
     assert f"line 3: column 'tokens' holds an id that is not in the vocabulary (0..{size - 1}) ({size})" in out
-    assert "line 2: the same prompt as an earlier row" in out
+    assert "line 2: the same sample as an earlier row" in out

@@ -26,6 +26,9 @@ class Trainers(list[str]):
     def sample_columns(self, rollout_id: int) -> list[str]:
         return []
 
+    def last_trained(self, timeout_s: float) -> list[int | None]:
+        return [0]
+
     def validation_losses(self, shards: dict[str, list[Any]]) -> dict[str, float]:
         return {"eval/x/loss": 1.0}
 
@@ -44,6 +47,7 @@ class Cluster:
         self.clocks = SimpleNamespace(measure=lambda: None)
         self.hardware = SimpleNamespace(begin=lambda: None, measure=lambda values, work: {})
         self.engines = SimpleNamespace(release_memory=lambda: None)
+        self.check_engines = lambda is_generating: None
         self.buffer = SimpleNamespace(
             start_rollout=lambda rollout_id, version: rollout_id,
             wait_rollout=self.generate,

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from fusionrl.config.parser import read_args
 from fusionrl.driver.model_card import model_card, write_model_card
 
@@ -29,7 +31,7 @@ PLAN: Any = SimpleNamespace(layout=SimpleNamespace(world_size=2), device="cpu", 
 def card(*argv: str, has_curves: bool = True, has_base: bool = False) -> str:
     config, errors = read_args([*ARGV, *argv])
     assert not errors
-    return model_card(config, PLAN, ROWS, has_curves=has_curves, has_base=has_base)
+    return model_card("sums", config, PLAN, ROWS, has_curves=has_curves, has_base=has_base)
 
 
 def command_of(text: str) -> list[str]:
@@ -50,7 +52,9 @@ def test_what_it_says() -> None:
 def test_it_says_so_where_gpus_trained() -> None:
     config, _ = read_args(ARGV)
     plan: Any = SimpleNamespace(**{**vars(PLAN), "device": "cuda", "precision": "bf16"})
-    assert "on 2 trainers (GPU, bf16) and 1 engine." in model_card(config, plan, ROWS, has_curves=True, has_base=False)
+    assert "on 2 trainers (GPU, bf16) and 1 engine." in model_card(
+        "sums", config, plan, ROWS, has_curves=True, has_base=False
+    )
 
 
 def test_its_command_repeats_the_run() -> None:
@@ -89,3 +93,13 @@ def test_the_base_models_card_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "README.base.md").read_text() == "the base model's"
     assert (tmp_path / "curves.png").read_bytes() == b"png"
     assert "[README.base.md](README.base.md)" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "title"), [("run", "sums-model"), ("sums-7", "sums-7")])
+def test_its_title_is_the_model_s_name(tmp_path: Path, name: str, title: str) -> None:
+    """Not the default of --name: each card's title would be "run"."""
+    folder = tmp_path / "sums-model"
+    folder.mkdir()
+    config, _ = read_args([*ARGV, "--name", name])
+    write_model_card(folder, config, PLAN, ROWS, None)
+    assert f"\n# {title}\n" in (folder / "README.md").read_text()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 
 @pytest.fixture(autouse=True)
@@ -18,12 +20,18 @@ def _begin_warm(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with model/, sft.jsonl, train.jsonl and eval.jsonl of the quickstart's task."""
-    folder = tmp_path_factory.mktemp("task")
-    tool = Path(__file__).parents[2] / "tools" / "make_quickstart.py"
-    subprocess.run([sys.executable, str(tool), "--out", str(folder), "--seed", "5"], check=True, capture_output=True)
-    lines = (folder / "eval.jsonl").read_text().splitlines()[:32]
-    (folder / "eval.jsonl").write_text("\n".join(lines) + "\n")
+    """Folder with model/, sft.jsonl, train.jsonl and eval.jsonl of the quickstart's task; the first worker makes it."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    folder = shared / "task"
+    with FileLock(shared / "task.lock"):
+        if not folder.exists():
+            tool, made = Path(__file__).parents[2] / "tools" / "make_quickstart.py", shared / "task-in-the-making"
+            command = [sys.executable, str(tool), "--out", str(made), "--seed", "5"]
+            subprocess.run(command, check=True, capture_output=True)
+            lines = (made / "eval.jsonl").read_text().splitlines()[:32]
+            (made / "eval.jsonl").write_text("\n".join(lines) + "\n")
+            made.rename(folder)
     return folder
 
 

@@ -22,6 +22,15 @@ async def hangs(args: Any, sample: Any, **kwargs: Any) -> float:
     return await partial_credit(args, sample)
 
 
+async def fails_late(args: Any, sample: Any, **kwargs: Any) -> float:
+    """As `partial_credit`; raises at the sample that FUSIONRL_TEST_SAMPLE names, and at later ones."""
+    import os
+
+    if sample.index >= int(os.environ.get("FUSIONRL_TEST_SAMPLE", 10**9)):
+        raise KeyError("answer")
+    return await partial_credit(args, sample)
+
+
 async def tells_its_secrets(args: Any, sample: Any, **kwargs: Any) -> float:
     """As `partial_credit`; what this process has of secrets goes into the file that FUSIONRL_TEST_FILE names."""
     import json

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusionrl.observe.glossary import undocumented
+from fusionrl.observe.rollouts import list_rollouts
 
 TOKEN_VARIABLE = "FUSIONRL_TEST_TOKEN"
 
@@ -153,3 +154,10 @@ def undocumented_files(run_dir: Path) -> list[str]:
 def train_steps(run_dir: Path) -> list[tuple[int, int]]:
     """(attempt, step) of every line that reports training."""
     return [(row["attempt"], row["step"]) for row in metrics_of(run_dir) if "train/loss" in row]
+
+
+def trained_prompts(folder: Path) -> list[str]:
+    """The prompt of each group that was trained, of a step that ran twice the later time."""
+    files = [found for found in list_rollouts(folder) if found.kind == "train"]
+    rows = [json.loads(line) for found in files for line in found.path.read_text().splitlines()]
+    return [row["prompt"] for row in rows[::4]]

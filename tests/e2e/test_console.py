@@ -16,12 +16,24 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_reward_that_is_always_0_and_then_raises(rl_flags: list[str], tmp_path: Path) -> None:
-    """Both are said with a cause: three steps that teach nothing, and a fourth rollout that fails."""
+    """Both are said with a cause: three steps that teach nothing, and a fourth rollout that fails.
+
+    The three steps are saved. The command in the error continues the run, with the flag that it offers to its end.
+    """
     folder = tmp_path / "a run"
     flags = [*rl_flags, "--custom-rm-path", "tests/e2e/hooks.py:never", "--num-rollout", "4", "--log-samples", "2"]
     launched = run([*flags, "--rollout-max-response-len", "2", "--run-dir", str(folder)], tmp_path, code=1)
     check_warnings(launched.output(), folder)
     check_failure(launched.output(), folder)
+    command = re.search(r"^to continue: fusionrl train (.*)$", launched.output(), re.MULTILINE)
+    offer = re.search(
+        r"^with (--reward-failure-value 0) the run continues: such samples", launched.output(), re.MULTILINE
+    )
+    assert command is not None and offer is not None
+    again = run([*shlex.split(command[1]), *offer[1].split()], tmp_path)
+    assert "the reward function raised at 32 of 32 samples" in " ".join(again.output().split())
+    last = metrics_of(folder)[-1]
+    assert (last["attempt"], last["step"], last["rollout/reward_error"]) == (2, 4, 32)
 
 
 def check_warnings(output: str, folder: Path) -> None:
@@ -50,7 +62,8 @@ def check_warnings(output: str, folder: Path) -> None:
 
 def check_failure(output: str, folder: Path) -> None:
     """The console names flag, function, error and sample, and shows the user's lines; the log has all of them."""
-    last = "\n".join(output.rstrip().splitlines()[-12:])
+    last = "\n".join(output.rstrip().splitlines()[-14:])
+    assert "the run ended after step 3; step_000003 has all of it: --resume continues from there\n" in last
     assert "--custom-rm-path tests/e2e/hooks.py:never: KeyError: 'answer' at sample " in last
     assert "raise KeyError" in last and 'tests/e2e/hooks.py", line ' in last
     assert "fusionrl/rewards/worker.py" not in output

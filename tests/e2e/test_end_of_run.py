@@ -68,6 +68,8 @@ def test_kills_and_resumes(rl_flags: list[str], recorded: Path, tmp_path: Path) 
     assert text.rstrip().splitlines()[-1].startswith("logs: "), text[-500:]
     first.assert_nothing_left()
     done = _saved(folder)
+    assert done == max(step for _, step in train_steps(folder)), "what is trained is saved, though the engine is dead"
+    assert f"the run ended after step {done}; step_{done:06d} has all of it" in " ".join(text.split())
 
     second = launch(_flags(rl_flags, folder, 100), tmp_path)
     second.wait_for(lambda: _saved(folder) >= done + 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def test_two_groups_of_which_one_engine_spans_two_nodes(
     with the weights."""
     from ray.cluster_utils import Cluster
 
-    folder, model = tmp_path / "run", task / "model"
+    folder, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(task / "model", model)  # its path tells this run's servers from those of tests beside it
     wide = ["--tp-size 2", "--nnodes 2", "--max-total-tokens 16384"]
     small = ["--tp-size 1", "--max-total-tokens 32768", "--max-running-requests 16"]
     cluster = Cluster()
@@ -49,7 +51,7 @@ def test_two_groups_of_which_one_engine_spans_two_nodes(
             cluster.add_node(num_cpus=1, resources={"fusionrl_device": 2}, include_dashboard=False)
         launched = launch(
             [*rl_flags, "--ray-address", cluster.address, "--num-rollout", "2", "--run-dir", str(folder), "--no-save"]
-            + ["--engine-group", "wide:num_gpus=2,per_engine=2,max-total-tokens=16384"]
+            + ["--hf-checkpoint", str(model), "--engine-group", "wide:num_gpus=2,per_engine=2,max-total-tokens=16384"]
             + ["--engine-group", "small:num_gpus=1,max-running-requests=16"]
             + ["--use-fault-tolerance", "--verify-weights", "always", "--update-weight-transport", "broadcast"]
             + ["--rollout-ignore-eos", "--rollout-max-response-len", "200"]

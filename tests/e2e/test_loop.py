@@ -189,8 +189,9 @@ def test_generate_and_reward_functions_written_for_slime(rl_flags: list[str], tm
     for rollout_id, row in enumerate(rows):
         samples = _samples(folder, rollout_id)
         assert len(samples) == 8 * 4 * 2
-        assert row["train/num_samples"] == len(samples)
-        assert row["train/masked_samples"] == sum(not any(s["loss_mask"]) for s in samples)
+        assert row["train/num_samples"] == 8 * 4, "two samples of one attempt are one"
+        attempts = [samples[i : i + 2] for i in range(0, len(samples), 2)]
+        assert row["train/masked_samples"] == sum(not any(map(any, (s["loss_mask"] for s in a))) for a in attempts)
         assert all(s["my_note"] == {"number": i % 2, "setting": "mine"} for i, s in enumerate(samples))
         assert all(s["loss_mask"][0] == s["my_note"]["number"] == s["reward"]["number"] for s in samples)
         assert all(s["weight_versions"] == [rollout_id] * s["response_length"] for s in samples), "post notes them"

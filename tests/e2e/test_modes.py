@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fusionrl.config.hooks import SIGNATURES, flag_of
 from fusionrl.data.chat import MultiTurnLossMaskGenerator
+from fusionrl.observe.rollouts import list_rollouts
 from tests.e2e.all_hooks import HOOKS
 from tests.e2e.launch import metrics_of, run, undocumented_files
 
@@ -76,6 +77,7 @@ def test_one_mode_feeds_the_next(task: Path, tmp_path: Path) -> None:
     for step, model in ((0, task / "model"), (40, tmp_path / "model")):
         assert validation[step] == pytest.approx(_loss_by_transformers(model, tmp_path / "val.jsonl"), rel=1e-4)
     assert not list((tmp_path / "sft" / "logs").glob("engine-*.log")), "sft starts no engine"
+    assert [file.step for file in list_rollouts(tmp_path / "sft")] == list(range(1, 41))
     assert not list((tmp_path / "sft").glob("checkpoints/*")), "--no-save writes no checkpoint"
 
     common = ["--device", "cpu", "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"]

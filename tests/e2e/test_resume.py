@@ -42,8 +42,10 @@ def test_runs_that_are_stopped_and_resumed_with_other_flags(flags: list[str], tm
     os.kill(first.process.pid, signal.SIGINT)
     assert first.wait(60) == 130
     text = " ".join(first.output().split())
-    assert re.search(r"interrupted after step (\d+); steps 1-\1 are lost: --resume goes on from the start", text), text
-    assert f"to go on: fusionrl train --run-dir {folder} --resume" in text
+    assert re.search(r"interrupted after step (\d+); steps 1-\1 are lost: --resume continues from the start", text), (
+        text
+    )
+    assert f"to continue: fusionrl train --run-dir {folder} --resume" in text
 
     short = ["--run-dir", str(folder), "--resume"]
     run([*short, "--num-rollout", "3"], tmp_path)

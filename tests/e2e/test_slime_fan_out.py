@@ -49,7 +49,7 @@ def test_a_fully_asynchronous_run_with_a_teacher_of_its_own(task: Path, tmp_path
     for row in trained:
         assert row["train/grad_norm"] > 0 and row["train/opd_excluded"] == 0
         samples = _samples(folder, row["step"])
-        assert row["train/num_samples"] == len(samples)
+        assert row["train/num_samples"] == 3 * 2 < len(samples), "attempts are counted"
         assert Counter(s["metadata"]["of"] for s in samples) == {
             index: 1 + index % 3 for index in {s["metadata"]["of"] for s in samples}
         }

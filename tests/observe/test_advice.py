@@ -166,3 +166,11 @@ def test_lost_rewards_are_the_first_cause_of_equal_ones() -> None:
 def test_lost_rewards_of_an_evaluation_are_told() -> None:
     (text,) = Watches(SETTINGS).after_step(3, {"eval/reward_timeout": 2.0, "eval/reward_crash": 1.0})
     assert text.startswith("3 answers of the evaluation got no reward")
+
+
+def test_sampling_parameters_that_change_the_distribution_are_named() -> None:
+    watches = Watches(SETTINGS)
+    (text,) = watches.after_rollout(1, replace(GOOD, num_changed=4, changed_by=("min_new_tokens", "top_p")))
+    assert "4 of 32 samples were sampled with min_new_tokens, top_p" in text and "loss_mask" in text
+    assert watches.changed_by == ("min_new_tokens", "top_p")
+    assert watches.after_rollout(2, GOOD) == [] and watches.changed_by == ()

@@ -94,6 +94,16 @@ def test_a_second_set_up_replaces_the_first(tmp_path: Path) -> None:
     assert not (tmp_path / "a.log").exists() and (tmp_path / "b.log").read_text().count("once") == 1
 
 
+def test_a_full_disk_keeps_no_log_from_being_replaced(tmp_path: Path) -> None:
+    """A record that found no room stays in the stream, and closing it tries once more."""
+    (tmp_path / "full.log").symlink_to("/dev/full")
+    setup_logging("info", tmp_path / "full.log", terminal=False)
+    logging.getLogger("fusionrl.x").warning("no room for this")
+    setup_logging("info", tmp_path / "driver.log", terminal=False)
+    logging.getLogger("fusionrl.x").warning("but for this")
+    assert "but for this" in (tmp_path / "driver.log").read_text()
+
+
 def test_a_library_that_brings_its_own_handler_is_quiet_again(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     setup_logging("INFO", None, console=lines.append)

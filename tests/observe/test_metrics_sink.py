@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from fusionrl.observe.metrics import MetricsSink, next_attempt, read_metrics
+from fusionrl.observe.metrics import STEP_TIME, MetricsSink, next_attempt, read_metrics
 from fusionrl.observe.rollouts import RolloutWriter
+from fusionrl.observe.track.lines import read_lines as track_lines
 
 
 def _raw(run_dir: Path) -> list[dict]:
@@ -64,12 +65,53 @@ def test_train_and_eval_lines_of_a_step_become_one(tmp_path: Path) -> None:
     assert one["nonfinite"] == ["train/loss", "train/lr"]
 
 
-def test_the_higher_attempt_wins_a_step_as_a_whole(tmp_path: Path) -> None:
+def test_a_disk_that_fills_within_a_line_is_an_error(tmp_path: Path) -> None:
+    """The system writes the part that fits, without an error; a limit of the file's size acts like a full disk."""
+    code = (
+        "import resource, sys; from pathlib import Path; from fusionrl.observe.metrics import MetricsSink\n"
+        "sink = MetricsSink(Path(sys.argv[1]), int(sys.argv[2])); sink.log(1, {'train/loss': 0.5})\n"
+        "size = sink.path.stat().st_size; resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, -1))\n"
+        "try: sink.log(2, {'train/loss': 0.25})\n"
+        "except OSError as error: print(error)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)); sink.log(2, {'train/loss': 0.125})"
+    )
+    for attempt in ("1", "2"):
+        command = [sys.executable, "-c", code, tmp_path, attempt]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "[Errno 27] File too large" in ended.stdout
+        assert [row["train/loss"] for row in read_metrics(tmp_path)] == [0.5, 0.125], "there is room again"
+
+
+def test_the_step_of_a_checkpoint_keeps_its_metrics_after_a_resume(tmp_path: Path) -> None:
+    """A resume writes its first push to the step of its checkpoint, and does only later steps again."""
+    with MetricsSink(tmp_path, 1) as sink:
+        for step in (1, 2, 3):
+            sink.log(step, {"train/loss": 1.0 / step, STEP_TIME: 0.5, "sync/seconds": 1.0})
+        sink.log(2, {"eval/a": 0.25})
+    for attempt in (2, 3):
+        with MetricsSink(tmp_path, attempt) as sink:
+            sink.log(2, {"sync/seconds": float(attempt)})
+            if attempt == 3:
+                sink.log(3, {"train/loss": 7.0, STEP_TIME: 0.5})
+    _, two, three = read_metrics(tmp_path)
+    assert (two["train/loss"], two["eval/a"], two["sync/seconds"], two["attempt"]) == (0.5, 0.25, 3.0, 3)
+    assert (three["train/loss"], three["attempt"]) == (7.0, 3) and "sync/seconds" not in three
+    assert [(line.step, line.attempt) for line in track_lines(tmp_path)] == [
+        (1, 1),
+        (2, 1),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        (3, 3),
+    ]
+
+
+def test_a_step_that_was_done_again_counts_as_a_whole(tmp_path: Path) -> None:
     with MetricsSink(tmp_path, 1) as sink:
         for step in range(4):
             sink.log(step, {"train/loss": 1.0, "train/only_first": step})
     with MetricsSink(tmp_path, 2) as sink:
-        sink.log(2, {"train/loss": 2.0})
+        sink.log(2, {"train/loss": 2.0, STEP_TIME: 0.5})
     lines = read_metrics(tmp_path)
     assert [(line["step"], line["attempt"], line["train/loss"]) for line in lines] == [
         (0, 1, 1.0),
@@ -143,7 +185,7 @@ def test_tensorboard_missing_is_told_with_its_cure(tmp_path: Path, monkeypatch: 
     # None in sys.modules makes the import fail exactly as a missing package does.
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(ValueError, match="pip install tensorboard"):
+    with pytest.raises(ValueError, match=r"setup-env\.sh trackers"):
         MetricsSink(tmp_path, 1, tensorboard=True)
 
 
@@ -171,7 +213,7 @@ def test_the_room_imports_nothing_heavy() -> None:
 def test_lines_of_one_kind_alone(tmp_path: Path) -> None:
     """A later attempt that only began at a step does not hide who trained it."""
     with MetricsSink(tmp_path, 1) as sink:
-        sink.log(3, {"train/loss": 1.0})
+        sink.log(3, {"train/loss": 1.0, STEP_TIME: 0.5})
     with MetricsSink(tmp_path, 2) as sink:
         sink.log(3, {"sync/version": 3})
     assert [row["attempt"] for row in read_metrics(tmp_path)] == [2]

@@ -222,9 +222,15 @@ def test_a_log_file_gets_one_aligned_line_a_step(terminal: pytest.MonkeyPatch) -
         progress.status("starting engines")
         for step, reward in ((8, 0.5), (9, -0.25), (10, 0.125)):
             now[0] += 10
+            for text in ("generating", "training"):
+                progress.status(text, recurs=True)
             progress.update(step, {**STEP, "reward": reward})
-    first, *steps = stream.text().splitlines()
-    assert first == "starting engines" and len(steps) == 3
+        for text in ("engine 1 is dead", "engine 1 is back") * 2:
+            progress.status(text)
+    first, generating, training, *steps = stream.text().splitlines()
+    assert (first, generating, training) == ("starting engines", "generating", "training")
+    steps, events = steps[:3], steps[3:]
+    assert events == ["engine 1 is dead", "engine 1 is back"] * 2, "what happens again is told again"
     assert "\x1b" not in stream.text()
     assert {line.index("mismatch") for line in steps} == {steps[0].index("mismatch")}
     assert "step  10/100" in steps[2] and "0.125" in steps[2] and "gen/train/sync 60/30/10%" in steps[2]

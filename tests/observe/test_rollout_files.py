@@ -158,7 +158,7 @@ def test_what_the_trainers_found_out_stands_beside_a_rollout(tmp_path: Path) -> 
         writer.write_trained(path, [])
 
 
-def test_a_sample_without_a_number_of_its_own_gets_that_of_its_file(tmp_path: Path) -> None:
-    """A Sample always has the field rollout_id, mostly null."""
+def test_a_row_has_the_number_of_its_file(tmp_path: Path) -> None:
+    """A sample's own rollout_id is that of its attempt, mostly null."""
     RolloutWriter(tmp_path).write(2, 1, [{"rollout_id": None, "reward": 1.0}, {"rollout_id": 7, "reward": 2.0}])
-    assert [(row["rollout_id"], row["step"]) for row in read_rollouts(tmp_path)] == [(2, 3), (7, 3)]
+    assert [(row["rollout_id"], row["step"]) for row in read_rollouts(tmp_path)] == [(2, 3), (2, 3)]

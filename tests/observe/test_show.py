@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -73,6 +74,8 @@ def test_the_last_step_with_all_that_is_known_of_a_sample(run: Path, capsys: pyt
     text = show(capsys, run)
     assert f"{run}: step 2 (rollouts/step_000002.train.a1.jsonl)" in text
     assert "6 samples in 3 groups; mean reward 0.5 (-2 to 3); groups with equal rewards: 1" in text
+    RolloutWriter(run).write(8, 1, [row(0, 1.0)])
+    assert "1 sample in 1 group;" in show(capsys, run, "--step", 9)
     line = next(line for line in text.splitlines() if line.startswith("sample 12"))
     assert line == (
         "sample 12  group 1  reward 0.5  advantage -0.5  mismatch 0.00015  3 tokens, 2 trained on  completed"
@@ -139,6 +142,28 @@ def test_the_newest_run_is_the_default(
     RolloutWriter(run).write(5, 1, [row(55, 1.0)])
     assert indices(capsys) == [55], "the run that went on last"
     assert "under runs/ there are newer, mine" in show(capsys, "other", code=2)
+
+
+@pytest.mark.parametrize("command", ["show", "view"])
+def test_a_folder_of_runs_stands_for_its_newest(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The quickstart's folder has a model and several runs, none of them under runs/ itself."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in ((200, "quickstart-1/sft"), (100, "quickstart-1/grpo"), (300, "older")):
+        run = Path("runs", name)
+        RolloutWriter(run).write(0, 1, [row(age, 1.0)])
+        for path in (run, run / "rollouts"):
+            os.utime(path, (path.stat().st_mtime - age,) * 2)
+    Path("runs/quickstart-1/model").mkdir()
+    Path("runs/quickstart-1/model/config.json").write_text("{}")
+    for arguments in ([], ["runs/quickstart-1"], ["quickstart-1"]):
+        assert cli.main([command, *arguments, "--step", "1"]) == 0
+        shown = capsys.readouterr()
+        assert "runs/quickstart-1/grpo" in shown.out
+        assert shown.err == "runs/quickstart-1 has 2 runs: sft, grpo; the newest is taken\n"
+    assert cli.main([command, "older", "--step", "1"]) == 0 and not capsys.readouterr().err
+    assert "there are older, quickstart-1/sft, quickstart-1/grpo" in show(capsys, "other", code=2)
 
 
 def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

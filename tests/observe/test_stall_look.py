@@ -32,6 +32,19 @@ threading.Thread(target=sleeping, daemon=True).start()
 print("ready", flush=True)
 sleeping()
 """
+BUSY = """
+import threading, time
+def deep(n):
+    exec(compile("def f(x): return [y for y in range(3)]\\nfor i in range(20): f(i)", "made", "exec"), {})
+    return 0 if n == 0 else deep(n - 1)
+def busy():
+    while True:
+        deep(20)
+for _ in range(3):
+    threading.Thread(target=busy, daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
 Start = Callable[..., int]
 
 
@@ -79,6 +92,20 @@ def test_everybody_is_found_by_the_log_and_nobody_is_waited_for(start: Start, tm
     assert (found[silent].stacks, os.kill(silent, 0)) == ("", None)  # it has no handler: it was not asked, and lives
     assert "blocked" in found[blocked].render()
     assert "has not answered" in found[silent].render()
+
+
+def test_a_process_at_work_survives_the_question(start: Start, tmp_path: Path) -> None:
+    """Its threads change their stacks all the time: read without Python's lock, they crash it within 20 questions."""
+    pid = start("buffer", BUSY)
+    for _ in range(100):
+        assert ask_for_stacks(pid)
+        time.sleep(0.01)
+    (found,) = look(tmp_path / "logs", answer_s=5.0)
+    assert (found.pid, found.trouble) == (pid, ""), "it lives"
+    assert (
+        _functions(found).count("busy") >= 3 and found.thread is not None
+    )  # the answer to the last question may come late
+    assert [frame.function for frame in found.thread.frames] == ["<module>"]
 
 
 MINDED = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusionrl.observe.stalls.look import Seen
 from fusionrl.observe.stalls.sentence import EngineLoad, named, ranks, sentence, spans
-from fusionrl.observe.stalls.stacks import main_thread, read_stacks
+from fusionrl.observe.stalls.stacks import Frame, main_thread, read_stacks
 from fusionrl.observe.stalls.when import Late, Over, Phase, StallClock
 
 IN_COLLECTIVE = """Current thread 0x00007f01 (most recent call first):
@@ -139,3 +139,20 @@ def test_names_and_numbers_are_taken_together() -> None:
     names = [f"engine {index}: pause" for index in (1, 2)] + ["trainer 0", "the Buffer"]
     assert named(names, {}) == "engines 1-2: pause, trainer 0, the Buffer"
     assert named([f"trainer rank {rank}" for rank in range(512)], {"trainer rank": 512}) == "trainer ranks 0-511 of 512"
+
+
+def test_a_frame_is_fusionrl_s_by_the_package_s_files_and_not_by_the_name_of_a_folder() -> None:
+    def frame(file: str) -> Frame:
+        return Frame(file, 9, "f")
+
+    ours = ("/clones/fusionrl/fusionrl/trainer/loss.py", "/venv/lib/python3.12/site-packages/fusionrl/trainer/loss.py")
+    assert [(one.is_fusionrl, str(one)) for one in map(frame, ours)] == [(True, "f (trainer/loss.py:9)")] * 2
+    users = (
+        "/clones/fusionrl/tests/cluster/test_watchdog.py",
+        "/home/fusionrl/my/reward.py",
+        "/home/me/fusionrl/loss.py",
+    )
+    assert not any(frame(file).is_fusionrl or frame(file).is_library for file in users)
+    assert str(frame(users[1])) == "f (my/reward.py:9)"
+    library = frame("/home/fusionrl/venv/lib/python3.12/site-packages/torch/nn/functional.py")
+    assert library.is_library and not library.is_fusionrl

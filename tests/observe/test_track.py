@@ -52,9 +52,9 @@ FIRST = [("train/loss", 1, 0.5), ("eval/a/pass@2", 1, 0.25), ("rollout/raw_rewar
 def resume(run: Path) -> Points:
     """A second attempt that does step 2 again; returns what is new."""
     with MetricsSink(run, 2) as sink:
-        sink.log(2, {"train/loss": 0.375})
+        sink.log(2, {"train/loss": 0.375, "perf/step_time_s": 0.5})
         sink.log(3, {"train/loss": 0.125})
-    return [("train/loss", 2, 0.375), ("train/loss", 3, 0.125)]
+    return [("train/loss", 2, 0.375), ("perf/step_time_s", 2, 0.5), ("train/loss", 3, 0.125)]
 
 
 # ------------------------------------------------------------------------------------------------ lines
@@ -286,7 +286,7 @@ def test_mistakes(
     (tmp_path / "empty").mkdir()
     assert "has no metrics.jsonl" in track(capsys, tmp_path / "empty", "--to", "wandb", code=2)
     monkeypatch.setitem(sys.modules, "swanlab", None)
-    assert "pip install swanlab" in track(capsys, run, "--to", "swanlab", code=2)
+    assert "swanlab into an environment of its own (docs/track.md)" in track(capsys, run, "--to", "swanlab", code=2)
     assert not (run / "trackers.json").exists()
 
 

@@ -398,8 +398,11 @@ def test_colours_of_the_terminal(tmp_path: Path) -> None:
     }
     lines = list(render_tokens(row, "mismatch", vocabulary, True))
     assert lines[1] == "a\x1b[48;5;160mb\x1b[0m\x1b[48;5;34mc\x1b[0m\x1b[38;5;245m\n\x1b[0m"
+    healthy = {"tokens": [0, 1], "gap": [5e-6, -2e-6], "mask": [1, 1]}
+    assert list(render_tokens(healthy, "mismatch", vocabulary, True))[1] == "ab", "rounding has no colour"
     assert list(render_tokens(row, "version", vocabulary, True))[1].count("\x1b[48;5;24m") == 2
     assert "--save-token-values" in list(render_tokens(row, "entropy", vocabulary, True))[1]
+    assert list(render_tokens(row | {"mask": [0, 0, 1, 0]}, "mask", vocabulary, False))[1] == "[-ab-]c[-\n-]"
     evil = Vocabulary({0: "\x1b[31m"}, {}, False)
     assert list(render_tokens({"tokens": [0]}, "mask", evil, False))[1] == "\\x1b[31m"
 

@@ -93,6 +93,20 @@ def test_a_click_on_a_curve_and_its_keys_lead_to_a_step(browser: Browser, run: P
     browser.wait("/^Step 1[4-6]$/.test(document.querySelector('h1').textContent)")
 
 
+def test_axes_have_numbers_left_of_the_curve(browser: Browser, run: Path) -> None:
+    browser.open(run / "view.html")
+    numbers, steps, is_free = browser.js(
+        "(() => {"
+        " const box = (element) => element.getBoundingClientRect(), texts = (list) => list.map((e) => e.textContent);"
+        " const chart = [...document.querySelectorAll('figure')]"
+        ".find((f) => f.querySelector('strong').textContent === 'train/logprob_diff_mean');"
+        " const axis = [...chart.querySelectorAll('span.axis')], line = box(chart.querySelector('polyline'));"
+        " return [texts(axis), texts([...chart.querySelectorAll('.steps span')]),"
+        " axis.every((one) => box(one).right <= line.left && box(one).left >= box(chart).left)]; })()"
+    )
+    assert (numbers, steps, is_free) == (["0.01", "0.9"], ["step 1", "step 30"], True)
+
+
 def test_filters_groups_and_a_prompt_over_the_steps(browser: Browser, run: Path) -> None:
     browser.open(run / "view.html", "#/run/0/file/19")
     assert len(rows_of(browser, SAMPLES)) == 4 and len(rows_of(browser, GROUPS)) == 2

@@ -69,6 +69,9 @@ assert.deepStrictEqual(core.scaleOf(row, "mismatch"), { kind: "signed", limit: 2
 assert.deepStrictEqual(core.scaleOf(row, "version"), { kind: "kinds", values: [4] });
 assert.strictEqual(core.scaleOf(row, "advantage"), null);
 const scale = core.scaleOf(row, "mismatch");
+const healthy = core.scaleOf({ gap: [5e-6, -2e-6, 0] }, "mismatch");
+assert.strictEqual(core.colorOf(5e-6, healthy) + core.colorOf(-2e-6, healthy), "", "rounding has no colour");
+assert.ok(core.colorOf(-0.02, core.scaleOf({ gap: [-0.02, 5e-6] }, "mismatch")).includes("0.60"));
 assert.ok(core.colorOf(-2, scale).startsWith("hsl(0 ") && core.colorOf(1, scale).startsWith("hsl(140 "));
 assert.strictEqual(core.colorOf(0, scale) + core.colorOf(null, scale) + core.colorOf(0, core.scaleOf(row, "entropy")), "");
 assert.deepStrictEqual(core.worstTokens(row.gap, 4, 2), [1, 2]);

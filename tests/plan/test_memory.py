@@ -15,6 +15,7 @@ from fusionrl.models.shape import ModelShape, shape_from_hf_config
 from fusionrl.plan.devices import GIB, KINDS, Machine, host_memory
 from fusionrl.plan.layout import TrainerLayout, stage_layers
 from fusionrl.plan.memory.activations import ActivationOptions, Packing, Recompute, layer_bytes
+from fusionrl.plan.memory.advice import changes
 from fusionrl.plan.memory.engine import engine_memory, kv_bytes, static_fraction
 from fusionrl.plan.memory.head import BLOCK_BYTES, KEPT_BYTES, block_sizes, head_kept_bytes
 from fusionrl.plan.memory.states import StateOptions, stage_parameters, state_bytes
@@ -358,3 +359,58 @@ def test_cuda_ipc_takes_its_buffers_and_the_largest_tensor_whatever_the_layout()
     assert apart.memory.push != shared.memory.push
     assert "MB by ipc\n" in render_plan(shared, Config.from_flat({"rollout_batch_size": 8}))
     assert "MB by broadcast: " in render_plan(apart, Config.from_flat({"rollout_batch_size": 8}))
+
+
+QWEN3_8B = shape_from_hf_config(
+    {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    }
+)
+
+
+def test_offloading_the_optimizer_is_proposed_and_fits() -> None:
+    """Supervised training of 8B on one H100: no layout helps, recompute and offload do."""
+    values = {"mode": "sft", "actor_num_gpus_per_node": 1, "max_tokens_per_gpu": 8192, "rollout_max_response_len": None}
+    made = plan(QWEN3_8B, 79.6, **values)
+    assert made.memory is not None and made.memory.fits is False
+    assert "--optimizer-cpu-offload" in str(made.memory.change) and "take more devices" not in made.memory.verdict()
+    passed = PassThrough(
+        transformer={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        optimizer={"optimizer_cpu_offload": True},
+    )
+    cured = plan(QWEN3_8B, 79.6, passed=passed, **values)
+    assert cured.memory is not None and cured.memory.fits and cured.memory.worst is not None
+    assert cured.memory.worst.total < 60 * GIB
+
+
+@pytest.mark.parametrize("memory", [60, 70, 75, 79.6, 90, 100, 120, 141])
+def test_a_proposal_leaves_a_margin_and_room_for_a_prompt(memory: float) -> None:
+    values = {"colocate": True, "actor_num_gpus_per_node": 8, "actor_num_nodes": 4, "expert_model_parallel_size": 8}
+    values |= {"rollout_max_response_len": 8192, "max_tokens_per_gpu": 16384}
+    made = plan(QWEN3_30B, memory, **values)
+    assert made.memory is not None
+    if change := made.memory.change:
+        gib = float(change.rpartition("(")[2].removesuffix(" GiB)"))
+        assert gib <= 0.95 * memory + 0.05, change
+        words = change.split()
+        if "--max-tokens-per-gpu" in words and "--context-parallel-size" not in words:
+            assert int(words[words.index("--max-tokens-per-gpu") + 1]) >= 8192 + 1024
+    else:
+        assert made.memory.fits or memory < 80
+
+
+def test_experts_may_be_divided_by_their_own_tensor_parallelism() -> None:
+    config = Config.from_flat(
+        {"rollout_batch_size": 8, "num_rollout": 1, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 2}
+    )
+    flags = [flags for flags, _ in changes(config, QWEN3_30B)]
+    assert "--expert-tensor-parallel-size 2" in flags
+    assert not any("--expert-tensor-parallel-size" in flags for flags, _ in changes(config, QWEN3_8B))

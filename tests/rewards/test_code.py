@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+from decimal import Decimal, localcontext
 from typing import Any
 
 import pytest
 
 from fusionrl.rewards.code import code, code_all, last_python_block
+from fusionrl.rewards.code_run import is_same_output
 
 STDIN = {"inputs": ["1 2\n", "5 7\n", "0 0\n", "-3 3\n"], "outputs": ["3\n", "12", "0", "0"]}
 CALL = {"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"}
@@ -70,9 +72,49 @@ def test_a_program_that_hangs_fails_its_test_alone(monkeypatch: pytest.MonkeyPat
 
 def test_the_last_closed_block_counts() -> None:
     assert last_python_block("```python\na\n```\n```py\nb\n```\n```\nc\n```\n```python\nnever closed") == "b\n"
-    assert last_python_block("  ```Python\n  a\n  ```") == "  a\n"
+    assert last_python_block("  ```Python\n  a\n  ```") == "a\n"
     assert last_python_block("no code") is None
     assert code("no code", STDIN) == code_all("no code", STDIN) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "1. Read it:\n\n   ```python\n   n = int(input())\n   if n:\n       print(n + 1)\n   ```\n",
+        "- ```py\n  n = int(input())\n  if n:\n      print(n + 1)\n  ```",
+        "10) ```python3\n    n = int(input())\n    print(n + 1)\n    ```",
+        "\t```python\n\tn = int(input())\n\tprint(n + 1)\n\t```",
+        "Here:\r\n```python\r\nn = int(input())\r\nprint(n + 1)\r\n```\r\nDone.",
+        "  ```python\nn = int(input())\nif n:\n  print(n + 1)\n  ```",  # the fence alone is indented
+        "1. ```python\nn = int(input())\nif n:\n  print(n + 1)\n```",
+        '   ```python\n   t = """\n   x\n"""\n   print(int(input()) + len(t) - 2)\n   ```',
+    ],
+)
+def test_a_program_in_a_list_item_or_with_crlf_runs(response: str) -> None:
+    assert code(response, {"inputs": ["4"], "outputs": ["5"]}) == 1.0
+
+
+def test_numbers_of_many_digits_are_printed_and_compared() -> None:
+    with localcontext(prec=7000):
+        two_to_the_20000 = str(Decimal(2) ** 20000)
+    assert code(block("print(2**20000)"), {"inputs": [""], "outputs": [two_to_the_20000]}) == 1.0
+    assert code(block("print(int(input()) + 1)"), {"inputs": ["9" * 6000], "outputs": ["1" + "0" * 6000]}) == 1.0
+    assert code(block("f = lambda n: str(7**n)"), {"asserts": ["assert len(f(6000)) == 5071"]}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "is_same"),
+    [
+        ("1_000", "1000", False),
+        ("1000", "1_000", False),
+        ("1.0", "1.00", True),
+        ("1e3", "1000", True),
+        ("1_000", "1_000", True),
+        ("-0", "0", True),
+    ],
+)
+def test_words_of_an_output(output: str, expected: str, is_same: bool) -> None:
+    assert is_same_output(output, expected) == is_same
 
 
 @pytest.mark.parametrize(

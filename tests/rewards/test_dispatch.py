@@ -22,6 +22,7 @@ from fusionrl.rewards.settings import Fresh, Grading, Packer, RewardSettings
 
 HOOKS = """
 import asyncio, os
+import numpy, torch
 async def length(args, sample, **kwargs): return len(sample.response)
 def synchronous(args, sample, **kwargs): return 7
 async def several(args, sample, **kwargs): return {"right": 1.0, "short": 0.25}
@@ -32,8 +33,12 @@ async def own_timeout(args, sample, **kwargs): raise TimeoutError("the judge did
 async def nothing(args, sample, **kwargs): return None
 async def nan(args, sample, **kwargs): return float("nan")
 async def text(args, sample, **kwargs): return "good"
+def array(args, sample, **kwargs): return numpy.array([1.0, 2.0])
+def tensor(args, sample, **kwargs): return torch.tensor([1.0, 2.0])
+def huge(args, sample, **kwargs): return 10**400
 async def ranks(args, samples, **kwargs): return [float(i) for i, _ in enumerate(samples)]
 async def too_few(args, samples, **kwargs): return [1.0]
+async def raises_for_all(args, samples, **kwargs): raise KeyError("answer")
 async def group_hangs(args, samples, **kwargs): await asyncio.sleep(3600)
 def dies(args, sample, **kwargs): os._exit(1)
 """
@@ -107,6 +112,9 @@ def test_a_grader_gets_the_metadata() -> None:
         ("nothing", "returned None"),
         ("nan", "returned nan"),
         ("text", "returned 'good'"),
+        ("array", "returned array([1., 2.])"),
+        ("tensor", "returned tensor([1., 2.])"),
+        ("huge", "returned 1000"),
     ],
 )
 def test_a_reward_that_fails_names_function_and_sample(hooks: str, name: str, part: str) -> None:
@@ -116,6 +124,47 @@ def test_a_reward_that_fails_names_function_and_sample(hooks: str, name: str, pa
     assert f"--custom-rm-path {hooks}:{name}" in message
     assert "sample 17" in message
     assert part in message
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_at_once", "nothing", "nan", "text", "tensor"])
+def test_a_reward_that_fails_is_counted_where_that_is_asked_for(
+    hooks: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    take_lost()
+    sample = Sample(index=17, status=Sample.Status.COMPLETED)
+    assert score(flags(f"{hooks}:{name}", reward_failure_value=-1.0), sample) == -1.0
+    assert sample.metadata["reward_lost"] == "error" and sample.status == Sample.Status.COMPLETED
+    assert "at sample 17; it gets -1.0 (--reward-failure-value)" in caplog.text
+    with pytest.raises(
+        RewardError, match="with --reward-failure-value 0 the run continues: such samples get the reward 0"
+    ):
+        score(flags(f"{hooks}:{name}"), Sample(index=17))
+    assert take_lost() == {"error": 1}
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "None"])
+def test_a_dict_whose_reward_is_no_number_is_counted(value: str, tmp_path: Path) -> None:
+    take_lost()
+    (tmp_path / "dict_hooks.py").write_text(
+        f"def f(args, sample, **kwargs): return {{'score': {value}, 'note': None}}\n"
+    )
+    path = f"{tmp_path}/dict_hooks.py:f"
+    assert score(flags(path, reward_failure_value=0.5, reward_key="score"), Sample(index=1)) == 0.5
+    assert take_lost() == {"error": 1}
+    for more in ({"reward_key": "score"}, {"reward_key": "other", "reward_failure_value": 0.5}):
+        assert score(flags(path, **more), Sample(index=1)).keys() == {"score", "note"}, "its reader names it"
+    assert take_lost() == {}
+
+
+def test_of_a_group_that_fails_all_samples_are_counted(hooks: str) -> None:
+    take_lost()
+    for name, more in {"too_few": {"group_rm": True}, "raises_for_all": {}}.items():
+        group = [Sample(index=i) for i in range(3)]
+        args = flags(f"{hooks}:{name}", reward_failure_value=0.5, **more)
+        assert asyncio.run(batched_async_rm(args, group)) == [0.5] * 3
+    assert take_lost() == {"error": 6}
+    with pytest.raises(RewardError, match="has no reward: neither --rm-type nor --custom-rm-path"):
+        score(flags(reward_failure_value=0.0), Sample(index=1, response="x"))  # a mistake in the flags is not counted
 
 
 def test_a_grader_that_chokes_names_itself(hooks: str) -> None:
@@ -188,7 +237,8 @@ def test_the_reward_of_the_docs(tmp_path: Path) -> None:
     path.write_text(page.split("```python\n")[1].split("```")[0])
     sample = Sample(response="so 4", response_length=250, label="4")
     assert score(flags(f"{path}:reward"), sample) == 0.75
-    assert all(f"| `{name}` |" in page for name in RM_TYPES)
+    missing = [name for name in RM_TYPES if f"| `{name}` |" not in page]
+    assert not missing, f"docs/rewards.md has no row for {missing}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/rewards.md"])

@@ -125,19 +125,38 @@ def score(pool: RewardPool, path: str, count: int, limit_s: float, **kwargs: Any
     ],
 )
 def test_one_of_a_thousand_never_returns(pool: RewardPool, hooks: str, name: str, reason: str) -> None:
-    """Within max(the time without it, the limit) + 1 s, measured in the same run; all others have their reward."""
+    """Within max(the time without it, the limit) + 1 s, measured in the same run; all others have their reward.
+
+    Where two starts of a process take longer than a second, they are allowed instead. The best of three counts: a
+    machine that is busy with something else only adds time.
+    """
     limit_s, count = 1.0, 1000
     well = "plain" if name in ("sleeps", "spins", "dies") else "waits"
     score(pool, f"{hooks}:{well}", 10, limit_s)  # processes are there
+    for _ in range(3):
+        start_s = _start_s(f"{hooks}:{well}")
+        start = time.perf_counter()
+        score(pool, f"{hooks}:{well}", count, limit_s)
+        without = time.perf_counter() - start
+        longest = max(without, limit_s) + max(1.0, 2 * start_s)
+        start = time.perf_counter()
+        rewards, _ = score(pool, f"{hooks}:{name}", count, limit_s)
+        took = time.perf_counter() - start
+        assert rewards[GUILTY] == Lost(reason)
+        assert rewards[:GUILTY] + rewards[GUILTY + 1 :] == [float(i) for i in range(count) if i != GUILTY]
+        if took <= longest:
+            break
+    assert took <= longest
+
+
+def _start_s(path: str) -> float:
+    """Seconds from nothing to the first reward of a pool of one process."""
     start = time.perf_counter()
-    score(pool, f"{hooks}:{well}", count, limit_s)
-    without = time.perf_counter() - start
-    start = time.perf_counter()
-    rewards, _ = score(pool, f"{hooks}:{name}", count, limit_s)
+    made = RewardPool(1)
+    score(made, path, 1, 10.0)
     took = time.perf_counter() - start
-    assert rewards[GUILTY] == Lost(reason)
-    assert rewards[:GUILTY] + rewards[GUILTY + 1 :] == [float(i) for i in range(count) if i != GUILTY]
-    assert took <= max(without, limit_s) + 1.0
+    made.close()
+    return took
 
 
 @pytest.mark.timed

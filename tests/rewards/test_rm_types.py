@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fusionrl.rewards.ifeval import INSTRUCTIONS, count_sentences, followed
+from fusionrl.rewards.labels import LabelCheck
 from fusionrl.rewards.length import length_penalty, soft_overlong_punishment
 from fusionrl.rewards.math_dapo_utils import compute_score, normalize_final_answer
 from fusionrl.rewards.math_utils import extract_answer, grade_answer_verl, is_equal_answer
@@ -281,11 +282,48 @@ def test_all_instructions_are_to_be_followed() -> None:
             },
             "the relation 'about' is neither",
         ),
+        (
+            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "sun"}]},
+            "keywords 'sun' must be a list of texts",
+        ),
+        (
+            {"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": ["sun", 3]}]},
+            "forbidden_words ['sun', 3] must be a list of texts",
+        ),
+        (
+            {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 2.5}]},
+            "num_words 2.5 must be a whole number",
+        ),
+        (
+            {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": "2"}]},
+            "num_words '2' must be a whole number",
+        ),
+        (
+            {"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": ["a"]}]},
+            "end_phrase ['a'] must be a text",
+        ),
     ],
 )
-def test_bad_instructions(metadata: dict[str, Any], part: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(part)):
-        RM_TYPES["ifeval"]("text", None, metadata)
+def test_bad_instructions_are_refused_for_any_response_and_when_the_data_are_read(
+    metadata: dict[str, Any], part: str
+) -> None:
+    for response in ("text", ""):
+        with pytest.raises(ValueError, match=re.escape(part)):
+            RM_TYPES["ifeval"](response, None, metadata)
+    problem = LabelCheck("ifeval")(None, metadata)
+    assert problem is not None and (metadata == {} or part in str(problem))
+
+
+def test_whole_numbers_that_a_table_made_floats_count() -> None:
+    metadata = {
+        "instruction_id_list": ["length_constraints:nth_paragraph_first_word", "length_constraints:number_words"],
+        "kwargs": [
+            {"num_paragraphs": 2.0, "nth_paragraph": 1.0, "first_word": "one", "num_words": None},
+            {"num_words": 3.0, "relation": "at least"},
+        ],
+    }
+    assert RM_TYPES["ifeval"]("One, two\n\nthree", None, metadata) == 1.0
+    assert RM_TYPES["ifeval"]("Two, one\n\nthree", None, metadata) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -380,7 +418,7 @@ def test_the_last_box_by_math_verify() -> None:
 @pytest.mark.parametrize(
     ("rm_type", "part"),
     [
-        ("exakt", "exakt: unknown reward 'exakt'; known are code, code_all, dapo, deepscaler, exact"),
+        ("exakt", "exakt: unknown reward 'exakt'; known are code, code_all, "),
         ("boxed_exakt", "unknown reward 'boxed_exakt'"),
         ("exact:0.5+", "the weight '0.5+' is no number"),
         ("exact:", "the weight '' is no number other than 0; write name:weight+name:weight"),

@@ -29,5 +29,13 @@ def tools(args: Any, sample: Any) -> list[Any]:
     return [Weather(), PythonTool()]
 
 
+def empty(args: Any, sample: Any) -> list[Any]:
+    return []
+
+
+def none(args: Any, sample: Any) -> None:
+    return None
+
+
 def no_tools(args: Any, sample: Any) -> Any:
     raise KeyError("mine")

@@ -136,7 +136,10 @@ def bare_bool(args: Any, samples: list[Sample], **kwargs: Any) -> bool:
 
 
 async def stepwise(args, sample, sampling_params):
-    """Ten tokens, one at a time, of version STATE.version; stops in between when it is told to."""
+    """Ten tokens, one at a time, of version STATE.version; stops in between when it is told to.
+
+    A slow prompt stays at its third token until then.
+    """
     sample.tokens = sample.tokens if sample.response_length else [1, 2]
     STATE.started += 1
     while sample.response_length < 10:
@@ -147,7 +150,9 @@ async def stepwise(args, sample, sampling_params):
         sample.append_response_tokens(
             args, tokens=[10 + count], log_probs=[-0.5 - count], versions=STATE.version, text=str(count)
         )
-        await asyncio.sleep(0.05 if sample.prompt in STATE.slow else 0.001)
+        await asyncio.sleep(0.001)
+        while sample.prompt in STATE.slow and sample.response_length >= 3 and not args.is_stopping():
+            await asyncio.sleep(0.001)
     sample.status = Sample.Status.COMPLETED
     return sample
 

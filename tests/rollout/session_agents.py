@@ -86,6 +86,87 @@ async def with_anthropic(args: Any, sample: Any, base_url: str, api_key: str) ->
             messages.append({"role": "user", "content": results})
 
 
+async def with_responses(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """The same conversation by OpenAI's responses; every second turn is streamed."""
+    from openai import AsyncOpenAI
+
+    items: list[Any] = [{"role": "user", "content": "Is it wet?"}]
+    turns = 0
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        while True:
+            asked: Any = {"model": "any", "input": items, "tools": [{"type": "function", **TOOL}], "store": False}
+            if turns % 2:
+                async with client.responses.stream(**asked) as stream:
+                    answer = await stream.get_final_response()
+            else:
+                answer = await client.responses.create(**asked)
+            turns += 1
+            items += [item.model_dump(exclude_none=True) for item in answer.output]
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                sample.metadata["heard"] = answer.output_text
+                return float(turns)
+            for call in calls:
+                result = look_up(**json.loads(call.arguments))
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+async def with_responses_by_call(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """The same, where each call is sent right before its output."""
+    from openai import AsyncOpenAI
+
+    items: list[Any] = [{"role": "user", "content": "Is it wet?"}]
+    turns = 0
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        while True:
+            tools: Any = [{"type": "function", **TOOL}]
+            answer = await client.responses.create(model="any", input=items, tools=tools)
+            turns += 1
+            for item in answer.output:
+                items.append(item)
+                if item.type == "function_call":
+                    result = look_up(**json.loads(item.arguments))
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": result})
+            if answer.output[-1].type != "function_call":
+                return float(turns)
+
+
+async def with_anthropic_runner(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """The same by the loop of the package anthropic, which asks for a thread first."""
+    from anthropic import AsyncAnthropic, beta_async_tool
+
+    @beta_async_tool
+    async def weather(town: str) -> str:
+        """The weather of a town."""
+        return look_up(town)
+
+    turns = 0
+    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        question: Any = [{"role": "user", "content": "Is it wet?"}]
+        loop = client.beta.messages.tool_runner(model="any", max_tokens=900, tools=[weather], messages=question)
+        async for _ in loop:
+            turns += 1
+    return float(turns)
+
+
+async def with_openai_agents(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """The same by the package openai-agents, which asks by responses."""
+    from agents import Agent, FunctionTool, OpenAIResponsesModel, RunConfig, Runner
+    from openai import AsyncOpenAI
+
+    async def run(_: Any, arguments: str) -> str:
+        return look_up(**json.loads(arguments))
+
+    tool = FunctionTool(TOOL["name"], TOOL["description"], TOOL["parameters"], run, strict_json_schema=False)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        model = OpenAIResponsesModel(model="any", openai_client=client)
+        done = await Runner.run(
+            Agent(name="weather", model=model, tools=[tool]), "Is it wet?", run_config=RunConfig(tracing_disabled=True)
+        )
+    sample.metadata["heard"] = done.final_output
+    return float(len(done.raw_responses))
+
+
 def blocking(args: Any, sample: Any, base_url: str, api_key: str) -> None:
     """A plain function with a client that blocks; what it writes on the sample stays."""
     from openai import OpenAI
@@ -138,6 +219,34 @@ async def broken_when_full(args: Any, sample: Any, base_url: str, api_key: str) 
     except BadRequestError:
         pass
     raise KeyError("mine")
+
+
+async def with_responses_stream(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """One turn, streamed; the client raises where a limit cut it."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    async with client, client.responses.stream(model="any", input="Is it wet?") as stream:
+        return float(len((await stream.get_final_response()).output_text))
+
+
+async def broken_when_cut(args: Any, sample: Any, base_url: str, api_key: str) -> None:
+    """Meets a cut turn, and has a bug."""
+    await with_openai(args, sample, base_url, api_key)
+    raise KeyError("mine")
+
+
+async def with_anthropic_text(args: Any, sample: Any, base_url: str, api_key: str) -> float:
+    """One turn, read as most agents read it."""
+    from anthropic import AsyncAnthropic
+
+    question: Any = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "Is it wet?"}]}
+    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        whole = await client.messages.create(**question)
+        async with client.messages.stream(**question) as stream:
+            streamed = await stream.get_final_message()
+    block: Any = (whole.content[0], streamed.content[0])
+    return float(len(block[0].text) + len(block[1].text))
 
 
 async def slow(args: Any, sample: Any, base_url: str, api_key: str) -> float:

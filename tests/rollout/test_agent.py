@@ -64,9 +64,9 @@ def call(name: str, **arguments: Any) -> str:
 
 @pytest.fixture
 def play(folder: str) -> Callable[..., tuple[Sample, Engine]]:
-    """play([turn, …], flag=value) -> (finished sample, engine)."""
+    """play([turn, …], metadata, flag=value) -> (finished sample, engine)."""
 
-    def start(turns: list[Turn | str], **changes: Any) -> tuple[Sample, Engine]:
+    def start(turns: list[Turn | str], metadata: dict[str, Any] | None = None, **changes: Any) -> tuple[Sample, Engine]:
         values = {
             "hf_checkpoint": folder,
             "apply_chat_template": True,
@@ -77,7 +77,8 @@ def play(folder: str) -> Callable[..., tuple[Sample, Engine]]:
         }
         args = Config.from_flat(values | changes).to_args()
         tokenizer = load_tokenizer(folder)
-        sample = Sample(index=0, prompt="?", messages=[{"role": "user", "content": "Is it wet?"}])
+        messages = [{"role": "user", "content": "Is it wet?"}]
+        sample = Sample(index=0, prompt="?", messages=messages, metadata=metadata or {})
         engine = Engine(tokenizer, [Turn(turn) if isinstance(turn, str) else turn for turn in turns])
         made = engine.serve(args, lambda: generate(args, sample, sampling_params(args)))
         assert made is sample
@@ -128,10 +129,30 @@ def test_a_prompt_rendered_with_its_tools_is_left_as_it_is(folder: str) -> None:
         {"hf_checkpoint": folder, "rollout_max_response_len": 99, "tool_call_parser": "qwen25"}
     ).to_args()
     tokens = np.array([5, 6, 7], np.int32)
-    sample = Sample(prompt_tokens=tokens, prompt="other", metadata={"tools": []})
+    sample = Sample(prompt_tokens=tokens, prompt="other", metadata={"tools": [{"name": "calc"}]})
     Engine(load_tokenizer(folder), [Turn("a")]).serve(args, lambda: generate(args, sample, sampling_params(args)))
     assert sample.tokens[:3] == [5, 6, 7]  # type: ignore[union-attr]
     assert sample.prompt_length == 3
+
+
+@pytest.mark.parametrize("metadata", [{}, {"tools": []}, {"tools": None}, {"tools": ["calc"]}])
+def test_a_row_without_tools_gets_those_of_the_hook(play: Any, metadata: dict[str, Any]) -> None:
+    sample, engine = play(["No."], metadata=metadata)
+    assert '"name": "weather"' in engine.tokenizer.decode(sample.tokens[: sample.prompt_length])
+
+
+@pytest.mark.parametrize("hook", ["empty", "none"])
+def test_a_hook_without_tools_has_one_turn_in_which_nothing_is_a_call(play: Any, hook: str) -> None:
+    said = call("weather", town="Rome")
+    sample, _ = play([said], tools_path=f"{HOOKS}:{hook}", tool_call_parser="auto")
+    assert (sample.status, sample.response) == (Sample.Status.COMPLETED, said)
+    assert (sample.metadata["num_turns"], sample.metadata["num_tool_calls"]) == (1, 0)
+
+
+def test_a_hook_without_tools_leaves_those_of_the_row(play: Any) -> None:
+    schema = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}
+    sample, _ = play(["No."], tools_path=f"{HOOKS}:empty", metadata={"tools": [schema]})
+    assert (sample.status, sample.response, sample.metadata["tools"]) == (Sample.Status.COMPLETED, "No.", [schema])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from tests.tiny_model import make_byte_tokenizer
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("examples") / "model"
-    make_byte_tokenizer(1 << 16).save_pretrained(path)
+    tokenizer = make_byte_tokenizer(1 << 16)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + str(tokenizer.chat_template)
+    tokenizer.save_pretrained(path)
     return str(path)
 
 

@@ -7,11 +7,14 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fusionrl.rollout.sessions.session as session_module
+from fusionrl.checks.warnings import agent_warnings
 from fusionrl.config.config import Config
 from fusionrl.config.hooks import HookError
 from fusionrl.data.sample import Sample
@@ -25,6 +28,7 @@ from tests.rollout.test_agent import call, folder, response  # noqa: F401
 AGENTS = Path(__file__).with_name("session_agents.py")
 PROMPT = "<|im_start|>user\nIs it wet?<|im_end|>\n<|im_start|>assistant\n"
 needs_anthropic = pytest.mark.skipif(importlib.util.find_spec("anthropic") is None, reason="anthropic is not installed")
+needs_agents = pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="openai-agents is not installed")
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 Made = tuple[list[Sample], Engine]
 
@@ -72,7 +76,16 @@ def texts(sample: Sample, engine: Engine) -> list[str]:
 
 @needs_sglang
 @pytest.mark.parametrize(
-    "agent", ["with_openai", "with_openai_stream", pytest.param("with_anthropic", marks=needs_anthropic)]
+    "agent",
+    [
+        "with_openai",
+        "with_openai_stream",
+        "with_responses",
+        "with_responses_by_call",
+        pytest.param("with_anthropic", marks=needs_anthropic),
+        pytest.param("with_anthropic_runner", marks=needs_anthropic),
+        pytest.param("with_openai_agents", marks=needs_agents),
+    ],
 )
 def test_a_conversation_with_tools(play: Any, agent: str) -> None:
     """Turns are kept as sampled, also where they spell a call as no template does."""
@@ -200,7 +213,8 @@ def test_requests_that_are_refused(play: Any, caplog: pytest.LogCaptureFixture) 
 
 
 def test_an_agent_that_takes_too_long(play: Any) -> None:
-    pytest.importorskip("openai")  # its import takes a good part of that time
+    pytest.importorskip("openai")
+    play("with_openai", ["It is."])  # the imports of the client and the parser take as long as the limit below
     (sample,), engine = play("slow", ["It is."], agent_timeout_s=3.0)
     texts(sample, engine)
     assert sample.status == Sample.Status.TRUNCATED
@@ -361,6 +375,76 @@ def test_limits_and_stops_of_a_request(meet: Any) -> None:
     assert other["content"] == [{"type": "text", "text": "No "}]
 
 
+FORCED: list[dict[str, Any]] = [
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    {"parallel_tool_calls": False},
+    {"regex": "a+"},
+]
+
+
+@pytest.mark.parametrize("forced", FORCED, ids=lambda forced: " ".join(forced))
+def test_constraints_are_refused_or_sampled_freely(
+    meet: Any, forced: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --agent-free-sampling the tokens are those of a request that asks for nothing."""
+    monkeypatch.setattr(session_module, "_told", set())
+
+    async def use(session: Any, http: Any, engine: Engine) -> tuple[int, Any, list[Exchange]]:
+        async with ask(http, session, "Wet?", **forced) as answer:
+            return answer.status, await answer.json(), engine.exchanges
+
+    status, told, asked = meet(use, ["Yes"])
+    assert (status, asked) == (400, [])
+    (name,) = forced
+    assert told["error"]["message"].startswith(name) and "--agent-free-sampling" in told["error"]["message"]
+    free, told, (exchange,) = meet(use, ["Yes"], agent_free_sampling=True)
+    assert (free, told["choices"][0]["message"]["content"]) == (200, "Yes")
+    assert f"sets {name}: by --agent-free-sampling" in caplog.text
+    forced.clear()
+    _, _, (plain,) = meet(use, ["Yes"])
+    assert exchange.asked["input_ids"] == plain.asked["input_ids"]
+    assert exchange.asked["sampling_params"] == plain.asked["sampling_params"]
+
+
+def test_the_plan_tells_of_free_sampling() -> None:
+    (told,) = agent_warnings(Config.from_flat({"agent_free_sampling": True}))
+    assert "--agent-free-sampling" in told and "response_format" in told
+    assert agent_warnings(Config.from_flat({})) == []
+
+
+def test_other_arguments_of_the_template_are_another_history(meet: Any) -> None:
+    """The same words, rendered otherwise, begin a segment; the first conversation goes on with its own arguments."""
+
+    async def use(session: Any, http: Any, engine: Engine) -> list[Sample]:
+        for said, kwargs in (
+            (("Wet?",), {}),
+            (("Wet?", "Yes", "Sure?"), {"enable_thinking": False}),
+            (("Wet?", "Yes", "Sure?"), {}),
+        ):
+            async with ask(http, session, *said, chat_template_kwargs=kwargs) as answer:
+                assert answer.status == 200, await answer.text()
+        made: list[Sample] = session.samples(0.0)
+        for one in made:
+            check_sample(one, own(one, engine))
+        return made
+
+    other, first = meet(use, ["Yes", "No", "Quite"])
+    assert [one.metadata[SESSION]["num_turns"] for one in (other, first)] == [1, 2]
+    assert "Quite" in first.response and other.response == "No"
+
+
+def test_responses_have_the_errors_of_openai(meet: Any) -> None:
+    async def use(session: Any, http: Any, engine: Engine) -> Any:
+        body = {"input": "Wet?", "previous_response_id": "resp_1"}
+        async with http.post(f"{session.base_url}/responses", json=body) as answer:
+            return answer.status, await answer.json()
+
+    status, told = meet(use, [])
+    assert status == 400 and told["error"]["message"].startswith("previous_response_id: ")
+
+
 def test_either_header_has_the_key(meet: Any) -> None:
     async def use(session: Any, http: Any, engine: Engine) -> list[int]:
         statuses = []
@@ -371,6 +455,22 @@ def test_either_header_has_the_key(meet: Any) -> None:
         return statuses
 
     assert meet(use, []) == [200, 200, 401, 401]
+
+
+def test_an_address_with_the_key_needs_no_header(meet: Any) -> None:
+    """For an agent whose client has a fixed key; it opens that session alone, and ends with it."""
+    urls: list[str] = []
+
+    async def use(session: Any, http: Any, engine: Engine) -> list[int]:
+        statuses = []
+        urls.append(session.base_url.replace(session.id, session.api_key))
+        for url in (urls[-1], session.base_url, urls[0]):
+            async with http.get(f"{url}/models", headers={"Authorization": "Bearer EMPTY"}) as answer:
+                statuses.append(answer.status)
+        return statuses
+
+    assert meet(use, []) == [200, 401, 200]
+    assert meet(use, []) == [200, 401, 401]
 
 
 def test_an_engine_s_error_is_not_lost_in_an_agent(meet: Any) -> None:
@@ -415,7 +515,7 @@ def test_a_rollout_that_ends_takes_its_sessions_back(folder: str) -> None:  # no
 
 def test_the_wire_format_of_streams() -> None:
     """The events of both protocols, in full, as their clients read them (above) and as their authors describe them."""
-    from fusionrl.rollout.sessions import anthropic_api, openai_api
+    from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
     from fusionrl.rollout.sessions.messages import Asked, Call, Said
 
     asked = Asked([], model="m", wants_usage=True)
@@ -438,6 +538,17 @@ def test_the_wire_format_of_streams() -> None:
     events = [line.decode().split("\n")[0].removeprefix("event: ") for line in anthropic_api.events(asked, said)]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert events == ["message_start", *block, *block, "message_delta", "message_stop"]
+    told = [json.loads(line.decode().split("data: ")[1]) for line in responses_api.events(asked, said)]
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    text = ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
+    text += ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+    call = ["response.output_item.added", "response.function_call_arguments.delta"]
+    call += ["response.function_call_arguments.done", "response.output_item.done"]
+    begun = ["response.created", "response.in_progress"]
+    assert [event["type"] for event in told] == [*begun, *text, *call, "response.completed"]
+    assert [item["type"] for item in told[-1]["response"]["output"]] == ["message", "function_call"]
+    cut: Any = responses_api.answer(asked, replace(said, calls=(), finish="length"))
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     answer: Any = anthropic_api.answer(asked, said)
     assert answer["usage"]["input_tokens"] == 6, "those that no cache had"
     assert answer["content"][1] == {"type": "tool_use", "id": "call00000", "name": "f", "input": {"x": 1}}

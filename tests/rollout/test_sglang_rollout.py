@@ -103,6 +103,18 @@ def test_dropped_groups_are_counted_and_replaced(start: Any, state: Any) -> None
     assert source.offset == 4 + even + surplus + returned / 2
 
 
+def test_the_hook_that_sees_all_gets_refused_and_surplus_groups_as_slime_s(start: Any, state: Any) -> None:
+    flags = {"dynamic_sampling_filter_path": f"{HOOKS}:only_odd"}
+    args, source = start(**flags, rollout_all_samples_process_path=f"{HOOKS}:only_odd")
+    output = generate_rollout(args, 0, source)
+    num_dropped = sum(count for name, count in output.metrics.items() if name.startswith("rollout/dropped_"))
+    assert len(output.refused) == num_dropped >= 4
+    assert all(sample.reward is not None and sample.response for group in output.refused for sample in group)
+    assert sum(int(group[0].label) % 2 == 0 for group in output.refused) == output.metrics["rollout/dropped_even"]
+    args, source = start(**flags)
+    assert generate_rollout(args, 0, source).refused == []  # kept for nobody
+
+
 def test_a_filter_may_keep_what_would_else_have_to_be_replaced(start: Any, state: Any) -> None:
     args, source = start(dynamic_sampling_filter_path=f"{HOOKS}:odd_while_there_are", over_sampling_batch_size=6)
     output = generate_rollout(args, 0, source)

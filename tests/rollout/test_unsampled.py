@@ -47,7 +47,7 @@ def test_tokens_of_the_answers_are_found(
 
 
 def said_of(sample: Sample, *answers: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-    noted = Answers((), parts=[(np.array(one, np.int32), np.zeros(len(one), np.int32)) for one in answers])
+    noted = Answers((), parts=[(np.array(one, np.int32), np.zeros(len(one), np.int32), 1.0) for one in answers])
     warn_of_unsampled([sample], noted, "--custom-generate-function-path f", Before(np.array(before, np.int32), None))
     return take_warnings()
 

@@ -57,7 +57,7 @@ def forget_warnings() -> None:
 def filled(sample: Sample, *answers: dict[str, Any], before: Before | None = None, **options: Any) -> Any:
     with noting_answers(URLS, **options) as noted:
         for one in answers:
-            note_answer(f"{URL}/generate", one)
+            note_answer(f"{URL}/generate", one, {})
     fill_versions([sample], noted, "--custom-generate-function-path f", before)
     return None if sample.weight_versions is None else list(sample.weight_versions)
 
@@ -80,7 +80,7 @@ def test_turns_of_different_versions_are_found_by_their_tokens() -> None:
     # The bytes of a token can also lie across two others: that is no place.
     assert filled(by_hand(([1 << 24, 1, 256], 1)), answer([1 << 16], "3"), answer([256], "4")) == [-1, -1, 4]
     # Several samples of one call.
-    parts = [(np.array([token], np.int32), np.array([version], np.int32)) for token, version in ((5, 3), (6, 4))]
+    parts = [(np.array([token], np.int32), np.array([version], np.int32), 1.0) for token, version in ((5, 3), (6, 4))]
     both = [by_hand(([6], 1)), by_hand(([5], 1))]
     fill_versions(both, Answers((), parts=parts, versions={3, 4}), "f")
     assert [list(one.weight_versions) for one in both] == [[4], [3]]  # type: ignore[arg-type]
@@ -194,14 +194,14 @@ def test_a_function_appends_a_text_to_a_sample_of_an_earlier_rollout(tmp_path: P
 def test_only_the_policys_engines_are_heard() -> None:
     with noting_answers(URLS) as noted:
         for number, url in enumerate(("http://judge:1", "http://engine:11", "http://engine:2", URL)):
-            note_answer(f"{url}/generate", answer([5], str(number)))
-        note_answer(f"{URL}/flush_cache", {"success": True})
-        note_answer(f"{URL}/v1/models", ["text"])
+            note_answer(f"{url}/generate", answer([5], str(number)), {})
+        note_answer(f"{URL}/flush_cache", {"success": True}, {})
+        note_answer(f"{URL}/v1/models", ["text"], {})
     assert noted.versions == {2, 3}
-    note_answer(f"{URL}/generate", answer([5], "6"))
+    note_answer(f"{URL}/generate", answer([5], "6"), {})
     assert noted.versions == {2, 3}, "the call is over"
     with noting_answers([]) as nobody:
-        note_answer("http://anything/generate", answer([5], "6"))
+        note_answer("http://anything/generate", answer([5], "6"), {})
     assert not nobody.versions
 
 
@@ -296,3 +296,35 @@ def test_a_mask_left_out_is_told_as_the_page_says(tmp_path: Path) -> None:
     with pytest.raises(HookError, match=f"^--custom-generate-function-path {path}:by_hand: sample 1: {said}"):
         asyncio.run(custom_generate(context(), f"{path}:by_hand", Sample(index=1), {}, False))
     assert said in page
+
+
+def test_the_temperatures_of_a_function_s_own_requests_are_noted() -> None:
+    def noted(sample: Sample, *requests: tuple[list[int], object]) -> Any:
+        with noting_answers([URL]) as answers:
+            for tokens, params in requests:
+                note_answer(f"{URL}/generate", answer(tokens, "4"), {"sampling_params": params})
+        fill_versions([sample], answers, "f")
+        return sample.temperature
+
+    assert noted(by_hand(([5, 6], 1)), ([5, 6], {"temperature": 1.1})) == 1.1
+    assert noted(by_hand(([5, 6], 1)), ([5, 6], {})) == 1.0, "SGLang's default"
+    assert noted(by_hand(([5, 6], 1)), ([5, 6], None)) == 1.0
+    two = noted(by_hand(([5], 1), ([9], 0), ([6, 7], 1)), ([5], {"temperature": 0.5}), ([6, 7], {"temperature": 2}))
+    assert list(two) == [0.5, 0.5, 2.0, 2.0]
+    by_itself = by_hand(([5, 6], 1))
+    by_itself.temperature = 0.9  # the function knows better
+    assert noted(by_itself, ([5, 6], {"temperature": 1.1})) == 0.9
+
+
+def test_temperatures_that_cannot_be_told_apart_are_warned_of() -> None:
+    """Of a rollout function no tokens are kept: it may also have asked a judge."""
+    with noting_answers([URL], keeps_tokens=False) as answers:
+        for temperature in (1.1, 0.3):
+            note_answer(f"{URL}/generate", answer([5, 6], "4"), {"sampling_params": {"temperature": temperature}})
+    samples = [by_hand(([5, 6], 1)), by_hand(([5, 6], 1))]
+    samples[0].temperature = 1.1
+    fill_versions(samples[:1], answers, "f")
+    assert take_warnings() == []
+    fill_versions(samples, answers, "f")
+    (text,) = take_warnings()
+    assert "several temperatures" in text and "set sample.temperature" in text

@@ -15,11 +15,13 @@ from fusionrl.config.hooks import check_hook, load_function
 from fusionrl.data.sample import Sample
 from fusionrl.slime_names.entries import Absent, Here
 from fusionrl.slime_names.finder import resolve
+from fusionrl.slime_names.miles import MILES
 from fusionrl.slime_names.page import render_names
 from fusionrl.slime_names.table import ABSENT_MODULES, MODULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-slime-names.md"
-NAMES = [(module, name, entry) for module, names in MODULES.items() for name, entry in names.items()]
+TABLE = MODULES | MILES
+NAMES = [(module, name, entry) for module, names in TABLE.items() for name, entry in names.items()]
 
 
 def python(code: str, cwd: Path) -> str:
@@ -44,7 +46,7 @@ def test_every_name_that_is_here_can_be_imported_by_its_own_path() -> None:
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, n, entry in NAMES if isinstance(entry, Absent)])
 def test_a_name_that_is_not_here_says_why_and_what_to_do(module: str, name: str) -> None:
-    entry = MODULES[module][name]
+    entry = TABLE[module][name]
     assert isinstance(entry, Absent)
     with pytest.raises(ImportError) as raised:
         exec(f"from {module} import {name}")
@@ -71,7 +73,7 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
     assert space["types"].Sample is Sample and space["U"].load_function and space["generate_and_rm_group"]
     assert space["slime"].rollout.sglang_rollout.generate is space["generate"]
     assert not hasattr(space["types"], "__wrapped__")
-    with pytest.raises(ImportError, match="is not among slime's names"):
+    with pytest.raises(ImportError, match="is not among the names of slime"):
         exec("from slime.utils.misc import something_new")
 
 
@@ -84,7 +86,7 @@ def test_each_name_of_slime_s_agents_has_its_own_cure() -> None:
         "from slime.agent.harness import CodexHarness": "OPENAI_BASE_URL",
         "from slime.agent.parsing import parse_model_output": "--tool-call-parser",
         "from slime.agent.adapters.common import flatten_content": "`text` of the parts",
-        "from slime.agent.adapters.common import something_new": "is not among slime's names",
+        "from slime.agent.adapters.common import something_new": "is not among the names of slime",
     }.items():
         with pytest.raises(ImportError) as raised:
             exec(line)
@@ -170,3 +172,68 @@ def test_a_function_beside_a_hook_is_loaded_by_its_path(tmp_path: Path) -> None:
 def test_the_page_is_that_of_the_table() -> None:
     said = "run: python -m fusionrl.slime_names.page > docs/from-slime-names.md"
     assert PAGE.read_text(encoding="utf-8") == render_names(), said
+
+
+@pytest.mark.parametrize("name", ["metric_utils", "logging_utils", "trace_utils", "tensorboard_utils", "timer"])
+def test_a_module_is_found_where_it_was_before_it_moved(name: str) -> None:
+    old, new = (importlib.import_module(f"slime.{folder}.{name}") for folder in ("utils", "observability"))
+    assert dir(old) == dir(new)
+    assert all(getattr(old, public) is getattr(new, public) for public in new.__all__)
+
+
+def test_the_fork_miles_has_the_same_names(tmp_path: Path) -> None:
+    code = """
+from miles.utils.types import Sample
+from miles.rollout.sglang_rollout import GenerateState, generate
+from miles.utils.http_utils import post
+import miles.utils.timer, slime.utils.types
+import miles.rollout.rm_hub as hub
+print(Sample is slime.utils.types.Sample, hub.async_rm.__name__)
+try:
+    from miles.ray.rollout import RolloutManager
+except ImportError as error:
+    print(error)
+try:
+    from miles.utils.types import no_such_name
+except ImportError as error:
+    print(error)
+"""
+    lines = python(f"from fusionrl.slime_names.finder import install; install()\n{code}", tmp_path).splitlines()
+    assert lines[0] == "True async_rm"
+    assert lines[1].startswith("miles.ray.rollout") and "processes are started by fusionrl" in lines[1]
+    assert "miles.utils.types.no_such_name is not among the names of miles" in lines[2]
+
+
+def test_a_hook_of_miles_is_loaded_by_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "hook.py"
+    file.write_text(
+        "from miles.utils.types import Sample\n"
+        "from miles.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def keep(args, samples, **kwargs): return DynamicFilterOutput(keep=isinstance(samples[0], Sample))\n"
+    )
+    assert check_hook("dynamic_sampling_filter_path", f"{file}:keep") is None
+    assert load_function(f"{file}:keep")(None, [Sample()]).keep
+
+
+def test_names_of_the_fork_alone() -> None:
+    """They are not slime's, also where both have the module; messages say the name that was asked for."""
+    space: dict[str, Any] = {}
+    code = """
+from miles.rollout.base_types import GenerateFnInput, RolloutFnTrainOutput
+from miles.rollout.generate_hub import agentic_tool_call
+import miles.rollout.inference_rollout.inference_rollout_common as common
+from miles.utils.external_utils.exec_command import exec_command_cpu
+"""
+    exec(code, space)
+    assert space["agentic_tool_call"].generate and space["common"].InferenceRolloutFn
+    assert space["exec_command_cpu"]("echo 1", capture_output=True) == "1\n"
+    for line, told in {
+        "from slime.rollout.base_types import GenerateFnInput": "slime.rollout.base_types.GenerateFnInput is not among",
+        "import slime.rollout.generate_hub as m; m.multi_turn": "slime.rollout.generate_hub.multi_turn does not exist",
+        "from miles.rollout.checkpoint_eval import CheckpointEvalFn": "--eval-num-gpus",
+        "from miles.utils.lora import is_lora_enabled": "miles.utils.lora.is_lora_enabled does not exist in fusionrl",
+        "from miles.utils.arguments import parse_args": "miles.utils.arguments.parse_args does not exist in fusionrl",
+    }.items():
+        with pytest.raises(ImportError) as raised:
+            exec(line)
+        assert told in str(raised.value), line

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from fusionrl.sync.calls import wait_all
 from fusionrl.sync.local import LocalActor, LocalRef, end, get, put, wait
@@ -72,6 +74,10 @@ def test_what_a_call_raises_is_raised_by_who_waits() -> None:
         get([actor.add.remote(1), actor.fail.remote()])
     with pytest.raises(RuntimeError, match="trainer 0: no such thing"):
         wait_all([("trainer 0", actor.fail.remote())], 5.0)
+    of_ray: Future[None] = Future()  # its text is the traceback of another process
+    of_ray.set_exception(RayTaskError("push", "Traceback ...", OSError("no room")).as_instanceof_cause())
+    with pytest.raises(RuntimeError, match="^trainer 1: no room$"):
+        wait_all([("trainer 1", of_ray)], 5.0)
     with pytest.raises(ZeroDivisionError):
         LocalActor(lambda: 1 // 0, "broken")
 

@@ -19,6 +19,10 @@ FILES = {
         "from slime.ray.rollout import RolloutManager\n"
         "def generate_rollout(args, rollout_id, data_buffer, evaluation=False): return []\n"
     ),
+    "examples/fork/generate.py": (
+        "from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput\n"
+        "async def generate(input: GenerateFnInput): return GenerateFnOutput(samples=input.sample)\n"
+    ),
     "examples/odd/generate.py": "def generate(args, sample, sampling_params): return sample\n",
     "examples/odd/prepare.py": "if __name__ == '__main__':\n    raise SystemExit(1)\n",
     "slime_plugins/models/mine.py": "def get_spec(args, config, vp_stage): return None\n",
@@ -30,7 +34,7 @@ def test_each_file_is_judged_with_its_reason(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, str(TOOL), "--slime", str(tmp_path), "--least", "3"]
+    command = [sys.executable, str(TOOL), "--slime", str(tmp_path), "--least", "4"]
     done = subprocess.run(command, capture_output=True, text=True)
     said = done.stdout
     assert done.returncode == 1, said + done.stderr
@@ -43,7 +47,8 @@ def test_each_file_is_judged_with_its_reason(tmp_path: Path) -> None:
     assert "fail  examples/odd/generate.py" in said and "it is not async" in said
     assert "skip  examples/odd/prepare.py" in said
     assert "pass  slime_plugins/models/mine.py: get_spec (--spec)" in said
-    assert "2 of 4 files with functions of flags pass; 3 of 5 files load" in said
+    assert "pass  examples/fork/generate.py: generate (--custom-generate-function-path)" in said
+    assert "3 of 5 files with functions of flags pass; 4 of 6 files load" in said
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,20 @@ def test_what_is_not_run_counts_as_such(tmp_path: Path) -> None:
     assert done.stdout.endswith("0 of 2 functions run two steps (0 pass, 0 fail, 2 skip)\n")
 
 
+def test_a_checkout_of_miles_has_cases_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "miles").mkdir()
+    done = run("--slime", tmp_path, "--only", "hud", "--only", "random-async")
+    assert "skip  examples/experimental/hud/rollout.py: generate" in done.stdout, done.stderr
+    assert done.stdout.endswith("0 of 3 functions run two steps (0 pass, 0 fail, 3 skip)\n")
+
+
+def test_no_function_is_counted_twice(tool: Any) -> None:
+    for cases in (tool.CASES, tool.MILES_CASES):
+        functions = [function for case in cases for function in case.functions]
+        assert len(functions) == len(set(functions))
+
+
 def test_mistakes_of_the_user(tmp_path: Path) -> None:
     assert "has no folder examples" in run("--slime", tmp_path).stderr
     (tmp_path / "examples").mkdir()
@@ -43,7 +57,7 @@ def test_mistakes_of_the_user(tmp_path: Path) -> None:
 
 def test_a_run_is_judged_by_what_it_left(tool: Any) -> None:
     case = next(one for one in tool.CASES if one.name == "search-r1")
-    step = {"train/loss": 0.1, "train/num_tokens": 5.0, "train/logprob_diff_mean": 1e-6}
+    step = {"train/loss": 0.1, "train/num_tokens": 5.0, "train/logprob_diff_mean": 1e-6, "train/grad_norm": 0.3}
     found = [{"response": "<information>It was 7.</information>"}]
     good = tool.Outcome([step, step], found, {"searches": 1})
     assert tool._judge(case, good) == ""
@@ -55,6 +69,9 @@ def test_a_run_is_judged_by_what_it_left(tool: Any) -> None:
         ({"train/logprob_diff_mean": 0.5}, "differ by 0.5"),
     ):
         assert said in tool._judge(case, tool.Outcome([step, step | changes], found, {"searches": 1}))
+    still = step | {"train/loss": 0.0, "train/grad_norm": 0.0}
+    assert tool._judge(case, tool.Outcome([still, step], found, {"searches": 1})) == ""
+    assert "no step had a gradient" in tool._judge(case, tool.Outcome([still, still], found, {"searches": 1}))
 
 
 def test_the_stubs_answer_as_the_servers_do(tool: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import http.server
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -113,3 +116,48 @@ def test_uv_looks_where_pip_looks() -> None:
         *("--find-links", "/wheels", "SSL_CERT_FILE=/etc/certificates.pem"),
     ]
     assert arguments(read_settings(":env:.no-index='1'\n")) == ["--no-index"]
+
+
+NOTHING = {"FUSIONRL_ENV": "cpu", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+
+
+def test_a_torch_index_that_does_not_answer(tmp_path: Path) -> None:
+    """One that was named is a mistake; PyTorch's own is passed over, and the line says what comes then."""
+    nowhere = "http://127.0.0.1:9"
+    flags = NOTHING | {"PIP_FIND_LINKS": str(tmp_path), "FUSIONRL_VENV": str(tmp_path / "venv")}
+    done = run(**flags, FUSIONRL_TORCH_INDEX=f"{nowhere}/whl/cpu")
+    assert done.returncode == 1 and f"FUSIONRL_TORCH_INDEX={nowhere}/whl/cpu does not answer" in done.stderr
+    environment = {name: value for name, value in os.environ.items() if name != "FUSIONRL_TORCH_INDEX"}
+    environment |= flags | {"https_proxy": nowhere, "HTTPS_PROXY": nowhere, "no_proxy": "", "NO_PROXY": ""}
+    command = ["bash", str(ROOT / "scripts/setup-env.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert done.returncode == 1 and "whl/cpu does not answer: torch comes from where pip looks" in done.stdout
+    assert "CUDA build (5.7 GB)" in done.stdout and "No matching distribution" in done.stderr
+
+
+def test_the_cpu_build_is_looked_for_in_its_index_first(tmp_path: Path) -> None:
+    class Index(http.server.BaseHTTPRequestHandler):
+        asked: ClassVar[list[str]] = []
+
+        def do_GET(self) -> None:
+            self.asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html><body></body></html>")
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/whl/cpu"
+        flags = {"FUSIONRL_ENV": "cpu", "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+        flags |= {"PIP_INDEX_URL": f"http://127.0.0.1:{server.server_port}/simple", "PIP_FIND_LINKS": str(tmp_path)}
+        done = run(**flags, FUSIONRL_TORCH_INDEX=url, FUSIONRL_VENV=str(tmp_path / "venv"))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 1  # the index has nothing
+    assert any(path.startswith("/whl/cpu/torch/") for path in Index.asked)
+    log = (tmp_path / "venv" / "install.log").read_text()
+    assert f"pip install --extra-index-url {url} -r requirements/cpu.txt" in log

@@ -120,7 +120,7 @@ def loss(
     samples: Samples,
     ids: list[int],
     mode: str,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,  # one, or one for each sample
     per_token: bool = True,
     reference: Any = None,
     kl_coef: float = 0.0,
@@ -132,7 +132,8 @@ def loss(
     num_tokens, num_samples = samples.count(ids)
     total = torch.zeros(())
     for i in ids:
-        log_probs, entropy = response_log_probs(model, samples, i, temperature)
+        own = temperature if isinstance(temperature, float) else temperature[i]
+        log_probs, entropy = response_log_probs(model, samples, i, own)
         mask = torch.tensor(samples.mask[i])
         if mode == "sft":
             token_loss = -log_probs
@@ -143,7 +144,7 @@ def loss(
             token_loss = token_loss - entropy_coef * entropy
             if reference is not None:
                 with torch.no_grad():
-                    ref, _ = response_log_probs(reference, samples, i, temperature)
+                    ref, _ = response_log_probs(reference, samples, i, own)
                 token_loss = token_loss + kl_coef * ((ref - log_probs).exp() - 1 - (ref - log_probs))
         weight = 1 / num_tokens if per_token else 1 / (num_samples * max(float(mask.sum()), 1e-9))
         total = total + (mask * token_loss).sum() * weight

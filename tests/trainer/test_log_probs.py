@@ -67,6 +67,25 @@ def test_values_and_gradients(temperature, chunk_size, entropy_grad):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
+def test_each_token_has_a_temperature_of_its_own(chunk_size):
+    hidden, weight, targets, grads = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    temperatures = torch.linspace(0.3, 2.0, COUNT)
+    log_probs, entropy = chunked_log_probs(
+        hidden,
+        weight,
+        targets,
+        vocab_size=VOCAB,
+        temperature=temperatures,
+        chunk_size=chunk_size,
+        entropy_grad=True,
+    )
+    ((log_probs * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
+    want = expected(temperatures.double()[:, None], True)
+    check((log_probs, entropy, hidden.grad, weight.grad), want)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
 def test_bf16_is_as_near_to_float64_as_torch_is(chunk_size):
     hidden, weight, targets, grads = inputs()
     hidden, weight = (x.bfloat16().requires_grad_() for x in (hidden, weight))

@@ -293,3 +293,36 @@ def test_short_prompts_are_shared_for_less(prompt: int, gain: float):
     assert (pack_row(sequences, [prompt] * 8, options()).layout.positions is not None) == (prompt == 9)
     on_a_gpu = options(device="meta")
     assert pack_row(sequences, [prompt] * 8, on_a_gpu).layout.positions is None
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("kind", ["sequence_mean", "token_mean", "constant"])
+def test_the_weights_of_a_step_count_attempts(rank, kind: str, dp: int) -> None:
+    rank(check_attempts, kind, dp)
+
+
+def check_attempts(actor, kind: str, dp: int) -> None:
+    """Whatever rank a sample of an attempt is on: sequence_mean gives every attempt the same sum of weights."""
+    from fusionrl.buffer.build import build_shards
+    from fusionrl.plan.batch import BatchPlan
+    from fusionrl.trainer.pack import build_micro_batches
+    from tests.data.test_attempts import BALANCE, fanned
+
+    samples = [*fanned([3, 1], [1, 0], 0, 4), *fanned([1, 2], [1, 0], 1, 3)]
+    samples[1].loss_mask = [1, 0, 1, 0]
+    values = [0.0] * len(samples)
+    totals: dict[int, float] = {}
+    shares = 0.0
+    for shard in build_shards(samples, values, values, BatchPlan(4, 1, 1, 4, dp), BALANCE, rollout_id=0):
+        (step,) = shard.steps
+        assert step.num_samples == 4 and step.num_tokens == 23
+        for batch in build_micro_batches(shard, step, options(aggregation=kind, constant=10.0)):
+            for sequence, weight in zip(batch.sequences.tolist(), batch.weights.tolist(), strict=True):
+                index = int(shard.fields["sample_index"][batch.samples[sequence]])
+                totals[index] = totals.get(index, 0.0) + weight
+            shares += float(batch.sequence_shares.sum())
+    assert shares == pytest.approx(4)
+    tokens = {0: 10, 1: 4, 10: 3, 11: 6}
+    scale = {"sequence_mean": {i: 1 / (4 * n) for i, n in tokens.items()}, "token_mean": dict.fromkeys(tokens, 1 / 23)}
+    scale["constant"] = dict.fromkeys(tokens, 1 / 40)
+    assert totals == pytest.approx({i: n * scale[kind][i] for i, n in tokens.items()})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusionrl.plan.layout import TrainerLayout
 from tests.trainer import hf_models, trainer_worker
 from tests.trainer.trainer_worker import Samples, config_of
 from tools.parity import checkpoint_gradients, run_logits
@@ -63,6 +64,35 @@ def test_logits_log_probs_and_first_gradients_equal_transformers(workers, hf, fa
     assert metrics["train/kl_loss"] > 0.01
     assert metrics["train/clip_fraction"] == 0.0
     assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TrainerLayout(1), TrainerLayout(2, tp=2), TrainerLayout(2, cp=2), TrainerLayout(2, pp=2), TrainerLayout(2)],
+    ids=["1 rank", "TP 2", "CP 2", "PP 2", "DP 2"],
+)
+def test_each_sample_is_scored_at_its_own_temperature(workers, hf, layout):
+    """Loss, entropy, KL and gradients; --rollout-temperature is that of samples that say nothing."""
+    folder, model = hf("qwen3", False)
+    reference_folder, reference = hf("qwen3", False, seed=5)
+    samples = Samples(6, seed=3)
+    temperatures = [0.7, 0.7, 1.3, 0.5, 2.0, 1.0]
+    flags = {"use_kl_loss": True, "kl_loss_coef": 0.3, "ref_load": str(reference_folder), "entropy_coef": 0.05}
+    workers.start(config_of(folder, rollout_temperature=0.7, **flags), layout)
+    shards = samples.shards(layout.dp, micro=2)
+    for shard in shards:
+        own = np.array([temperatures[int(index)] for index in shard.fields["sample_index"]], np.float32)
+        shard.fields["temperatures"] = np.repeat(own, shard.response_lengths)
+    metrics = workers.train(shards, layout)
+    trained = hf_models.clone(model)
+    options = {"temperature": temperatures, "reference": reference, "kl_coef": 0.3, "entropy_coef": 0.05}
+    loss = hf_models.loss(trained, samples, list(range(6)), "rl", **options)
+    loss.backward()
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    if layout.world_size == 1:
+        assert_close(workers.run(trainer_worker.gradients)[0], checkpoint_gradients(trained), 1e-4)
+    norm = np.sqrt(sum(float(p.grad.pow(2).sum()) for p in trained.parameters() if p.grad is not None))
+    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("model", ["glm4", "qwen2_moe", "deepseek_v3"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from fusionrl.upstream import cpu_megatron
 from tests.trainer.forked_program import ForkedProgram
@@ -100,3 +104,19 @@ def test_a_rename_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         _module()._publish(partial, final)  # it is not there
     assert (final / "shard").read_text() == "before"
     assert os.listdir(tmp_path) == ["trainer"]
+
+
+def test_a_full_disk_has_its_own_error_and_not_torch_s(tmp_path: Path) -> None:
+    """What is written to /dev/full meets the kernel's full disk; torch says "unexpected pos 704 vs 598" of one."""
+    cpu_megatron.install()
+    from fusionrl.trainer import checkpoint_io
+
+    torch_error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    error = checkpoint_io._system_error(torch_error, Path("/dev/full"))
+    assert isinstance(error, OSError) and error.errno == errno.ENOSPC
+    assert checkpoint_io._system_error(torch_error, tmp_path / "room") is torch_error
+    file = tmp_path / "__0_0.distcp"
+    file.symlink_to("/dev/full")
+    item = WriteItem(MetadataIndex("weight"), WriteItemType.BYTE_IO)
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint_io.write_buckets([], [(file, file.name, ([(item, io.BytesIO(b"x" * 4096))], []))])

@@ -94,7 +94,6 @@ def test_typed_by_upstream(ask: Ask, argv: list[str], wanted: dict[str, Any]) ->
         (["--sglang-tp-size", "2"], ["--sglang-tp-size 2", "use --rollout-num-gpus-per-engine"]),
         (["--sglang-dp-size", "2"], ["--sglang-dp-size 2", "use --rollout-num-gpus: more devices are more engines"]),
         (["--sglang-data-parallel-size", "2"], ["use --rollout-num-gpus: "]),
-        (["--sglang-enable-dp-attention"], ["use --rollout-num-gpus: "]),
         (["--sglang-pp-size", "2"], ["per-engine: an engine is divided by tensor parallelism alone"]),
         (["--sglang-pipeline-parallel-size", "2"], ["use --rollout-num-gpus-per-engine: "]),
         (["--sglang-nccl-port", "2"], ["set by fusionrl (a free port)"]),

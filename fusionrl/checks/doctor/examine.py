@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from fusionrl.base.quiet import quiet
 from fusionrl.checks.data import prompt_columns
+from fusionrl.checks.disk import disk_findings_of_run
 from fusionrl.checks.doctor.findings import Finding, fact, fault, of_messages
 from fusionrl.checks.doctor.gpus import gpu_findings
 from fusionrl.checks.doctor.host import (
     core_findings,
-    disk_findings,
     limit_findings,
     memory_findings,
     shared_memory_findings,
-    temporary_folder,
 )
 from fusionrl.checks.doctor.network import address_findings, network_findings
 from fusionrl.checks.doctor.packages import import_findings, package_findings, torch_findings
@@ -33,7 +32,7 @@ from fusionrl.checks.doctor.tokens import (
 from fusionrl.checks.doctor.weights import weight_findings
 from fusionrl.config.config import Config
 from fusionrl.config.eval_sets import eval_sets
-from fusionrl.config.parts import changes_weights, generates, saves, uses_engines
+from fusionrl.config.parts import generates, uses_engines
 from fusionrl.data.prompts import metadata_and_tools, render_prompt
 from fusionrl.data.rows import read_rows
 from fusionrl.data.sample import Sample
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_ROWS = 3  # of the data, on which the reward is probed
-_STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weights, fp32 weights and two moments
-_STATE_BYTES_FP32 = 12
 
 
 @dataclass(frozen=True)
@@ -95,29 +92,12 @@ def machine_findings(examined: Examined, options: Options) -> list[Finding]:
     num_processes = num_ranks + (plan.num_engines if plan is not None else 0)
     found += [*shared_memory_findings(), *limit_findings(), *memory_findings(plan), *core_findings(num_processes)]
     found += network_findings()
-    folder = Path(config.run.run_dir) if config is not None and config.run.run_dir else Path("runs")
-    needed = checkpoint_bytes(config, plan) if config is not None and plan is not None else 0.0
-    folders = {"--run-dir": folder, "TMPDIR": temporary_folder()}
-    if config is not None and config.checkpoint.save_hf:
-        folders["--save-hf"] = Path(config.checkpoint.save_hf).parent
-    found += disk_findings(folders, needed, "checkpoints")
+    found += disk_findings_of_run(config, plan)
     if config is not None and config.cluster.ray_address and ":" in config.cluster.ray_address:
         found += address_findings("ray", "--ray-address", config.cluster.ray_address)
     if config is not None and config.reward.rm_url:
         found += address_findings("reward", "--rm-url", config.reward.rm_url)
     return found
-
-
-def checkpoint_bytes(config: Config, plan: Plan) -> float:
-    """Return the bytes of all checkpoints that the run keeps at once."""
-    options = config.checkpoint
-    if options.no_save or not saves(config) or not changes_weights(config):
-        return 0.0
-    num_saved = -(-plan.num_rollout // options.save_interval) if options.save_interval else 1
-    if options.keep_checkpoints is not None:
-        num_saved = min(num_saved, options.keep_checkpoints + 1)  # the newest is written before the oldest goes
-    parameter = _STATE_BYTES_FP32 if plan.precision == "fp32" else _STATE_BYTES
-    return float(max(num_saved, 1) * plan.shape.num_parameters * parameter)
 
 
 def flag_findings(examined: Examined) -> list[Finding]:

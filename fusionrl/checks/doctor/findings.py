@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fusionrl.base.words import counted
+
 Status = Literal["fact", "warning", "fault"]
 _MARKS: dict[Status, str] = {"fact": "  ok  ", "warning": " warn ", "fault": "FAULT "}
 _NO_CURE = "change the flag that the line names; `fusionrl train --help` has each"
@@ -68,9 +70,9 @@ def summary(findings: Sequence[Finding]) -> str:
     """Return the last line of the report."""
     num_faults = sum(finding.status == "fault" for finding in findings)
     num_warnings = sum(finding.status == "warning" for finding in findings)
-    told = [f"{len(findings)} checks", _counted(num_faults, "fault"), _counted(num_warnings, "warning")]
+    told = [counted(len(findings), "check"), _or_no(num_faults, "fault"), _or_no(num_warnings, "warning")]
     return ", ".join(told)
 
 
-def _counted(number: int, name: str) -> str:
-    return f"{number or 'no'} {name}{'s' * (number != 1)}"
+def _or_no(number: int, name: str) -> str:
+    return counted(number, name) if number else f"no {name}s"

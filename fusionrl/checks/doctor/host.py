@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusionrl.base.memory_groups import limited_groups
@@ -113,10 +114,10 @@ def _quota(root: Path) -> float | None:
         return quota_us / period_us if quota_us and quota_us > 0 and period_us else None
 
 
-def disk_findings(folders: dict[str, Path], needed: float, what: str) -> list[Finding]:
-    """Compare the room of disks with `needed` bytes in the run's folder, the first of `folders` (name → folder)."""
+def disk_findings(folders: dict[str, Path], needed: Mapping[str, tuple[str, float]]) -> list[Finding]:
+    """Compare the room of the disks of `folders` (flag → folder) with `needed` (flag → what is written, bytes)."""
     found, told = [], []
-    for number, (name, folder) in enumerate(folders.items()):
+    for name, folder in folders.items():
         parent = folder if folder.is_dir() else existing_parent(folder)[0]
         if not os.access(parent, os.W_OK | os.X_OK):
             cure = f"make it writable, or name another folder ({name})"
@@ -127,19 +128,19 @@ def disk_findings(folders: dict[str, Path], needed: float, what: str) -> list[Fi
         except OSError as error:
             found.append(fault("disk", f"{name} {folder}: {error}", f"name another folder ({name})"))
             continue
-        wanted = max(needed, _FEWEST_FREE) if number == 0 else _FEWEST_FREE
-        if free < wanted:
-            text = f"{name} {folder}: {free / GIB:.1f} GiB free"
-            text += f", and {what} take {needed / GIB:.1f}" if wanted == needed and number == 0 else ""
-            cure = (
-                f"free some, name a folder on another disk ({name}), or keep fewer checkpoints (--keep-checkpoints 2)"
-            )
-            found.append(fault("disk", text, cure))
+        what, num_bytes = needed.get(name, ("", 0.0))
+        takes = f"{what} take {num_bytes / GIB:.1f} GiB"
+        if free < max(num_bytes, _FEWEST_FREE):
+            is_large = num_bytes > _FEWEST_FREE
+            least = f"and {takes}" if is_large else f"less than {_FEWEST_FREE / GIB:.0f}"
+            cure = f"free some, or name a folder on another disk ({name})"
+            cure += "; --keep-checkpoints N keeps the newest N" if is_large and name == "--run-dir" else ""
+            found.append(fault("disk", f"{name} {folder}: {free / GIB:.1f} GiB free, {least}", cure))
         else:
-            told.append(f"{free / GIB:.0f} GiB free for {name} {folder}")
+            more = f", {takes}" if num_bytes >= GIB / 20 else ""
+            told.append(f"{free / GIB:.0f} GiB free for {name} {folder}{more}")
     if told:
-        more = f"; {what} take {needed / GIB:.2f} GiB" if needed >= GIB / 100 else ""
-        found.append(fact("disk", ", ".join(told) + more))
+        found.append(fact("disk", "; ".join(told)))
     return found
 
 

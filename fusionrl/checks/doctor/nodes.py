@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionrl.base.interfaces import collective_interfaces
+from fusionrl.base.words import counted
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.checks.doctor.gpus import gpu_findings
 from fusionrl.checks.doctor.host import (
@@ -79,7 +80,7 @@ class NodeDoctor:
     def look(self, order: Order) -> Look:
         """Examine this node."""
         found = [*shared_memory_findings(), *limit_findings(), *memory_findings(order.plan), *core_findings(0)]
-        found += [*network_findings(), *disk_findings({"TMPDIR": temporary_folder()}, 0.0, "")]
+        found += [*network_findings(), *disk_findings({"TMPDIR": temporary_folder()}, {})]
         if order.device == "cuda":
             found += gpu_findings()
         missing = [flag for flag, folder in order.folders.items() if not Path(folder).exists()]
@@ -152,7 +153,7 @@ class NodeDoctor:
 def device_findings(devices: Mapping[str, int], plan: Plan | None) -> list[Finding]:
     """Compare the devices that Ray counts, by node, with those that the plan needs."""
     total = sum(devices.values())
-    text = f"{len(devices)} node{'s' * (len(devices) != 1)}, {total} devices: " + ", ".join(
+    text = f"{counted(len(devices), 'node')}, {counted(total, 'device')}: " + ", ".join(
         f"{name} has {n}" for name, n in devices.items()
     )
     if plan is not None and plan.num_bundles > total:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fusionrl.checks.doctor.findings import Finding, fact, fault, warning
 from fusionrl.data.tokenizer import TemplateError, call_template
+from fusionrl.data.tokenizer_files import read_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,9 +35,7 @@ def end_findings(
     SGLang stops at the tokens of config.json, generation_config.json and the tokenizer, and at `more_stops`
     (--rollout-stop-token-ids).
     """
-    stops = {*more_stops}
-    for name in ("generation_config.json", "config.json"):
-        stops |= set(_ids(_object(folder / name).get("eos_token_id")))
+    stops = {*more_stops, *read_end_tokens(folder)}
     if tokenizer.eos_token_id is not None:
         stops.add(int(tokenizer.eos_token_id))
     cure = f"set eos_token_id in {folder}/generation_config.json, or give --rollout-stop-token-ids"
@@ -150,16 +148,3 @@ def label_findings(tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], lo
             text = f"the label {label!r:.60} has {len(ids)} tokens, answers have at most {longest}"
             return [fault("label", text, f"raise --rollout-max-response-len {longest} well over {len(ids)}")]
     return []
-
-
-def _ids(value: object) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
-
-
-def _object(path: Path) -> Mapping[str, object]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -46,7 +46,7 @@ class DataGroup(Group):
     )
     data_source_path: str = Field(
         "fusionrl.buffer.data_source.RolloutDataSource",
-        description="Class of the data source, by import path.",
+        description="Class of the data source, by import path; it may need no --prompt-data.",
     )
     buffer_filter_path: str | None = Field(
         None, description="Function that chooses which of the groups that were handed back come first."

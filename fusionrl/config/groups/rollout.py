@@ -38,6 +38,11 @@ class RolloutGroup(Group):
     agent_timeout_s: float = Field(
         3600.0, description="Time limit of one run of that agent, seconds; then its sample is truncated.", gt=0
     )
+    agent_free_sampling: bool = Field(
+        False,
+        description="Sample freely where an agent's request would constrain the model (a forced tool_choice, a"
+        " response_format, a grammar); such requests are refused otherwise.",
+    )
     rollout_batch_size: int | None = Field(None, description="Prompts of one rollout step.", ge=1)
     n_samples_per_prompt: int = Field(1, description="Samples generated for each prompt.", ge=1)
     partial_rollout: bool = Field(
@@ -57,7 +62,7 @@ class RolloutGroup(Group):
     rollout_all_samples_process_path: str | None = Field(
         None,
         description="Function that sees all groups of a rollout, those beyond the batch included. Where prompts run"
-        " ahead: the batch, and the groups that the filter refused since the one before.",
+        " ahead: the batch, and the groups of the default rollout that the filter refused since the one before.",
     )
     custom_rollout_log_function_path: str | None = Field(
         None,
@@ -78,7 +83,7 @@ class RolloutGroup(Group):
     rollout_top_p: float = Field(1.0, description="Nucleus sampling mass.", gt=0, le=1)
     rollout_top_k: int = Field(-1, description="Number of likeliest tokens sampled from; -1 is all.", ge=-1)
     rollout_max_response_len: int | None = Field(None, description="Most new tokens of a response.", ge=1)
-    rollout_min_response_len: int = Field(0, description="Fewest new tokens of a response.", ge=0)
+    rollout_min_response_len: int = Field(0, description="Fewest new tokens of a response; 0 in --mode rl.", ge=0)
     rollout_max_context_len: int | None = Field(None, description="Most tokens of prompt and response.", ge=1)
     rollout_stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
     rollout_stop_token_ids: list[int] = Field(default_factory=list, description="Token ids that end a response.")
@@ -149,8 +154,8 @@ class RewardGroup(Group):
     reward_timeout_s: float = Field(60.0, description="Time limit of the reward of one sample, seconds.", gt=0)
     reward_failure_value: float | None = Field(
         None,
-        description="Reward to train a sample with whose reward function hangs or takes its process down. Default:"
-        " none; the sample is counted, and not trained on.",
+        description="Reward of a sample whose reward function raises, hangs or takes its process down; such samples are"
+        " counted. Default: none; an exception ends the run, and the others are not trained on.",
         allow_inf_nan=False,
     )
     reward_num_processes: int | None = Field(

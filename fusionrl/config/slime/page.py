@@ -20,9 +20,22 @@ fusionrl from-slime --shim shim                # make shim/train.py and shim/tra
 python shim/train.py ${MODEL_ARGS[@]} …        # slime's arguments, and slime's defaults
 ```
 
-The script is read, never run. Variables, arrays, sourced model files, conditions, loops and `ray job submit` are
-read; what only the machine of the run knows (`$(nvidia-smi …)`, a variable of the environment) stays in the command
-as the script has it, and is named. `--set NAME=VALUE` gives such a variable a value.
+The script is read, never run. Variables, arrays, sourced model files, conditions, loops, functions, `read`,
+here-documents, `bash -c "…"`, other scripts that it runs, and `ray job submit` are read. What only the machine of the
+run knows (`$(nvidia-smi …)`, a variable of the environment) stays in the command as the script has it, and is named;
+words that may stand for several flags come last. `--set NAME=VALUE` gives such a variable a value. A script is read as
+if it were run without arguments (`--set 1=VALUE` is its first).
+
+A launcher in Python (`execute_train(train_args=…)`, `os.system("… train.py …")`) is read in the same way: f-strings,
+functions, dataclasses, conditions, and modules of the checkout around it. `--set FIELD=VALUE` sets a parameter of its
+`main`. Files that a script or a launcher writes from its own text are written by the printed script.
+
+The files of `--sglang-config` and `--megatron-config-path` become the flags that do the same, where the script writes
+them or they lie in its folder. An array whose content depends on a condition that cannot be known is marked `NOT HERE`:
+`--set` gives the variables of that condition.
+
+A flag that neither slime nor fusionrl has, of a fork or of your own parser, goes into a YAML file that the printed
+script writes and `--custom-config-path` reads: functions find it in `args`. A comment names these flags.
 
 `fusionrl train` takes slime's flags as well, with fusionrl's defaults. The flags of `--sglang-*` and `--router-*` are
 those of SGLang and its router in both, and the fields of Megatron-core's classes (`--recompute-granularity`, …) keep

@@ -11,27 +11,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from fusionrl.config.slime.conditions import count, holds
+from fusionrl.config.slime.config_files import with_flags
+from fusionrl.config.slime.launch import Launch, launch_of, programs_of, scripts_within
+from fusionrl.config.slime.python.launcher import Launcher
+from fusionrl.config.slime.python.values import PythonError
+from fusionrl.config.slime.read import read
 from fusionrl.config.slime.shell import CLOSE, Shell, ShellError, Value, calculate, left, left_parts, plain
 from fusionrl.config.slime.syntax import Assignment, Case, Choice, Command, Group, Loop, Step, parse
 
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _MAX_ROUNDS = 10_000  # of a loop
+_MAX_WHILE = 1000  # the same, of `while` and `until`
 _MAX_DEPTH = 20  # of sourced files and of functions that call each other
-_PROGRAM = re.compile(r"(?:.*/)?(train|train_async)\.py")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A command that starts a run.
-
-    program  `train` or `train_async`
-    argv     its arguments; parts that cannot be known are marked (see `shell`)
-    env      the variables that a Ray job's --runtime-env-json sets, as text
-    """
-
-    program: str
-    argv: tuple[str, ...]
-    env: str | None = None
 
 
 @dataclass
@@ -40,17 +32,21 @@ class Script:
 
     launches  in the order of the script
     notes     a line for each thing that was left out of the reading
+    others    programs that it starts, and that are none of slime's
+    files     texts that it writes, by their paths
     """
 
     launches: list[Launch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def read_script(path: str | Path, values: Mapping[str, str] | None = None) -> Script:
-    """Read the launch script at `path`. `values`: variables of the environment that are known.
+    """Read the launch script at `path`, bash or Python. `values`: variables of the environment that are known.
 
     Raises:
-        ValueError: no such file, or text that is no bash.
+        ValueError: no such file, or text that is no launch script.
     """
     file = Path(path)
     try:
@@ -60,12 +56,24 @@ def read_script(path: str | Path, values: Mapping[str, str] | None = None) -> Sc
     here = os.path.abspath(file)
     start: dict[str, Value] = dict(values or {})
     run = _Run(Shell(os.path.dirname(here), here, start))
+    launcher = Launcher(here, dict(values or {}), run.note)
+    run.shell.model_args = launcher.model_args_with
+    texts = [text]
     try:
-        run.steps(parse(text))
-    except ShellError as error:
+        if file.suffix == ".py":
+            launcher.read(text)
+            texts, run.script.files = list(dict.fromkeys(launcher.texts)), launcher.files
+        for one in texts:
+            run.steps(parse(one))
+    except (ShellError, PythonError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not run.script.launches:
-        raise ValueError(f"{path}: it starts no train.py and no train_async.py")
+        others = ", ".join(dict.fromkeys(run.script.others))
+        reasons = [f"it starts {others}"] if others else [plain(note) for note in run.script.notes[:3]]
+        raise ValueError("; ".join([f"{path}: it starts no train.py and no train_async.py", *reasons]))
+    _files_as_flags(run)
+    for name in run.shell.unset:
+        run.note(f"${{{name}[@]}}: nothing that was read sets it, so it stands for no arguments")
     return run.script
 
 
@@ -116,11 +124,11 @@ class _Run:
         """Read an `if`: the branch that is taken, or where that is not known each on its own."""
         possible: list[Callable[[], object]] = []
         for condition, body in choice.branches:
-            holds = self.steps(condition) if condition else True
-            if holds is False:
+            is_met = self.steps(condition) if condition else True
+            if is_met is False:
                 continue
             possible.append(partial(self.steps, body))
-            if holds:
+            if is_met:
                 break
         else:
             possible.append(_nothing)
@@ -156,48 +164,54 @@ class _Run:
             if first is not None and all(value == first for value in values):
                 merged[name] = first
             elif any(isinstance(value, list) for value in values):
-                merged[name] = [left("${" + name + "[@]}")]
+                merged[name] = _common(values, name)
                 self.note(f"${{{name}[@]}} depends on {why} that cannot be known")
             else:
                 merged[name] = left("${" + name + "}")
         self.shell.variables = merged
 
     def loop(self, loop: Loop) -> None:
-        """Read a loop, round by round where its rounds are known."""
+        """Read a loop, round by round where its rounds are known, else once."""
+        body = partial(self.steps, loop.body)
         if loop.header is not None:
             self._counted(loop, loop.header)
         elif loop.words is not None:
             items = [item for word in loop.words for item in self.shell.fields(word)]
             if any(left_parts(item) for item in items):
-                return  # over hosts, as a rule: nothing that a launch needs
+                self.shell.variables[loop.name] = left("${" + loop.name + "}")
+                self.maybe([body, _nothing], f"a loop over {plain(' '.join(items))}")
+                return
             for item in items:
                 self.shell.variables[loop.name] = item
-                self.steps(loop.body)
+                body()
+        else:
+            self._while(loop, body)
+
+    def _while(self, loop: Loop, body: Callable[[], object]) -> None:
+        """Read the rounds of a `while` or `until` whose condition is known; else, or without an end, one round."""
+        for _ in range(_MAX_WHILE):
+            before = copy.deepcopy(self.shell.variables)
+            is_met = self.steps(loop.condition)
+            if is_met is None:
+                self.maybe([body, _nothing], "a loop")
+            if is_met is None or is_met == loop.is_until:
+                return
+            body()
+            if self.shell.variables == before or loop.is_endless():
+                return  # it ends by a `break`, or never
 
     def _counted(self, loop: Loop, header: str) -> None:
         parts = header.split(";")
         if len(parts) != 3:
             raise ShellError(f"for (({header})): it has not three parts")
-        self._count(parts[0])
+        count(self.shell, parts[0])
         for _ in range(_MAX_ROUNDS):
-            holds = calculate(parts[1], self.shell.number)
-            if not holds:
+            is_met = calculate(parts[1], self.shell.number)
+            if not is_met:
                 return
             self.steps(loop.body)
-            self._count(parts[2])
+            count(self.shell, parts[2])
         raise ShellError(f"for (({header})): it does not end within {_MAX_ROUNDS} rounds")
-
-    def _count(self, source: str) -> bool | None:
-        """Read `i=0`, `i++` or `i+=2`; anything else is a condition."""
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*]?)=(?!=)(.+))\s*", source)
-        if match is None:
-            value = calculate(source, self.shell.number)
-            return None if value is None else bool(value)
-        name, step, operation, rest = match.groups()
-        expression = f"{name} {step[0]} 1" if step else (f"{name} {operation} ({rest})" if operation else rest)
-        value = calculate(expression, self.shell.number)
-        self.shell.variables[name] = left("${" + name + "}") if value is None else str(value)
-        return None if value is None else bool(value)
 
     # -------------------------------------------------------------------------------------------- commands
     def command(self, command: Command) -> bool | None:
@@ -213,26 +227,33 @@ class _Run:
                     self.assign(word)
             return True
         if first in ("[[", "((", "[", "test"):
-            return self.test(command)
+            return holds(self.shell, command, self.note)
         words = [item for word in command.words for item in self.fields(word)]
         name = words[0] if words else ""
         if name in ("true", ":"):
             return True
         if name == "false":
             return False
+        self.writes(command)
         if name in ("source", "."):
             self.source(words[1:], command.assignments)
         elif name == "printf" and words[1:2] == ["-v"] and len(words) > 3:
             self.shell.variables[words[2]] = _printf(words[3], words[4:])
             return True
+        elif name in ("read", "mapfile", "readarray"):
+            return read(self.shell, words, command, self.note)
         elif name == "unset":
             for word in words[1:]:
                 self.shell.variables.pop(word, None)
+        elif name == "set" and "--" in words:
+            self.shell.pass_arguments(words[words.index("--") + 1 :])
+        elif name == "shift":
+            self.shift(words[1:])
         elif name in self.functions and self.depth < _MAX_DEPTH:
-            self.depth += 1
-            self.steps(self.functions[name].body)
-            self.depth -= 1
+            self.call(words[1:], partial(self.steps, self.functions[name].body))
         elif (launch := launch_of(words)) is not None:
+            for assignment in command.assignments:
+                self.note(f"the launch sets {assignment.name}: export it before the command if your functions need it")
             self.script.launches.append(launch)
         elif name.startswith("--") and self.script.launches:
             last = self.script.launches[-1]
@@ -240,7 +261,51 @@ class _Run:
                 f"a `\\` is missing before {plain(name)}: it and what follows are taken as arguments of the launch"
             )
             self.script.launches[-1] = replace(last, argv=(*last.argv, *words))
+        elif name in ("bash", "sh") and len(words) > 1 and self.depth < _MAX_DEPTH and self.child(words[1:]):
+            return None
+        else:
+            for text in scripts_within(words):
+                self.steps(parse(text))
+            self.script.others += programs_of(words)
         return None
+
+    def call(self, words: Sequence[str], body: Callable[[], object]) -> None:
+        """Read `body`, which has `words` as its arguments."""
+        before = self.shell.pass_arguments(words)
+        self.depth += 1
+        try:
+            body()
+        finally:
+            self.depth -= 1
+            self.shell.take_back(before)
+
+    def child(self, words: Sequence[str]) -> bool:
+        """Read a script that the script runs; return whether it is there. What it sets is its own."""
+        words = [word for word in words if not word.startswith("-")]
+        if not words or not words[0].endswith(".sh") or _find(words[0], self.shell.folder) is None:
+            return False
+        variables = self.shell.variables
+        self.shell.variables = copy.deepcopy(variables)
+        self.call(words[1:], partial(self.source, words[:1], ()))
+        self.shell.variables = variables
+        return True
+
+    def shift(self, words: Sequence[str]) -> None:
+        """Read `shift`: the arguments are known in a function alone."""
+        arguments = self.shell.variables.get("@")
+        if isinstance(arguments, list):
+            self.shell.pass_arguments(arguments[int(words[0]) if words and words[0].isdecimal() else 1 :])
+
+    def writes(self, command: Command) -> None:
+        """Keep a file that the script writes from its own text; one whose name is not known is named."""
+        if command.text is None or not command.text.endswith("\n"):
+            return
+        for word in command.outputs:
+            path = self.shell.text(word)
+            if "$(" in path or "`" in path:
+                self.note(f"the script writes {plain(path)} from a here-document: make that file before the command")
+            elif path != "/dev/null":
+                self.script.files[path] = self.shell.here_text(command.text, command.is_plain)
 
     def note(self, text: str) -> None:
         """Say something about the reading, once."""
@@ -301,72 +366,39 @@ class _Run:
             if assignment.name in before:
                 self.shell.variables[assignment.name] = before[assignment.name]
 
-    def test(self, command: Command) -> bool | None:
-        """Return whether a condition holds; None: it is not known."""
-        words = [word for word in command.words if isinstance(word, str)]
-        if words[0] == "((":
-            return self._count(words[1])
-        words = words[1:-1] if words[0] in ("[", "[[") else words[1:]
-        for connector, wanted in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
-            if connector in words:
-                at = words.index(connector)
-                found = [self._one(words[:at]), self.test(Command(words=["test", *words[at + 1 :]]))]
-                return wanted if wanted in found else (None if None in found else not wanted)
-        return self._one(words)
 
-    def _one(self, words: Sequence[str]) -> bool | None:
-        if words[:1] == ["!"]:
-            inner = self._one(words[1:])
-            return None if inner is None else not inner
-        values = [self.shell.text(word) for word in words]
-        if len(values) == 2 and values[0] in ("-z", "-n") and (name := _alone(values[1])) is not None:
-            self.note(f"${{{name}}} is taken as not set")
-            values[1] = ""
-        if any(left_parts(value) for value in values):
-            return None
-        if len(values) == 2 and values[0] in ("-z", "-n"):
-            return (values[1] == "") == (values[0] == "-z")
-        if len(values) == 1:
-            return values[0] != ""
-        if len(values) != 3:
-            return None  # of files: what is on the machine of the run is not known
-        first, kind, second = values
-        if kind in ("=", "==", "!="):
-            return None if "*" in second else (first == second) == (kind != "!=")
-        try:
-            pair = int(first), int(second)
-        except ValueError:
-            return None
-        numbers = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-        value = calculate(f"{pair[0]} {numbers[kind]} {pair[1]}", lambda _: None) if kind in numbers else None
-        return None if value is None else bool(value)
+def _files_as_flags(run: _Run) -> None:
+    """Replace files of flags (--sglang-config, …), written by the script or in its folder, by the flags."""
+    read: list[str] = []
+
+    def text_of(path: str) -> str | None:
+        if path in run.script.files:
+            return run.script.files[path]
+        found = _find(path, run.shell.folder)
+        return None if found is None else Path(found).read_text(encoding="utf-8", errors="replace")
+
+    for number, launch in enumerate(run.script.launches):
+        argv, done = with_flags(launch.argv, text_of, run.note)
+        run.script.launches[number] = replace(launch, argv=tuple(argv))
+        read += done
+    for path in read:
+        run.script.files.pop(path, None)
 
 
-def launch_of(words: Sequence[str]) -> Launch | None:
-    """Return the launch that a command is: `python train.py …`, or a Ray job of it; None: something else."""
-    for position, word in enumerate(words):
-        match = _PROGRAM.fullmatch(plain(word))
-        if match is None:
-            continue
-        before = words[:position]
-        if not any("python" in one or one == "--" for one in before) and position:
-            return None
-        prefix = "--runtime-env-json="
-        env = next((one.removeprefix(prefix) for one in before if one.startswith(prefix)), None)
-        if env is None and "--runtime-env-json" in before[:-1]:
-            env = before[list(before).index("--runtime-env-json") + 1]
-        return Launch(match[1], tuple(words[position + 1 :]), env)
-    return None
+def _common(values: Sequence[Value | None], name: str) -> list[str]:
+    """Return an array that is one of `values`: the words that all of them begin with, and then what is not known."""
+    arrays = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
+    same = 0
+    while all(len(array) > same and array[same] == arrays[0][same] for array in arrays):
+        same += 1
+    if any(len(array) > same and not array[same].startswith("--") for array in arrays):
+        while same and arrays[0][same - 1].startswith("--"):
+            same -= 1  # its value may be what differs
+    return [*arrays[0][:same], left("$@" if name == "@" else "${" + name + "[@]" + (f":{same}" if same else "") + "}")]
 
 
 def _nothing() -> None:
     """Stand for a branch that is not taken."""
-
-
-def _alone(value: str) -> str | None:
-    """Return the name of the variable that is all of a value, and of which nothing is known."""
-    match = re.fullmatch(r"\$\{([A-Za-z_]\w*)\}", plain(value))
-    return match[1] if match is not None and left_parts(value) == [plain(value)] else None
 
 
 def _printf(form: str, words: Sequence[str]) -> str:

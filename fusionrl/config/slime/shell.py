@@ -11,7 +11,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -46,15 +46,19 @@ def quoted(text: str) -> str:
     """Return the word as a shell takes it: parts that are left stand in double quotes, which expand them."""
     if not left_parts(text):
         return text if _SAFE.fullmatch(text) else shlex.quote(text)
-    shown = ""
-    for position, part in enumerate(_LEFT.split(text)):
-        shown += part if position % 2 else re.sub(r'([\\"$`])', r"\\\1", part)
-    return f'"{shown}"'
+    return f'"{expandable(text)}"'
+
+
+def expandable(text: str, special: str = r'[\\"$`]') -> str:
+    """Return the text as double quotes have it, or a here-document, in which other characters are `special`."""
+    parts = _LEFT.split(text)
+    return "".join(part if position % 2 else re.sub(special, r"\\\g<0>", part) for position, part in enumerate(parts))
 
 
 # ------------------------------------------------------------------------------------------------ extents
 def closing(text: str, start: int) -> int:
-    """Return the position after the part that begins at `start`: a quote, `$(…)`, `${…}`, `$((…))` or backticks.
+    """Return the position after the part that begins at `start`: a quote, `$(…)`, `<(…)`, `${…}`, `$((…))`,
+    or backticks.
 
     Raises:
         ShellError: it does not end.
@@ -68,7 +72,7 @@ def closing(text: str, start: int) -> int:
         return _scan(text, start + 1, '"', quotes=False)
     if text.startswith("$((", start):
         return _scan(text, start + 3, "))")
-    if text.startswith("$(", start):
+    if text.startswith(("$(", "<(", ">("), start):
         return _scan(text, start + 2, ")")
     if text.startswith("${", start):
         return _scan(text, start + 2, "}")
@@ -110,11 +114,15 @@ class Shell:
 
     folder  of the file that is read
     script  that file
+    unset   arrays that were expanded, and that nothing had set
+    model_args  what miles' model_args_utils.py prints for a model
     """
 
     folder: str = "."
     script: str = "script.sh"
     variables: dict[str, Value] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+    model_args: Callable[[str, dict[str, str]], str] = lambda model, variables: ""
 
     def fields(self, word: str) -> list[str]:
         """Return the words that one word of the source stands for: none, one, or several."""
@@ -124,30 +132,57 @@ class Shell:
         """Return what one word of the source stands for, as an assignment has it: it is not divided."""
         return " ".join(_Expansion(self, word, divide=False).run())
 
+    def pass_arguments(self, words: Sequence[str]) -> dict[str, Value]:
+        """Set `$1`, `$2`, …, `$@` of a function or script; return the variables that `take_back` restores."""
+        before = {name: value for name, value in self.variables.items() if name == "@" or name.isdecimal()}
+        for name in before:
+            del self.variables[name]
+        self.variables |= {"@": list(words), **{str(place): word for place, word in enumerate(words, 1)}}
+        return before
+
+    def take_back(self, before: Mapping[str, Value]) -> None:
+        """Restore the arguments of the caller."""
+        self.variables = {
+            name: value for name, value in self.variables.items() if name != "@" and not name.isdecimal()
+        } | dict(before)
+
     def parameter(self, source: str) -> Value:
         """Return the value of `${source}`; what is not known is left as it is."""
-        match = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9])(\[[^\]]*\])?(:?[-+=?])?(.*)", source, re.DOTALL)
+        if source == "#":
+            return str(len(self.variables.get("@", [])))  # a script is read as if it were run without arguments
+        match = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*])(\[[^\]]*\])?(:?[-+=?])?(.*)", source, re.DOTALL)
         if match is None:
             return left("${" + source + "}")
         count, name, index, operation, rest = match.groups()
+        if name in "@*":
+            name, index = "@", "[@]"
         value = self._element(name, index)
         if count:
             whole = self.variables.get(name)
             return left("${" + source + "}") if whole is None else str(len(whole))
+        is_array = index is not None and index[1:-1] in ("@", "*")
         if operation is not None:
-            is_set = value is not None and (":" not in operation or value not in ("", []))
+            is_set = value is not None and (":" not in operation or value not in ("", [], [""]))
             if operation[-1] in "-=":
-                return value if is_set and value is not None else self._default(rest)
+                if is_set and value is not None:
+                    return value
+                default = self._other(rest, is_array)
+                if operation[-1] == "=":
+                    self.variables[name] = default
+                return default
             if operation[-1] == "+":
-                return self._default(rest) if is_set else ""
+                return self._other(rest, is_array) if is_set else [] if is_array else ""
             return left("${" + source + "}") if value is None else value
+        if value is None and is_array and name != "@":
+            if name not in self.unset:
+                self.unset.append(name)
+            return []  # the environment has no arrays
         if value is None:
-            is_array = index is not None and index[1:-1] in ("@", "*")
-            return [] if is_array else left("${" + source + "}")  # the environment has no arrays
+            return left("$@" if name == "@" and not rest else "${" + source + "}")
         return self._cut(source, value, rest) if rest else value
 
-    def _default(self, word: str) -> Value:
-        return self.text(word)
+    def _other(self, word: str, is_array: bool) -> Value:
+        return self.fields(word) if is_array else self.text(word)
 
     def _element(self, name: str, index: str | None) -> Value | None:
         if name == "BASH_SOURCE" or name == "0":
@@ -164,7 +199,21 @@ class Shell:
             return None
 
     def _cut(self, source: str, value: Value, rest: str) -> Value:
-        """`%` and `#` with a plain text or a `*` at its end; all else is left as it is."""
+        """Cut or change a value: slices, `%` and `#`, `/` and `//` with plain text, upper and lower case.
+
+        All else is left as it is.
+        """
+        known = [value] if isinstance(value, str) else value
+        if (slice_ := re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", rest)) and not any(left_parts(item) for item in known):
+            first = int(slice_[1]) - (source[0] in "@*" and slice_[1] != "0")
+            return value[first : first + int(slice_[2]) if slice_[2] else None]
+        if isinstance(value, str) and not left_parts(value):
+            if rest in ("^^", ",,", "^", ","):
+                part = len(value) if len(rest) == 2 else 1
+                return (value[:part].upper() if rest[0] == "^" else value[:part].lower()) + value[part:]
+            if change := re.fullmatch(r"(//?)([\w .:,=-]+|\\?/)(?:/(.*))?", rest, re.DOTALL):
+                old, new = change[2].removeprefix("\\"), self.text(change[3] or "")
+                return value.replace(old, new, -1 if change[1] == "//" else 1)
         match = re.fullmatch(r"(%%?|##?)(\*?)([\w./-]*)(\*?)", rest)
         if match is None or not isinstance(value, str) or left_parts(value):
             return left("${" + source + "}")
@@ -190,6 +239,8 @@ class Shell:
             return self._path(match[1], source, os.path.basename)
         if stripped == "pwd":
             return self.folder
+        if match := re.fullmatch(r"mktemp\s+([^\s-]\S*)", stripped):
+            return self._path(match[1], source, lambda path: path)  # the template names the file well enough
         if match := re.fullmatch(r"IFS=(.+?);\s*echo\s+\"\$\{([A-Za-z_]\w*)\[\*\]\}\"", stripped):
             value = self.variables.get(match[2])
             separator = self.text(match[1])[:1]
@@ -199,9 +250,19 @@ class Shell:
             if len(numbers) == len(match[1].split()):
                 first, step = (numbers[0] if len(numbers) > 1 else 1), (numbers[1] if len(numbers) == 3 else 1)
                 return " ".join(map(str, range(first, numbers[-1] + (1 if step > 0 else -1), step or 1)))
+        if match := re.fullmatch(r"((?:\w+=\S+\s+)*)python3?\s+\S*model_args_utils\.py\"?\s+(\S+)", stripped):
+            known = {name: value for name, value in self.variables.items() if isinstance(value, str)}
+            known |= {name: self.text(word) for name, _, word in (one.partition("=") for one in match[1].split())}
+            return self.model_args(self.text(match[2]), known) or left(f"$({source})")
+        if match := re.fullmatch(r"cat\s*<<(-?)\s*(['\"]?)(\w+)\2[ \t]*\n(.*)\n[ \t]*\3", stripped, re.DOTALL):
+            return self.here_text(match[4], is_plain=bool(match[2]))
         if match := re.fullmatch(r"echo\s+([^|;&<>]+)", stripped):
             return " ".join(item for word in split_words(match[1]) for item in self.fields(word))
         return left(f"$({source})")
+
+    def here_text(self, text: str, is_plain: bool) -> str:
+        """Return the text of a here-document. `is_plain`: nothing is expanded in it."""
+        return text if is_plain else _Expansion(self, text.replace('\\"', '\\\\"')).as_quoted()
 
     def _path(self, word: str, source: str, change: Callable[[str], str]) -> str:
         path = self.text(word)
@@ -241,6 +302,13 @@ class _Expansion:
         self._end()
         return self.done
 
+    def as_quoted(self) -> str:
+        """Return the source expanded as within double quotes."""
+        position = 0
+        while position < len(self.source):
+            position = self._step(self.source, position, is_quoted=True)
+        return " ".join([*self.done, self.now])
+
     def _step(self, text: str, position: int, is_quoted: bool) -> int:
         char = text[position]
         if char == "\\" and position + 1 < len(text):
@@ -255,7 +323,7 @@ class _Expansion:
         if char == '"' and not is_quoted:
             end = closing(text, position)
             inside, at = text[position + 1 : end - 1], 0
-            self.is_there = self.is_there or not re.fullmatch(r"\$\{\w+\[@\]\}", inside)
+            self.is_there = self.is_there or not re.fullmatch(r"\$@|\$\{(?:\w+\[@\]|@).*\}", inside, re.DOTALL)
             while at < len(inside):
                 at = self._step(inside, at, is_quoted=True)
             return end
@@ -278,14 +346,19 @@ class _Expansion:
         elif text.startswith("${", position):
             end = closing(text, position)
             source = text[position + 2 : end - 1]
-            self._put(self.shell.parameter(source), is_quoted, joined="[*]" in source)
+            has_words = re.match(r"\w+\[@\]:?[-+=]", source) is not None  # which were divided already
+            self._put(self.shell.parameter(source), is_quoted or has_words, joined="[*]" in source)
         elif match := _NAME.match(text, position + 1):
             end = match.end()
             self._put(self.shell.parameter(match[0]), is_quoted)
-        elif text[position + 1 : position + 2] in tuple("0123456789@#?*$!"):
+        elif text[position + 1 : position + 2] in tuple("123456789@#*"):
             end = position + 2
             name = text[position + 1]
-            self._put(self.shell.script if name == "0" else left(text[position:end]), is_quoted)
+            value = self.shell.parameter(name)
+            self._put(left("$" + name) if value == left("${" + name + "}") else value, is_quoted, joined=name == "*")
+        elif text[position + 1 : position + 2] in tuple("0?$!"):
+            end = position + 2
+            self._put(self.shell.script if text[position + 1] == "0" else left(text[position:end]), is_quoted)
         else:
             end = position + 1
             self._add("$")
@@ -322,9 +395,23 @@ class _Expansion:
         self.now, self.is_there = "", False
 
 
-def divided(text: str) -> list[str]:
-    """Return the text divided at its spaces; those of a part that is left do not divide."""
-    return [match[0] for match in re.finditer(f"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\\s{OPEN}])+", text)]
+def divided(text: str, separators: str = " \t\n", most: int = -1) -> list[str]:
+    """Return the text divided at `separators`, at `most` of them; those of a part that is left do not divide."""
+    spaces = "".join(char for char in separators if char.isspace())
+    others = "".join(char for char in separators if not char.isspace())
+    words: list[str] = []
+    start, depth = None if spaces else 0, 0
+    for position, char in enumerate(text):
+        depth += {OPEN: 1, CLOSE: -1}.get(char, 0)
+        if depth or char not in separators:
+            start = position if start is None else start
+        elif len(words) != most:
+            if start is not None or char in others:
+                words.append(text[start:position] if start is not None else "")
+            start = None if char in spaces or spaces else position + 1
+    if start is not None and text[start:]:
+        words.append(text[start:].rstrip(spaces) if most >= 0 and spaces else text[start:])
+    return words
 
 
 def split_words(source: str) -> list[str]:

@@ -28,10 +28,18 @@ class Assignment:
 
 @dataclass
 class Command:
-    """A simple command: assignments in front of it, and its words."""
+    """A simple command: assignments in front of it, and its words.
+
+    text      what its standard input has, as the source writes it: a here-string or a here-document; None: neither
+    is_plain  nothing is expanded in that text
+    outputs   the files that it writes
+    """
 
     assignments: list[Assignment] = field(default_factory=list)
     words: list[str | Assignment] = field(default_factory=list)
+    text: str | None = None
+    is_plain: bool = False
+    outputs: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -51,12 +59,18 @@ class Case:
 
 @dataclass
 class Loop:
-    """A loop. `words` of `for NAME in words`; `header` of `for ((…))`; neither: while and until."""
+    """A loop. `words` of `for NAME in words`; `header` of `for ((…))`; neither: `condition` of while and until."""
 
     body: list[Step]
+    condition: list[Step] = field(default_factory=list)
+    is_until: bool = False
     name: str = ""
     words: list[str] | None = None
     header: str | None = None
+
+    def is_endless(self) -> bool:
+        """Return whether the condition is a mere `true`."""
+        return [getattr(step.statement, "words", None) for step in self.condition] in ([["true"]], [[":"]])
 
 
 @dataclass
@@ -97,7 +111,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.text, self.position = text, 0
-        self.heredocs: list[tuple[bool, str]] = []
+        self.heredocs: list[tuple[bool, str, Command]] = []
 
     def line(self) -> int:
         """Return the number of the line that is read."""
@@ -127,14 +141,17 @@ class _Reader:
     def newline(self) -> None:
         """Pass the end of a line, and the here-documents that begin after it."""
         self.position += 1
-        for strips, end in self.heredocs:
+        for strips, end, command in self.heredocs:
+            lines: list[str] = []
             while self.position < len(self.text):
                 stop = self.text.find("\n", self.position)
                 stop = len(self.text) if stop < 0 else stop
-                line = self.text[self.position : stop]
+                line = self.text[self.position : stop].lstrip("\t" if strips else "")
                 self.position = min(stop + 1, len(self.text))
-                if (line.lstrip("\t") if strips else line) == end:
+                if line == end:
                     break
+                lines.append(line + "\n")
+            command.text = "".join(lines)
         self.heredocs = []
 
     def word(self) -> str:
@@ -294,22 +311,24 @@ class _Reader:
     def loop(self) -> Loop:
         """Read a `for`, `while` or `until`."""
         loop = Loop([])
-        if self.word() == "for":
+        keyword = self.word()
+        if keyword == "for":
             self.blanks()
             if self.text.startswith("((", self.position):
                 loop.header = self.double()
             else:
                 loop.name = self.word()
-                loop.words = []
+                loop.words = ['"$@"']
                 self.blanks(lines=True)
                 if self.peek() == "in":
+                    loop.words = []
                     self.word()
                     self.blanks()
                     while word := self.word():
                         loop.words.append(word)
                         self.blanks()
         else:
-            self.steps(("do",))
+            loop.condition, loop.is_until = self.steps(("do",)), keyword == "until"
         self.expect("do")
         loop.body = self.steps(("done",))
         self.expect("done")
@@ -320,7 +339,7 @@ class _Reader:
         """Read a simple command."""
         command = Command()
         while True:
-            self.redirections()
+            self.redirections(command)
             assignment = self.assignment()
             if assignment is not None:
                 (command.words if command.words else command.assignments).append(assignment)
@@ -365,17 +384,25 @@ class _Reader:
                 raise ShellError(f"line {self.line()}: an array is not closed, or has an operator in it")
             items.append(word)
 
-    def redirections(self) -> None:
-        """Skip spaces and redirections."""
+    def redirections(self, command: Command | None = None) -> None:
+        """Pass spaces and redirections; `command` gets the text of its standard input and the files that it writes."""
+        command = command or Command()
         while True:
             self.blanks()
             heredoc = _HEREDOC.match(self.text, self.position)
             if heredoc and not self.text.startswith("<<<", self.position):
-                self.heredocs.append((bool(heredoc[1]), heredoc[3]))
+                command.is_plain = bool(heredoc[2])
+                self.heredocs.append((bool(heredoc[1]), heredoc[3], command))
                 self.position = heredoc.end()
                 continue
             match = _REDIRECTION.match(self.text, self.position)
             if match is None or not match[0]:
                 return
+            process = next((at for at in (self.position, match.end()) if self.text[at : at + 2] in ("<(", ">(")), None)
+            if process is not None:
+                self.position = closing(self.text, process)
+                continue
             self.position = match.end()
-            self.word()
+            word, operator = self.word(), match[0].strip()
+            command.text = word if operator == "<<<" else command.text
+            command.outputs += [word] if operator in (">", ">>", ">|") else []

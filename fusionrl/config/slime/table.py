@@ -131,6 +131,12 @@ RENAMED: dict[str, Entry] = {
     "check_weight_update_equal": _renamed(0, "--verify-weights always"),
     "sglang_router_request_timeout_secs": _renamed(1, "--router-request-timeout-secs"),
     "sglang_router_port": _renamed(1, "--router-port"),
+    "sglang_router_policy": _renamed(1, "--router-policy"),
+    "disable_rollout_global_dataset": _renamed(
+        0,
+        "--data-source-path fusionrl.buffer.data_source.RolloutDataSourceWithBuffer without --prompt-data: its samples"
+        " are empty; left out where a class of your own is given",
+    ),
     "spec": _renamed(
         -1,
         "--custom-spec-path MODULE.FUNCTION; slime_plugins.models is left out: the family builds it",
@@ -139,13 +145,23 @@ RENAMED: dict[str, Entry] = {
 
 # ------------------------------------------------------------------------------------------------ nothing to do
 _ALWAYS = "it is always so here"
-_WANDB = "there is no W&B here: metrics.jsonl in the run's folder, --use-tensorboard"
+_WANDB = "`fusionrl track RUN --to wandb --follow` sends a run's metrics.jsonl to W&B, also while the run goes on"
 _TENSORBOARD = "event files lie in the run's folder"
 _FOLDER = "every sample is in the run's folder, rollouts/"
 _CI = "a check of slime's own tests; here --verify-weights and train/logprob metrics watch the same"
 _PROFILE = "--profile-steps has profiles of other steps and tools; `fusionrl timeline` has the times of all"
 _CONFIG = "it follows from config.json"
 _BUFFER = "nothing here reads it; a rollout function of your own finds it in its args"
+_RAY = "rollouts travel by Ray's object store: the same data at another speed"
+_SESSIONS = "the session proxy starts where a function or an agent asks for it, on a free port (docs/sessions.md)"
+_MEMORY = "memory is saved by --offload-train, --optimizer-cpu-offload and --recompute-granularity: the same values"
+_MEMORY_SWITCHES = ("rematerialize_param_from_master_weight", "offload_ref", "offload_old_actor")
+_MEMORY_VALUES = ("train_memory_margin_bytes", "offload_train_target", "offload_train_disk_dir")
+_METRICS = "each step's times, memory and throughput are in metrics.jsonl and event files"
+_LOG_SWITCHES = (
+    *("log_throughput", "log_timers_to_tensorboard", "log_memory_to_tensorboard", "log_progress", "log_straggler"),
+    *("log_device_memory_used", "log_throughput_to_tensorboard", "use_prometheus", "use_miles_dashboard"),
+)
 NO_EFFECT: dict[str, Entry] = {
     "accumulate_allreduce_grads_in_fp32": _idle(0, _ALWAYS),
     "attention_backend": _idle(1, "Transformer Engine takes the fastest that fits (flash); on a CPU there is one"),
@@ -159,6 +175,7 @@ NO_EFFECT: dict[str, Entry] = {
     "make_vocab_size_divisible_by": _idle(1, "the vocabulary is padded as the layout needs it"),
     "padded_vocab_size": _idle(1, "the vocabulary is padded as the layout needs it"),
     "enable_experimental": _idle(0, "no layer here is one of Megatron's experimental ones"),
+    "save_retain_interval": _idle(1, "every checkpoint is kept; --keep-checkpoints N keeps the N newest"),
     "no_save_optim": _idle(0, "checkpoints always hold the optimizer, so that a resume is exact"),
     "no_load_optim": _idle(0, "--load of another's checkpoint reads the weights alone"),
     "no_load_rng": _idle(0, "--load of another's checkpoint reads the weights alone"),
@@ -223,7 +240,26 @@ NO_EFFECT: dict[str, Entry] = {
     "fetch_trajectory_retry_times": _idle(1, _BUFFER),
     "min_batch_collection_ratio": _idle(1, _BUFFER),
     "rollout_task_type": _idle(1, _BUFFER),
+    **dict.fromkeys(("rollout_data_transport", "object_store_backend", "mooncake_store_init_kwargs"), _idle(1, _RAY)),
+    "use_miles_router": _idle(0, "SGLang's router is started (--router-*)"),
+    "use_session_server": _idle(0, _SESSIONS),
+    **dict.fromkeys(("session_server_ip", "tito_model"), _idle(1, _SESSIONS)),
+    "session_server_port": _idle(-1, _SESSIONS),
+    **dict.fromkeys(("opd_top_k_strategy", "opd_reward_weight_mode"), _idle(1, "it belongs to --opd-log-prob-top-k")),
+    "update_weight_transfer_mode": _idle(1, "weights are pushed by --update-weight-transport: the same weights"),
+    **dict.fromkeys(_MEMORY_SWITCHES, _idle(0, _MEMORY)),
+    **dict.fromkeys(_MEMORY_VALUES, _idle(1, _MEMORY)),
+    **dict.fromkeys(("original_max_position_embeddings", "beta_fast", "beta_slow", "rope_type"), _idle(1, _CONFIG)),
+    "tokenizer_type": _idle(1, "the tokenizer is that of --hf-checkpoint"),
+    "use_mcore_models": _idle(0, _ALWAYS),
+    "grad_reduce_in_bf16": _idle(0, "gradients are summed in fp32"),
+    **dict.fromkeys(("no_bias_swiglu_fusion", "no_bias_gelu_fusion"), _idle(0, "the same values, another kernel")),
+    **dict.fromkeys(_LOG_SWITCHES, _idle(0, _METRICS)),
+    **dict.fromkeys(("prometheus_port", "prometheus_run_name", "dashboard_sglang_scrape_mode"), _idle(1, _METRICS)),
     "ci_test": _idle(0, _CI),
+    **dict.fromkeys(("ci_disable_logprobs_checker", "ci_disable_weight_update_checker"), _idle(0, _CI)),
+    **dict.fromkeys(("ci_metric_checker_key", "ci_metric_checker_threshold"), _idle(1, _CI)),
+    **dict.fromkeys(("ci_save_model_hash", "ci_check_model_hash"), _idle(0, _CI)),
     "ci_disable_kl_checker": _idle(0, _CI),
     "ci_train_rollout_logprob_abs_diff_threshold": _idle(1, _CI),
     "ci_save_grad_norm": _idle(1, _CI),
@@ -232,7 +268,9 @@ NO_EFFECT: dict[str, Entry] = {
 
 # ------------------------------------------------------------------------------------------------ not here
 _ALL_TRAINED = "all weights are trained here; leave it out"
+_NO_ADAPTERS = "all weights are trained, there are no adapters; leave it out"
 _ONE_ROUTER = "a run starts its own router, with a key of its own; leave it out (--router-port chooses the port)"
+_WRITTEN = "`fusionrl from-slime` writes the flags for a file that it finds"
 _DEEPGEMM = "trainers have no DeepGEMM forward pass; leave it out"
 REFUSED: dict[str, Entry] = {
     "train_backend": _refused(1, "Megatron-core trains; leave it out", "megatron"),
@@ -245,10 +283,6 @@ REFUSED: dict[str, Entry] = {
     "release_train": _refused(0, "trainers stay, and give their memory back by --offload-train always; use that"),
     "only_train_params_name_list": _refused(-1, _ALL_TRAINED),
     "freeze_params_name_list": _refused(-1, _ALL_TRAINED),
-    "rollout_data_transport": _refused(1, "rollouts travel by Ray's object store; leave it out", "object-store"),
-    "disable_rollout_global_dataset": _refused(
-        0, "prompts come from --prompt-data, or from a class of your own: --data-source-path"
-    ),
     "multimodal_keys": _refused(1, "not available yet (multimodal data is still to come); leave it out"),
     "start_rollout_id": _refused(1, "a run that goes on starts after its checkpoint (--resume); leave it out", "0"),
     "eval_tool_key": _refused(1, "evaluation sets have --tool-key, or tool_key of their own in --eval-config"),
@@ -257,7 +291,19 @@ REFUSED: dict[str, Entry] = {
     "eval_min_new_tokens": _refused(
         1, "evaluation sets have --rollout-min-response-len, or min_new_tokens of their own in --eval-config", "0"
     ),
-    "megatron_config_path": _refused(1, "a critic has flags of its own: --critic-lr, --critic-load and their like"),
+    **dict.fromkeys(("use_lora", "lora_base_cpu_backup", "experts_shared_outer_loras"), _refused(0, _NO_ADAPTERS)),
+    "lora_rank": _refused(1, _NO_ADAPTERS, "0"),
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules", "target_modules"), _refused(1, _NO_ADAPTERS)),
+    "opd_log_prob_top_k": _refused(
+        1, "distillation takes the log-probs of the sampled tokens alone; leave it out", "0"
+    ),
+    "moe_router_freeze_gate": _refused(0, _ALL_TRAINED),
+    "use_dynamic_global_batch_size": _refused(
+        0, "an optimizer step takes --global-batch-size samples, or a rollout's share by --num-steps-per-rollout"
+    ),
+    "megatron_config_path": _refused(
+        1, f"a critic has flags of its own: --critic-lr, --critic-load and their like; {_WRITTEN}"
+    ),
     "ref_update_interval": _refused(1, "the reference model stays as it is; leave it out"),
     "disable_compute_advantages_and_returns": _refused(
         0,
@@ -277,7 +323,9 @@ REFUSED: dict[str, Entry] = {
     "megatron_deepgemm_forward_modules": _refused(-1, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_layers": _refused(-1, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_modules": _refused(-1, _DEEPGEMM),
-    "sglang_config": _refused(1, "its groups are texts here: --engine-group NAME:num_gpus=N,per_engine=N,FLAG=VALUE"),
+    "sglang_config": _refused(
+        1, f"its groups are texts here: --engine-group NAME:num_gpus=N,per_engine=N,FLAG=VALUE; {_WRITTEN}"
+    ),
     "sglang_router_ip": _refused(1, _ONE_ROUTER),
 }
 
@@ -302,5 +350,7 @@ DIFFERS: dict[str, str] = {
     "use_fault_tolerance": "a dead engine is started anew before the next push",
     "custom_config_path": "values go over the flags of the command line, as there",
     "sglang_dp_size": "with --sglang-enable-dp-attention left out: tensor parallelism alone divides an engine",
-    "sglang_enable_dp_attention": "with --sglang-dp-size left out: tensor parallelism alone divides an engine",
+    "sglang_enable_dp_attention": "left out: tensor parallelism alone divides an engine",
+    "sglang_tp_size": "left out where it is --rollout-num-gpus-per-engine, which counts in slime, too",
+    "sglang_dtype": "is --rollout-dtype",
 }

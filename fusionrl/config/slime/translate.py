@@ -14,7 +14,11 @@ from fusionrl.config.slime.table import RENAMED, SECRETS, TABLE, Entry, Kind
 
 Form = Literal["torch_dist", "hf"]
 TRACKER = "latest_checkpointed_iteration.txt"
-_SFT = ("slime.rollout.sft_rollout.generate_rollout",)
+# The name that it has now, that of before September 2025, and miles'.
+_SFT = tuple(
+    f"{module}.generate_rollout"
+    for module in ("slime.rollout.sft_rollout", "slime.rollout.sft_example", "miles.rollout.sft_rollout")
+)
 # Of engines with data-parallel attention; without it they mean nothing, or SGLang refuses them.
 _DP_ATTENTION = ("sglang_enable_dp_attention", "sglang_dp_size", "sglang_data_parallel_size")
 _DP_PARTS = ("sglang_enable_dp_lm_head", "sglang_moe_dense_tp_size")
@@ -22,9 +26,17 @@ _DIRECT = {
     "decoder_first_pipeline_num_layers": "--num-layers-in-first-pipeline-stage",
     "decoder_last_pipeline_num_layers": "--num-layers-in-last-pipeline-stage",
     "fp8_format": "--fp8",
+    "sglang_router_policy": "--router-policy",
     "sglang_router_port": "--router-port",
     "sglang_router_request_timeout_secs": "--router-request-timeout-secs",
 }
+_ENGINE_SIZE = ("sglang_tp_size", "sglang_tp", "sglang_tensor_parallel_size")
+_DP_SIZE = ("sglang_dp_size", "sglang_data_parallel_size")
+_RENAMED_OPTIONS = {"sglang_disable_piecewise_cuda_graph": "--sglang-disable-prefill-cuda-graph"}  # SGLang's own
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_OF_FSDP = ("train_backend", "attn_implementation", "gradient_checkpointing", "dp_replicate_size")
+_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+_BLANK_SOURCE = "fusionrl.buffer.data_source.RolloutDataSourceWithBuffer"
 _SWITCHES = {
     "bf16": ["--precision", "bf16"],
     "no_rope_fusion": ["--no-apply-rope-fusion"],
@@ -70,11 +82,6 @@ def form_of(path: str) -> Form | None:
     return "hf" if (folder / "config.json").is_file() and not (folder / "checkpoints").is_dir() else None
 
 
-def has_slime_flags(argv: Sequence[str]) -> bool:
-    """Return whether a flag of the table stands there."""
-    return any(_name(token) in TABLE for token in argv if token.startswith("--"))
-
-
 def translate(argv: Sequence[str], form: Callable[[str], Form | None] = form_of) -> Translated:
     """Translate a command line. `form`: of a folder of weights."""
     result = Translated()
@@ -83,17 +90,26 @@ def translate(argv: Sequence[str], form: Callable[[str], Form | None] = form_of)
     is_sft = any(value in _SFT for value in getattr(names.get("rollout_function_path"), "values", ()))
     if is_sft:
         given = _as_sft(given, result)
+    given = _without_fsdp(given, names, result)
     given = _without_dp_attention(given, names, result)
     for one in given:
         entry = TABLE.get(one.name)
         if entry is None:
             result.argv += _own(one, names, result)
+        elif one.name == "eval_max_context_len" and one.values == _values(names, "rollout_max_context_len"):
+            result.notes.append(
+                f"{one.shown}: left out: evaluation sets have --rollout-max-context-len, which is the same"
+            )
         elif entry.kind is Kind.RENAMED and len(one.values) >= abs(entry.arity):
-            _rename(one, result)
+            _rename(one, names, result)
         elif error := take_flag(one.name, entry, one.values, result.accepted):
             result.errors.append(error)
     _folders(names, result, form)
     return result
+
+
+def _values(names: dict[str, _Given], name: str) -> list[str] | None:
+    return names[name].values if name in names else None
 
 
 def take_flag(name: str, entry: Entry, values: list[str], accepted: dict[str, object]) -> str | None:
@@ -163,12 +179,36 @@ def _own(one: _Given, names: dict[str, _Given], result: Translated) -> list[str]
         return ["--update-weight-transport", "auto"]
     if one.name == "log_probs_chunk_size" and one.values == ["-1"]:
         return []
+    if one.name == "prompt_data" and "disable_rollout_global_dataset" in names:
+        result.notes.append(f"{one.shown}: left out: with --disable-rollout-global-dataset nothing reads it")
+        return []
+    is_engine_size = one.name in _ENGINE_SIZE and one.values == _values(names, "rollout_num_gpus_per_engine")
+    if is_engine_size or (one.name in _DP_SIZE and one.values == ["1"]):
+        result.notes.append(f"{one.shown}: left out: it is so")
+        return []
+    if one.name == "sglang_enable_ep_moe":  # of older SGLang: as many parts of the experts as the engine has devices
+        parts = ["--sglang-ep-size", *(_values(names, "rollout_num_gpus_per_engine") or ["1"])]
+        result.notes.append(f"{one.shown}: it is {' '.join(parts)}")
+        return parts
+    if renamed := _RENAMED_OPTIONS.get(one.name):
+        result.notes.append(f"{one.shown}: it is {renamed}")
+        return [renamed]
+    if one.name == "sglang_dtype" and (dtype := _DTYPES.get(" ".join(one.values))):
+        result.notes.append(f"{one.shown}: it is --rollout-dtype {dtype}")
+        return ["--rollout-dtype", dtype]
     return one.tokens
 
 
-def _rename(one: _Given, result: Translated) -> None:
+def _rename(one: _Given, names: dict[str, _Given], result: Translated) -> None:
     if one.name in ("save", "load", "ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"):
         return  # together, by `_folders`
+    if one.name == "disable_rollout_global_dataset":
+        source = [] if "data_source_path" in names else ["--data-source-path", _BLANK_SOURCE]
+        result.argv += source
+        result.notes.append(
+            f"{one.shown}: {f'it is {chr(32).join(source)}' if source else 'left out'}: no --prompt-data"
+        )
+        return
     if one.name == "spec":
         path = ".".join(one.values)
         if path.startswith("slime_plugins.models."):
@@ -195,9 +235,24 @@ def _as_sft(given: list[_Given], result: Translated) -> list[_Given]:
     return [one for one in given if one.name not in left_out]
 
 
+def _without_fsdp(given: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
+    """Return the flags less those of training by FSDP, where a launch asks for it: Megatron-core has the same loss."""
+    if "train_backend" not in names or names["train_backend"].values != ["fsdp"]:
+        return given
+    gone = [one for one in given if one.name in _OF_FSDP or one.name.startswith("fsdp_")]
+    result.notes.append(
+        f"{', '.join(one.shown for one in gone)}: Megatron-core trains, with the same loss; a model that does not fit"
+        " is divided by --tensor-model-parallel-size and its like"
+    )
+    if "gradient_checkpointing" in names and "recompute_granularity" not in names:
+        result.argv += _RECOMPUTE
+        result.notes.append(f"--gradient-checkpointing: it is {' '.join(_RECOMPUTE)}")
+    return [one for one in given if one not in gone]
+
+
 def _without_dp_attention(given: list[_Given], names: dict[str, _Given], result: Translated) -> list[_Given]:
-    """Return the flags less those of data-parallel attention, where all of it is asked for."""
-    if "sglang_enable_dp_attention" not in names or not {"sglang_dp_size", "sglang_data_parallel_size"} & names.keys():
+    """Return the flags less those of data-parallel attention; without a size, SGLang itself does nothing."""
+    if "sglang_enable_dp_attention" not in names:
         return given
     left_out = {*_DP_ATTENTION, *_DP_PARTS}
     gone = [one.shown for one in given if one.name in left_out]
@@ -237,6 +292,8 @@ def _load(
 ) -> bool:
     """Say what --load is here; returns whether the policy's weights come from it."""
     kind = form(load)
+    if kind is None and step is not None and not _is_run(load):
+        kind = "torch_dist"  # on the machine of the run: only such a checkpoint has steps
     if kind == "torch_dist":
         folder = load if step is None else _of_step(load, step)
         result.argv += ["--megatron-checkpoint", folder]
@@ -259,11 +316,15 @@ def _load(
         _replace(result, "--hf-checkpoint", load)
         result.notes.append(f"--load {load}: it is --hf-checkpoint")
         return True
-    if (Path(load) / "checkpoints").is_dir():
+    if _is_run(load):
         result.errors.append(f"--load {load}: it is a run's folder; to go on there: --run-dir {load} --resume")
     else:
         result.notes.append(f"--load {load}: nothing is there; the run starts with its other weights")
     return False
+
+
+def _is_run(folder: str) -> bool:
+    return (Path(folder) / "checkpoints").is_dir()
 
 
 def _without_run_dir(save: str, result: Translated) -> None:

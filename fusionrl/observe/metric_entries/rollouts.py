@@ -34,6 +34,9 @@ ROLLOUTS: Table = {
         "samples", "Samples that passed the time limit; they failed.", "buffer/report.py", "--sample-timeout"
     ),
     "rollout/num_samples": Entry("samples", "Samples of the rollout.", "buffer/report.py"),
+    "rollout/num_attempts": Entry(
+        "attempts", "Attempts of the rollout: samples that share a rollout_id are one.", "buffer/report.py"
+    ),
     "rollout/num_tokens": Entry(
         "tokens", "Response tokens of the rollout, tools' tokens included.", "buffer/report.py"
     ),
@@ -54,6 +57,12 @@ ROLLOUTS: Table = {
         "Samples without a reward because the reward function took its process down.",
         "rewards/pool.py",
         "when it happens",
+    ),
+    "rollout/reward_error": Entry(
+        "samples",
+        "Samples whose reward function raised, or returned no finite number.",
+        "rewards/pool.py",
+        "--reward-failure-value",
     ),
     "rollout/code_failed/<reason>": Entry(
         "samples",
@@ -262,6 +271,9 @@ EVALUATIONS: Table = {
     ),
     "eval/reward_crash": Entry(
         "samples", "As rollout/reward_crash, of all sets.", "rewards/pool.py", "when it happens"
+    ),
+    "eval/reward_error": Entry(
+        "samples", "As rollout/reward_error, of all sets.", "rewards/pool.py", "--reward-failure-value"
     ),
     "eval/failed": Entry(
         "evaluations",

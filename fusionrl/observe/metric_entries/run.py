@@ -7,7 +7,8 @@ from fusionrl.observe.metric_entries.entry import Entry, Table
 TIMES: Table = {
     "perf/step_time_s": Entry(
         "seconds",
-        "The whole step: rollout, training, weight push. Evaluations and checkpoints are not in it.",
+        "The whole step: rollout, training, weight push. Evaluations and checkpoints are not in it. Of a step that a"
+        " stop or an error ended: until then.",
         "driver/step.py",
     ),
     "perf/time_generate_s": Entry(

@@ -272,13 +272,13 @@ EVERY_MODEL: Table = {
     "num_tokens": Entry("tokens", "Tokens that were trained on, all steps together.", "trainer/steps.py"),
     "num_samples": Entry(
         "samples",
-        "Samples of the optimizer steps: what the loss divides by with --loss-aggregation sequence_mean and "
-        "constant. Samples without a trained token count.",
+        "Attempts of the optimizer steps: what the loss divides by with --loss-aggregation sequence_mean and "
+        "constant. Attempts without a trained token count; several samples that share a rollout_id are one.",
         "trainer/steps.py",
     ),
     "masked_samples": Entry(
         "samples",
-        "Of these, samples without a trained token: removed by a filter, failed, or masked throughout.",
+        "Of these, attempts without a trained token: removed by a filter, failed, or masked throughout.",
         "trainer/steps.py",
     ),
 }

@@ -19,6 +19,7 @@ from fusionrl.base.stack_signal import ask_for_stacks
 from fusionrl.observe.stalls.stacks import Thread, main_thread, read_stacks
 
 ANSWER_S = 1.0
+_PATIENCE_S = 0.5  # a process that has written nothing by then may hold Python's lock
 _QUIET_S = 0.05  # a process whose log has not grown for so long has written all
 _MOST_BYTES = 1 << 20  # of one process
 _POLL_S = 0.01
@@ -112,7 +113,12 @@ def _ask(asked: dict[Path, int], answer_s: float) -> dict[int, str]:
     pending = {log for log, pid in asked.items() if _state(pid) not in "TtZ" and ask_for_stacks(pid)}
     sizes, grown = dict(before), dict.fromkeys(asked, 0.0)
     deadline = time.monotonic() + answer_s
+    forced_at = time.monotonic() + _PATIENCE_S
     while pending and (now := time.monotonic()) < deadline:
+        if now > forced_at:
+            for log in (log for log in pending if not grown[log]):
+                ask_for_stacks(asked[log], is_forced=True)
+            forced_at = deadline
         for log in list(pending):
             if (size := _size(log)) > sizes[log]:
                 sizes[log], grown[log] = size, now

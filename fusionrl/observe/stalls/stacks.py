@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 _HEAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
-_OURS = re.compile(r"^(?:.*/)?fusionrl/(?P<file>(?!.*-packages/).+)$")
+_PACKAGE = Path(__file__).parents[2]
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python3[.\d]*)/|^<")
 # Of a file, in which a rank waits for others: the name of what it waits in. None: the function's own.
 _COLLECTIVES: tuple[tuple[str, str | None], ...] = (
@@ -16,6 +18,16 @@ _COLLECTIVES: tuple[tuple[str, str | None], ...] = (
     ("megatron/core/distributed/param_and_grad_buffer.py", "reduction of gradients"),
     ("megatron/core/tensor_parallel/mappings.py", "tensor-parallel collective"),
 )
+
+
+@lru_cache(maxsize=4096)
+def _file_of_package(path: str) -> str | None:
+    """Return the part of `path` behind `fusionrl/` if this package has such a file, else None.
+
+    A checkout, or a folder of a user's, may be called fusionrl, too; another node may have the package elsewhere.
+    """
+    _, is_below, file = f"/{path}".rpartition("/fusionrl/")
+    return file if is_below and (_PACKAGE / file).is_file() else None
 
 
 @dataclass(frozen=True)
@@ -29,21 +41,24 @@ class Frame:
     @property
     def is_library(self) -> bool:
         """Return whether it is Python's own or an installed package's, which is not fusionrl."""
-        return not _OURS.match(self.file) and bool(_LIBRARY.search(self.file))
+        return not self.is_fusionrl and bool(_LIBRARY.search(self.file))
+
+    @property
+    def is_fusionrl(self) -> bool:
+        """Return whether the file is one of this package, here or on another node."""
+        return _file_of_package(self.file) is not None
 
     def __str__(self) -> str:
         """Return file, line and function; the file as it is called within fusionrl, or with its folder."""
-        ours = _OURS.match(self.file)
-        file = ours["file"] if ours else "/".join(self.file.split("/")[-2:])
+        file = _file_of_package(self.file) or "/".join(self.file.split("/")[-2:])
         return f"{self.function} ({file}:{self.line})"
 
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread: its frames, the innermost first. `is_current`: it had the interpreter, or took the signal."""
+    """A thread: its frames, the innermost first."""
 
     frames: tuple[Frame, ...]
-    is_current: bool
 
     @property
     def place(self) -> Frame | None:
@@ -69,16 +84,20 @@ def _outermost(frames: tuple[Frame, ...], file: str) -> str:
 
 
 def read_stacks(text: str) -> list[Thread]:
-    """Return the threads in what a process wrote; its other output, before, between and after them, is left out."""
-    threads: list[tuple[list[Frame], bool]] = []
+    """Return the threads in what a process wrote, less the one that answered; other output is left out."""
+    threads: list[list[Frame]] = []
     for line in text.splitlines():
-        if head := _HEAD.match(line):
-            threads.append(([], head[1] == "Current thread"))
+        if _HEAD.match(line):
+            threads.append([])
         elif threads and (found := _FRAME.match(line)):
-            threads[-1][0].append(Frame(found["file"], int(found["line"]), found["function"]))
-    return [Thread(tuple(frames), is_current) for frames, is_current in threads]
+            threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
+    return [Thread(tuple(frames)) for frames in threads if not any(_answers(frame) for frame in frames)]
+
+
+def _answers(frame: Frame) -> bool:
+    return _file_of_package(frame.file) == "base/stack_signal.py"
 
 
 def main_thread(threads: list[Thread]) -> Thread | None:
-    """Return the thread that took the signal: as a rule, the main one."""
-    return next((thread for thread in threads if thread.is_current), threads[-1] if threads else None)
+    """Return the main thread: it is the oldest, which `faulthandler` writes last."""
+    return threads[-1] if threads else None

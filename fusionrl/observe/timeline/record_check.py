@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionrl.observe.metrics import METRICS_FILE, read_metrics
+from fusionrl.observe.metrics import METRICS_FILE, STEP_TIME, read_metrics
 from fusionrl.observe.timeline.records import DRIVER, Recorded, Span
 from fusionrl.observe.timeline.shares import OTHER, driver_shares
 
@@ -20,7 +20,6 @@ _SHARE = 0.02
 _SLACK_US = 5_000  # of a step, for what lies between the two measurements
 _OTHER_US = 20_000  # of a step, for what the driver does between its phases, which is no share of a longer step
 _WALL_US = 50_000  # for setting the wall clock right
-_STEP_TIME = "perf/step_time_s"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ _COMPARED = (
     Comparison(("train",), "step", "perf/time_train_s", is_within=False),
     Comparison(("generate", "fetch"), "step", "perf/time_generate_s"),
     Comparison(("push",), "version", "perf/time_sync_s"),
-    Comparison(("step",), "step", _STEP_TIME),
+    Comparison(("step",), "step", STEP_TIME),
 )
 
 
@@ -66,7 +65,7 @@ def read_measured_times(run: Path, attempt: int) -> MeasuredTimes:
         key = "sync/version" if one.fact == "version" else "step"
         if rows:
             found[one.metric] = {int(row.get(key, row["step"])): float(row[one.metric]) for row in rows}
-    rows = [row for row in read_metrics(run, of_rows_with=_STEP_TIME) if row.get("attempt") == attempt]
+    rows = [row for row in read_metrics(run, of_rows_with=STEP_TIME) if row.get("attempt") == attempt]
     return MeasuredTimes(found, {int(row["step"]): float(row["time"]) for row in rows if "time" in row})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from fusionrl.base.words import counted
 from fusionrl.observe.timeline.records import DRIVER, Course, Recorded, Span
 from fusionrl.observe.timeline.shares import compute_time, driver_shares, in_flight, pools
 from fusionrl.observe.timeline.steps import tokens_of
@@ -101,7 +102,7 @@ def report(recorded: Recorded, by_step: Mapping[int, Sequence[Course]]) -> Itera
     """Yield the lines of the report on an attempt."""
     steps, end = summarize_steps(recorded, by_step), recorded.end
     shares = driver_shares(recorded, 0, end)
-    yield f"attempt {recorded.attempt}: {_seconds(end)} in all, {len(steps)} steps"
+    yield f"attempt {recorded.attempt}: {_seconds(end)} in all, {counted(len(steps), 'step')}"
     yield from _clocks(recorded)
     for span in recorded.spans:
         if span.process == DRIVER and span.is_open:
@@ -126,7 +127,7 @@ def _clocks(recorded: Recorded) -> Iterator[str]:
         yield f"  clocks of {', '.join(lost)} were not measured: their times are those of their wall clocks"
     known = max(error for error in errors if error is not None)
     hosts = len({machine.host for machine in recorded.machines.values()})
-    yield f"  {len(errors)} processes on {hosts} machine{'s' * (hosts > 1)}; clocks agree within {known / 1000:.2f} ms"
+    yield f"  {len(errors)} processes on {counted(hosts, 'machine')}; clocks agree within {known / 1000:.2f} ms"
 
 
 def _pools(recorded: Recorded, start: int, end: int) -> Iterator[str]:
@@ -145,7 +146,7 @@ def _pools(recorded: Recorded, start: int, end: int) -> Iterator[str]:
 def _steps(steps: Sequence[Step]) -> Iterator[str]:
     shown = sorted(sorted(steps, key=lambda one: -one.wall)[:_MOST_ROWS], key=lambda one: one.number)
     if len(shown) < len(steps):
-        yield f"the {len(shown)} longest of {len(steps)} steps"
+        yield f"the {len(shown)} longest of {counted(len(steps), 'step')}"
     yield "step        s   gen %  train %  push %   bound by"
     for one in shown:
         parts = dict.fromkeys(("gen", "train", "push"), 0.0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fusionrl.base.packages import install_hint
 from fusionrl.observe.track.lines import Line
 
 
@@ -238,7 +239,8 @@ def open_tracker(kind: str, target: Target, adapters: Mapping[str, Callable[[Tar
     try:
         return adapters[kind](target)
     except ImportError as error:
-        raise ValueError(f"--to {kind}: its package cannot be imported ({error}): pip install {kind}") from error
+        cure = f"{install_hint(kind)} (docs/track.md)"
+        raise ValueError(f"--to {kind}: its package cannot be imported ({error}); {cure}") from error
     except ValueError:
         raise
     except Exception as error:  # each tracker has errors of its own: no key, no server, no such project

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from fusionrl.observe.metrics import METRICS_FILE, RESERVED_KEYS
+from fusionrl.observe.metrics import METRICS_FILE, RESERVED_KEYS, made_by
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,15 @@ class Line:
 def read_lines(run: Path, start: int = 0) -> Iterator[Line]:
     """The lines from byte `start` on. A line that is not whole (yet), or that a kill tore, is passed over.
 
-    Of several attempts that logged a step, only the last one counts, as far as the lines are there by now. So an
-    evaluation or a step that was done again after a resume comes once, unless it was sent before the resume.
+    Lines of a step that a later attempt did again do not count, as far as the lines are there by now. So a step that
+    was done again after a resume comes once, unless it was sent before the resume.
     """
     path = run / METRICS_FILE
     if not path.is_file():
         return
     found = list(_parsed(path, start))
-    newest: dict[int, int] = {}
-    for line in found:
-        newest[line.step] = max(newest.get(line.step, 0), line.attempt)
-    yield from (line for line in found if line.attempt == newest[line.step])
+    makers = made_by((line.step, line.attempt, line.values) for line in found)
+    yield from (line for line in found if line.attempt >= makers.get(line.step, 0))
 
 
 def _parsed(path: Path, start: int) -> Iterator[Line]:

@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     terminal.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
     terminal.add_argument("--sample", type=int, metavar="I", help="its index; default: the first")
     terminal.add_argument("--eval", metavar="NAME", help="of the evaluation set NAME")
-    terminal.add_argument("--by", choices=list(COLUMNS), help="colours; default: mismatch")
+    terminal.add_argument(
+        "--by", choices=list(COLUMNS), help="colours; default: mismatch, or mask where no engine sampled"
+    )
     return parser
 
 
@@ -165,5 +167,6 @@ def _print_sample(options: argparse.Namespace) -> None:
         record = samples.record(entry)
         record["response"] = "token by token below"
         parts = [samples.header(run, False), "\n\n", sample_block(record, _CHARS, painter(sys.stdout)), "\n\n"]
-        lines = render_tokens(row, options.by or "mismatch", vocabulary, may_color(sys.stdout))
+        by = options.by or ("mismatch" if "engine" in row else "mask")
+        lines = render_tokens(row, by, vocabulary, may_color(sys.stdout))
         write_text([*parts, *(line + "\n" for line in lines)], sys.stdout)

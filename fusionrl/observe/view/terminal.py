@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from fusionrl.observe.text import visible
@@ -11,7 +12,7 @@ from fusionrl.observe.view.vocabulary import Vocabulary
 
 # Name of --by → the column of a sample's row, and its meaning.
 COLUMNS = {
-    "mask": ("mask", "loss mask: tokens that are not trained on are grey"),
+    "mask": ("mask", "loss mask: tokens that are not trained on are grey, or between [- and -] without colours"),
     "mismatch": ("gap", "log-prob of the trainer less that of the engine, nats"),
     "entropy": ("entropy", "entropy of the trainer's distribution, nats"),
     "advantage": ("advantage", "advantage"),
@@ -23,6 +24,7 @@ _BELOW, _ABOVE = (52, 88, 124, 160), (22, 28, 34, 40)
 _KINDS = (24, 58, 54, 94, 23, 89)
 _GREY = "38;5;245"
 _WORST = 10
+_LEAST_MISMATCH = 0.01  # nats of the full colour at least, or the largest rounding of a healthy run would have it
 
 
 def token_texts(tokens: Sequence[int], vocabulary: Vocabulary | None) -> list[str]:
@@ -70,6 +72,10 @@ def render_tokens(row: Mapping[str, object], by: str, vocabulary: Vocabulary | N
     for text, style, trained in zip(texts, styles, mask, strict=True):
         codes = ";".join(code for code in (style, "" if trained else _GREY) if code)
         parts.append(f"\x1b[{codes}m{text}\x1b[0m" if has_color and codes else text)
+    if by == "mask" and not has_color:
+        runs = itertools.groupby(zip(texts, mask, strict=True), key=lambda one: bool(one[1]))
+        joined = ((trained, "".join(text for text, _ in run)) for trained, run in runs)
+        parts = [text if trained else f"[-{text}-]" for trained, text in joined]
     yield "".join(parts)
     if by != "mask":
         yield from _table(row, texts, values)
@@ -90,6 +96,8 @@ def _styles(values: Sequence[Number], by: str) -> list[str]:
         kinds = {value: _KINDS[i % len(_KINDS)] for i, value in enumerate(sorted(set(known)))}
         return ["" if value is None else f"48;5;{kinds[value]}" for value in values]
     largest = max((abs(value) for value in known), default=0.0)
+    if by == "mismatch":
+        largest = max(largest, _LEAST_MISMATCH)
     return [_shade(value, largest) for value in values]
 
 

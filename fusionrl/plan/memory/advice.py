@@ -11,11 +11,13 @@ from fusionrl.plan.memory.report import MemoryReport
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OFFLOAD_FLAG = "--optimizer-cpu-offload"
+UNKNOWN_PROMPT = 1024  # tokens that a proposal leaves for the prompt where --rollout-max-prompt-len is not given
 Change = tuple[str, Config]
 
 
 def least_change(config: Config, shape: ModelShape, try_plan: Callable[[Config], MemoryReport | None]) -> str | None:
-    """Flags of the first change that fits, from the cheapest to the dearest; None: none of them does.
+    """Flags of the first change that fits with a margin, from the cheapest to the dearest; None: none of them does.
 
     Args:
         config: of the plan that does not fit.
@@ -29,12 +31,12 @@ def least_change(config: Config, shape: ModelShape, try_plan: Callable[[Config],
         if cure is None:
             break
         flags, config, report = cure
-        if report.fits:
+        if report.fits and not report.is_near:
             return _told(prefix + flags, report)
         prefix += f"{flags} "
     for flags, changed in changes(config, shape):
         report = try_plan(changed)
-        if report is not None and report.fits:
+        if report is not None and report.fits and not report.is_near:
             return _told(prefix + flags, report)
     return None
 
@@ -66,6 +68,12 @@ def changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     if full[0]:
         for flags, changed in wider:
             yield f"{flags} {FULL_FLAGS}", _passed(changed, **FULL)
+    if not config.passthrough.optimizer.get("optimizer_cpu_offload"):
+        for flags, changed in [("", config), *([full] if full[0] else []), *wider]:
+            yield f"{OFFLOAD_FLAG} {flags}".strip(), _with_host_optimizer(changed)
+        if full[0]:
+            for flags, changed in [*fewer, *wider]:
+                yield f"{OFFLOAD_FLAG} {FULL_FLAGS} {flags}", _with_host_optimizer(_passed(changed, **FULL))
     if config.model.precision in ("fp32", "auto"):
         changed = _with(config, "model", precision="bf16", rollout_dtype="bf16")
         yield "--precision bf16 --rollout-dtype bf16", changed
@@ -81,10 +89,19 @@ def _passed(config: Config, **fields: object) -> Config:
     return config.model_copy(update={"passthrough": passed.model_copy(update={"transformer": transformer | fields})})
 
 
+def _with_host_optimizer(config: Config) -> Config:
+    passed = config.passthrough
+    optimizer = passed.optimizer | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    return config.model_copy(update={"passthrough": passed.model_copy(update={"optimizer": optimizer})})
+
+
 def _fewer_tokens(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Smaller micro-batches, as long as the longest sample goes into one."""
     model, tokens = config.model, config.train.max_tokens_per_gpu
-    least = max(1, -(-longest_sample(config, shape) // model.context_parallel_size))
+    longest = longest_sample(config, shape)
+    if config.rollout.rollout_max_context_len is None and config.data.rollout_max_prompt_len is None:
+        longest = min(longest + UNKNOWN_PROMPT, shape.max_position_embeddings)
+    least = max(1, -(-longest // model.context_parallel_size))
     smaller = {tokens * 3 // 4, tokens // 2, tokens // 4, tokens // 8, least}
     for fewer in sorted((fewer for fewer in smaller if least <= fewer < tokens), reverse=True):
         yield f"--max-tokens-per-gpu {fewer}", _with(config, "train", max_tokens_per_gpu=fewer)
@@ -96,13 +113,14 @@ def _wider(config: Config, shape: ModelShape) -> Iterator[Change]:
     devices = cluster.actor_num_nodes * cluster.actor_num_gpus_per_node
     limits = {
         "expert_model_parallel_size": devices if shape.moe else 1,
+        "expert_tensor_parallel_size": min(cluster.num_gpus_per_node, devices) if shape.moe else 1,
         "tensor_model_parallel_size": min(cluster.num_gpus_per_node, devices),
         "context_parallel_size": devices,
         "pipeline_model_parallel_size": devices,
     }
     for factor in (2, 4, 8):
         for name, limit in limits.items():
-            size = getattr(model, name) * factor
+            size = (getattr(model, name) or 1) * factor
             if size <= limit:
                 flag = "--" + name.replace("_", "-")
                 changed = _with(config, "model", **{name: size})

@@ -108,6 +108,12 @@ class MemoryReport:
         return None if worst is None or limit is None else worst.total <= limit
 
     @property
+    def is_near(self) -> bool:
+        """Return whether the estimate is so close to the memory that it may be wrong either way."""
+        worst, limit = self.worst, self.limit
+        return worst is not None and limit is not None and worst.total > NEAR * limit
+
+    @property
     def _host_limit(self) -> float | None:
         return self.machine.host_memory if self.machine is not None else None
 
@@ -133,7 +139,7 @@ class MemoryReport:
                 f"DOES NOT FIT: {gib(over.total)} of {gib(self._host_limit)} GiB of a node's host memory"
                 f" ({over.name}){cure}"
             )
-        near = ", close enough that it may not" if worst.total > NEAR * limit else ""
+        near = ", close enough that it may not" if self.is_near else ""
         return f"fits: {told}{near}"
 
     def lines(self) -> list[str]:

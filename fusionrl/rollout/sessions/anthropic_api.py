@@ -7,21 +7,49 @@ import uuid
 from collections.abc import Iterator, Mapping
 
 from fusionrl.rollout.sessions.messages import (
+    GRAMMARS,
+    MORE_SAMPLING,
     Asked,
+    Fields,
     Message,
     Refused,
     Said,
+    Switches,
     call_message,
     checked,
+    choice_of,
     content_of,
+    form_of,
     function_of,
+    object_of,
     objects,
+    several_calls,
+    strict_of,
+    text_of,
     texts,
     whole_number,
 )
 
-# Sampling of tokens that are trained on is the run's (--rollout-temperature and its like).
-IGNORED = ("temperature", "top_p", "top_k")
+FIELDS = Fields(
+    taken="messages system max_tokens stop_sequences stream tools tool_choice thinking output_config output_format",
+    sampling=f"temperature {MORE_SAMPLING} top_p",
+    bookkeeping="model metadata cache_control service_tier inference_geo speed diagnostics user_profile_id workspace_id"
+    " betas anthropic_beta anthropic_version billing_policy fallback_credit_token",
+    refused={
+        "prefill": "a turn must be the model's own from its first token",
+        "message": "send messages",
+        "container": "no code runs here; give the agent a tool that runs it",
+        "mcp_servers": "no server of tools is asked here; give the agent their tools",
+        "context_management": "the agent manages its context; a full one is an error",
+        "compaction": "the agent manages its context; a full one is an error",
+        "fallbacks": "the model of the run answers, and no other",
+        "thread": "no conversation is kept between requests; send all messages",
+    },
+    grammars=GRAMMARS,
+    codes={"thread": "thread_unsupported_request"},
+)
+# These tell `tool_runner` of the package `anthropic` to continue without a thread: it then sends all messages.
+_DETAILS = {code: {"error_code": code, "unsupported": [name]} for name, code in FIELDS.codes.items()}
 KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
@@ -33,10 +61,16 @@ def read(body: Mapping[str, object]) -> Asked:
     Raises:
         Refused: it is malformed, or asks for what would not be the model's own sampling.
     """
-    choice = body.get("tool_choice") or {"type": "auto"}
+    ignored, constraints = FIELDS.check(body)
+    choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in ("auto", "none"):
-        raise Refused(f"tool_choice {kind!r}: the model is free to call tools or not; use auto or none")
+    reads_calls, forced = choice_of(kind, f"tool_choice {kind!r}")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        forced += several_calls(False, "tool_choice.disable_parallel_tool_use")
+    output = object_of(body, "output_config", "effort format")
+    thinking = object_of(body, "thinking", "type budget_tokens display")
+    tools = objects(body.get("tools") or [], "tools")
+    switches = Switches(thinks=_thinks(thinking), effort=text_of(output, "effort"))
     messages: list[Message] = []
     if system := content_of(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
@@ -44,14 +78,29 @@ def read(body: Mapping[str, object]) -> Asked:
         messages += _messages(given)
     return Asked(
         messages=checked(messages),
-        tools=[_tool(one) for one in objects(body.get("tools") or [], "tools")],
+        tools=[_tool(tool) for tool in tools],
         longest=whole_number(body.get("max_tokens"), "max_tokens"),
         stop=texts(body.get("stop_sequences"), "stop_sequences"),
-        reads_calls=kind == "auto",
+        reads_calls=reads_calls,
         model=str(body.get("model") or ""),
         is_stream=bool(body.get("stream")),
-        ignored=tuple(name for name in IGNORED if body.get(name) is not None),
+        ignored=(*ignored, *strict_of(tools), *(["thinking.budget_tokens"] if thinking.get("budget_tokens") else [])),
+        constraints=(
+            *constraints,
+            *forced,
+            *form_of(output.get("format"), "output_config.format"),
+            *form_of(body.get("output_format"), "output_format"),
+        ),
+        switches=switches,
     )
+
+
+def _thinks(thinking: Mapping[str, object]) -> bool | None:
+    """Return whether the model shall think; None: as it likes."""
+    kind = thinking.get("type")
+    if kind not in (None, "enabled", "disabled", "adaptive"):
+        raise Refused(f"thinking.type is {kind!r}; known are enabled, disabled and adaptive")
+    return None if kind in (None, "adaptive") else kind == "enabled"
 
 
 def _messages(given: Mapping[str, object]) -> list[Message]:
@@ -64,15 +113,20 @@ def _messages(given: Mapping[str, object]) -> list[Message]:
     results: list[Message] = []
     plain: list[object] = []
     calls: list[Message] = []
+    thoughts: list[str] = []
     for block in objects(content, f"the content of a message of {role}"):
         if block.get("type") == "tool_result" and role == "user":
             text = content_of(block.get("content"), "tool")
             results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
         elif block.get("type") == "tool_use" and role == "assistant":
             calls.append(call_message(str(block.get("id")), str(block.get("name")), block.get("input")))
-        elif block.get("type") not in ("thinking", "redacted_thinking"):  # never sent from here
+        elif block.get("type") == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking") or ""))
+        else:
             plain.append(block)
     message: Message = {"role": role, "content": content_of(plain, role)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return results if results and not plain else [*results, message]
@@ -120,7 +174,8 @@ def events(asked: Asked, said: Said) -> Iterator[bytes]:
 def error(refused: Refused) -> Message:
     """The body of an error."""
     kind = _KINDS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    details = {"details": _DETAILS[refused.code]} if refused.code in _DETAILS else {}
+    return {"type": "error", "error": {"type": kind, "message": str(refused), **details}}
 
 
 def error_event(refused: Refused) -> bytes:
@@ -134,7 +189,8 @@ def _head(asked: Asked, usage: Message) -> Message:
 
 
 def _blocks(said: Said) -> list[Message]:
-    text: list[Message] = [{"type": "text", "text": said.text}] if said.text else []
+    """The content; never empty, as agents read `content[0].text`."""
+    text: list[Message] = [{"type": "text", "text": said.text}] if said.text or not said.calls else []
     calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in said.calls]
     return [*text, *calls]
 

@@ -10,6 +10,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Real
 
 from fusionrl.config.hooks import HookError, load_function, user_code
@@ -17,7 +18,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.rewards.calls import takes_a_list
 from fusionrl.rewards.dispatch import score_sample
 from fusionrl.rewards.settings import RewardSettings
-from fusionrl.rollout.sessions.session import NO_ROOM, Session, open_session
+from fusionrl.rollout.sessions.session import CUT, NO_ROOM, Session, open_session
 from fusionrl.rollout.turns import SamplingParams
 
 Reward = float | dict[str, object]
@@ -35,16 +36,33 @@ async def generate(
 
     Raises:
         ValueError: there is no --agent-path, or no chat template.
-        HookError: the agent raised for another reason than a full context, or returned no reward.
+        HookError: the agent raised for another reason than a full context or a cut turn, or returned no reward.
     """
     if args.agent_path is None:
         raise ValueError("fusionrl.rollout.sessions.generate runs your agent: name it with --agent-path")
+    agent = Agent("--agent-path", args.agent_path, load_function(args.agent_path))
+    return await generate_by(agent, args, sample, sampling_params, evaluation)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent's function, and the setting that names it."""
+
+    setting: str
+    path: str
+    function: Callable[..., object]
+
+
+async def generate_by(
+    agent: Agent, args: Namespace, sample: Sample, sampling_params: SamplingParams, evaluation: bool
+) -> Sample | list[Sample]:
+    """As `generate`, by an agent that another setting names."""
     reward: Reward | None = None
     error: str | None = None
     async with open_session(args, sample, sampling_params) as session:
         try:
             async with asyncio.timeout(args.agent_timeout_s):
-                reward = await _run_agent(args, sample, session)
+                reward = await _run_agent(agent, args, sample, session)
         except TimeoutError:  # a TimeoutError of the agent's own is a HookError by now
             error = f"the agent took longer than --agent-timeout-s {args.agent_timeout_s:g}"
     if reward is None and not _is_scored(args, sample):
@@ -57,16 +75,18 @@ async def generate(
     return samples[0] if len(samples) == 1 else samples
 
 
-async def _run_agent(args: Namespace, sample: Sample, session: Session) -> Reward | None:
-    """The agent's reward; None where it gives none, or gave up because the context is full or the rollout has ended."""
-    where, function = f"--agent-path {args.agent_path}", load_function(args.agent_path)
+async def _run_agent(agent: Agent, args: Namespace, sample: Sample, session: Session) -> Reward | None:
+    """The agent's reward; None where it gives none, or gave up: the context is full, its client refused a turn that a
+    limit cut, or the rollout has ended."""
+    where, function = f"{agent.setting} {agent.path}", agent.function
     given = (args, sample, session.base_url, session.api_key)
     try:
-        with user_code(where, args.agent_path, sample):
+        with user_code(where, agent.path, sample):
             called = function(*given) if _is_async(function) else await _in_thread(functools.partial(function, *given))
             reward = await called if inspect.isawaitable(called) else called
     except HookError as error:
         gave_up = session.lacks_room and _says(error, NO_ROOM)
+        gave_up = gave_up or (session.is_cut and any(_says(error, words) for words in CUT))
         if gave_up or session.is_aborted or session.failure is not None:
             return None  # the samples say so, or the failure does
         raise

@@ -7,54 +7,93 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 
+from fusionrl.data.render import THOUGHTS
 from fusionrl.rollout.sessions.messages import (
+    GRAMMARS,
+    MORE_SAMPLING,
     ROLES,
     Asked,
+    Fields,
     Message,
     Refused,
     Said,
+    Switches,
     call_message,
     checked,
+    choice_of,
     content_of,
+    form_of,
     function_of,
+    object_of,
     objects,
+    several_calls,
+    strict_of,
+    text_of,
     texts,
     whole_number,
 )
 
-# Sampling of tokens that are trained on is the run's (--rollout-temperature and its like).
-IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+NOT_SENT = "log-probs are recorded in the sample, and not sent"
+TEXT_ALONE = "the models here read and write text alone"
+BOOKKEEPING = (
+    "model metadata user safety_identifier service_tier store prompt_cache_key prompt_cache_options"
+    " prompt_cache_retention"
+)
+SAMPLING = f"temperature top_p seed presence_penalty frequency_penalty logit_bias {MORE_SAMPLING}"
+FIELDS = Fields(
+    taken="messages max_tokens max_completion_tokens n stop stream stream_options tools tool_choice parallel_tool_calls"
+    " response_format modalities reasoning_effort verbosity chat_template_kwargs",
+    sampling=SAMPLING,
+    bookkeeping=f"{BOOKKEEPING} prediction",  # a prediction makes the same answer faster
+    refused={
+        "logprobs": NOT_SENT,
+        "top_logprobs": NOT_SENT,
+        "functions": "the older form of tools; send tools",
+        "function_call": "the older form of tool_choice and tool_calls; send these",
+        "audio": TEXT_ALONE,
+        "web_search_options": "the server has no search; give the agent a tool that searches",
+        "moderation": "the server moderates no answers",
+    },
+    grammars=GRAMMARS,
+)
 KEEP_ALIVE = b": the model is answering\n\n"
+_TEXTS = (*THOUGHTS, "refusal", "name")  # of a message, for the chat template
 
 
 def read(body: Mapping[str, object]) -> Asked:
     """Read a request of `/v1/chat/completions`.
 
     Raises:
-        Refused: it is malformed, or asks for what would not be the model's own sampling.
+        Refused: it is malformed, or asks for what cannot be done.
     """
+    ignored, constraints = FIELDS.check(body)
     if body.get("n") not in (None, 1):
         raise Refused(f"n is {body['n']!r}: one answer is sampled for each request")
-    if body.get("logprobs") or body.get("top_logprobs"):
-        raise Refused("logprobs: they are recorded in the sample, and not sent")
-    form = body.get("response_format") or {"type": "text"}
-    if not isinstance(form, dict) or form.get("type") != "text":
-        raise Refused(f"response_format {form!r:.80}: a grammar would change what the model samples")
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise Refused(f"tool_choice {choice!r:.80}: the model is free to call tools or not; use auto or none")
+    if body.get("modalities") not in (None, ["text"]):
+        raise Refused(f"modalities {body['modalities']!r:.80}: {TEXT_ALONE}")
+    choice = body.get("tool_choice")
+    reads_calls, forced = choice_of(choice, f"tool_choice {choice!r:.80}")
     limits = [whole_number(body.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
     options = body.get("stream_options")
+    tools = objects(body.get("tools") or [], "tools")
     return Asked(
         messages=checked([_message(one) for one in objects(body.get("messages"), "messages")]),
-        tools=[_tool(one) for one in objects(body.get("tools") or [], "tools")],
+        tools=[_tool(tool) for tool in tools],
         longest=min((limit for limit in limits if limit is not None), default=None),
         stop=texts(body.get("stop"), "stop"),
-        reads_calls=choice == "auto",
+        reads_calls=reads_calls,
         model=str(body.get("model") or ""),
         is_stream=bool(body.get("stream")),
         wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-        ignored=tuple(name for name in IGNORED if body.get(name) is not None),
+        ignored=(*ignored, *strict_of([object_of(tool, "function") for tool in tools])),
+        constraints=(
+            *constraints,
+            *forced,
+            *several_calls(body.get("parallel_tool_calls"), "parallel_tool_calls"),
+            *form_of(body.get("response_format"), "response_format"),
+        ),
+        template=object_of(body, "chat_template_kwargs"),
+        switches=Switches(effort=text_of(body, "reasoning_effort"), verbosity=text_of(body, "verbosity")),
     )
 
 
@@ -62,13 +101,15 @@ def _message(given: Mapping[str, object]) -> Message:
     role = "system" if given.get("role") == "developer" else given.get("role")
     if role not in ROLES:
         raise Refused(f"a message has the role {role!r}; known are {', '.join(ROLES)}")
+    for name in ("function_call", "audio"):
+        if given.get(name):
+            raise Refused(f"{name} of a message: {FIELDS.refused[name]}")
     made: Message = {"role": role, "content": content_of(given.get("content"), role)}
+    made |= {name: text for name in _TEXTS if (text := text_of(given, name))}
     if role == "tool":
         if not isinstance(given.get("tool_call_id"), str):
             raise Refused("a message of a tool has no tool_call_id")
         made["tool_call_id"] = given["tool_call_id"]
-    if given.get("reasoning_content"):
-        made["reasoning_content"] = str(given["reasoning_content"])
     if calls := objects(given.get("tool_calls") or [], "tool_calls"):
         made["tool_calls"] = [_call(call) for call in calls]
     return made

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusionrl.data.chat import tokens_after_assistant
+from fusionrl.data.findings import FindingError
 from fusionrl.data.prompts import PromptColumns, render_prompt
+from fusionrl.data.render import render_messages
 from fusionrl.data.sample import Sample
 from fusionrl.rollout.agent import spelled_out
-from fusionrl.rollout.sessions.messages import Message, objects, same
+from fusionrl.rollout.sessions.messages import Asked, Message, objects, same
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +39,7 @@ class Segment:
 
     sample     its tokens, masks, log-probs and versions
     messages   what its tokens stand for; the last one is the model's
+    template   keyword arguments of the chat template
     end_token  by which the last turn ended; None where a stop string or a limit did
     is_busy    a request goes on from it just now
     """
@@ -44,6 +47,7 @@ class Segment:
     sample: Sample
     messages: list[Message]
     tools: list[Message]
+    template: Mapping[str, object] = field(default_factory=dict)
     end_token: int | None = None
     num_turns: int = 0
     is_busy: bool = False
@@ -54,7 +58,7 @@ class Segments:
     """The segments of a session, the one that was answered last at the end.
 
     blank            the sample before anything was generated
-    template_kwargs  of the chat template
+    template_kwargs  of the chat template, where a request has none of its own
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -62,15 +66,62 @@ class Segments:
     blank: Sample
     all: list[Segment] = field(default_factory=list)
 
-    def continued_by(self, messages: Sequence[Message], tools: Sequence[Message]) -> Segment | None:
-        """Return the longest segment from which `messages` go on; None where the agent tells another history.
+    def template_of(self, request: Asked) -> Mapping[str, object]:
+        """Return the keyword arguments of the chat template for a request.
 
+        Whether a model thinks is `enable_thinking` in templates of Qwen and others, `thinking` in DeepSeek's; how much,
+        `reasoning_effort` in those of GPT-OSS.
+
+        Raises:
+            ValueError: the template has no argument for a wish of the request.
+        """
+        kwargs = {**self.template_kwargs, **request.template}
+        wishes = request.switches
+        thinks = wishes.thinks
+        if wishes.effort is not None and self._reads("reasoning_effort", "low", "high"):
+            kwargs["reasoning_effort"] = wishes.effort
+        elif wishes.effort is not None and thinks is None:
+            thinks = wishes.effort != "none"
+        if thinks is not None:
+            switch = next((name for name in ("enable_thinking", "thinking") if self._reads(name, True, False)), None)
+            if switch is None:
+                raise ValueError(
+                    f"the chat template has no argument that switches thoughts {'on' if thinks else 'off'}"
+                    " (enable_thinking, thinking, reasoning_effort): leave out thinking, effort and reasoning_effort"
+                )
+            kwargs[switch] = thinks
+        if wishes.verbosity is not None:
+            if not self._reads("verbosity", "low", "high"):
+                raise ValueError("the chat template has no argument verbosity: leave it out")
+            kwargs["verbosity"] = wishes.verbosity
+        return kwargs
+
+    def _reads(self, name: str, first: object, second: object) -> bool:
+        """Return whether another value of an argument makes the chat template render otherwise, or refuse."""
+        probe = [{"role": "user", "content": "?"}]
+
+        def text(kwargs: Mapping[str, object]) -> str:
+            try:
+                return render_messages(
+                    self.tokenizer, probe, template_kwargs=kwargs, for_answer=True, may_lose=None
+                ).text
+            except FindingError:
+                return "refused"
+
+        return text({**self.template_kwargs, name: first}) != text({**self.template_kwargs, name: second})
+
+    def continued_by(self, asked: Asked, template: Mapping[str, object]) -> Segment | None:
+        """Return the longest segment that a request continues; None where the agent tells another history.
+
+        Other tools, or other arguments of the template, are another history, too: the beginning is rendered otherwise.
         One that is being answered is none: a second request at the same time has a history of its own.
         """
+        messages = asked.messages
         found: Segment | None = None
         for one in self.all:
             done = len(one.messages)
-            goes_on = not one.is_busy and len(messages) > done and one.tools == tools
+            goes_on = not one.is_busy and len(messages) > done
+            goes_on = goes_on and one.tools == asked.tools and one.template == template
             goes_on = goes_on and all(message["role"] in FOLLOWS for message in messages[done:])
             if goes_on and same(messages[:done], one.messages) and (found is None or done > len(found.messages)):
                 found = one
@@ -91,20 +142,20 @@ class Segments:
             new,
             self.tokenizer,
             end_token=segment.end_token,
-            template_kwargs=self.template_kwargs,
+            template_kwargs=segment.template,
             tools=segment.tools or None,
         )
 
-    def begun(self, messages: Sequence[Message], tools: Sequence[Message]) -> Sample:
-        """Return a sample whose prompt is `messages`.
+    def begun(self, asked: Asked, template: Mapping[str, object]) -> Sample:
+        """Return a sample whose prompt is what a request asks.
 
         Raises:
             ValueError: there is no chat template, or it refuses the messages.
         """
         sample = copy.deepcopy(self.blank)
-        columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=dict(self.template_kwargs))
-        guarded = [self._guarded(message) for message in messages]
-        sample.prompt = render_prompt(guarded, self.tokenizer, columns, list(tools) or None)
+        columns = PromptColumns("", apply_chat_template=True, chat_template_kwargs=dict(template))
+        guarded = [self._guarded(message) for message in asked.messages]
+        sample.prompt = render_prompt(guarded, self.tokenizer, columns, asked.tools or None)
         sample.prompt_tokens = None
         sample.tokens = np.asarray(self.tokenizer.encode(sample.prompt, add_special_tokens=False), np.int32)
         return sample
@@ -113,7 +164,10 @@ class Segments:
         """Return a copy in which a tool's answer, say, cannot end its own turn and speak as somebody else."""
         if message["role"] not in _GUARDED:
             return dict(message)
-        return {**message, "content": spelled_out(self.tokenizer, str(message["content"]))}
+        content = message["content"]
+        if isinstance(content, list):
+            return {**message, "content": [{**p, "text": spelled_out(self.tokenizer, p["text"])} for p in content]}
+        return {**message, "content": spelled_out(self.tokenizer, str(content))}
 
     def keep(self, segment: Segment) -> None:
         """Put a segment that was answered just now at the end."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from fusionrl.rollout.sessions import anthropic_api, openai_api
+from fusionrl.rollout.sessions import anthropic_api, openai_api, responses_api
 from fusionrl.rollout.sessions.messages import Asked, Message, Refused, Said
 
 logger = logging.getLogger(__name__)
@@ -56,21 +56,9 @@ class Api:
     keep_alive: bytes
 
 
-OPENAI = Api(
-    openai_api.read,
-    openai_api.answer,
-    openai_api.events,
-    openai_api.error,
-    openai_api.error_event,
-    openai_api.KEEP_ALIVE,
-)
-ANTHROPIC = Api(
-    anthropic_api.read,
-    anthropic_api.answer,
-    anthropic_api.events,
-    anthropic_api.error,
-    anthropic_api.error_event,
-    anthropic_api.KEEP_ALIVE,
+OPENAI, RESPONSES, ANTHROPIC = (
+    Api(api.read, api.answer, api.events, api.error, api.error_event, api.KEEP_ALIVE)
+    for api in (openai_api, responses_api, anthropic_api)
 )
 
 
@@ -88,19 +76,21 @@ class SessionServer:
         self.url = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
     def add(self, session: Answering) -> None:
-        """Answer requests of a session, and tell it its address."""
+        """Answer requests of a session, and tell it its address; one with the key in place of the id needs no key."""
         session.base_url = f"{self.url}/sessions/{session.id}/v1"
-        self._sessions[session.id] = session
+        self._sessions[session.id] = self._sessions[session.api_key] = session
 
     def remove(self, session: Answering) -> None:
         """Answer requests of a session no more."""
-        self._sessions.pop(session.id, None)
+        for name in (session.id, session.api_key):
+            self._sessions.pop(name, None)
 
     async def _listen(self) -> str:
         app = web.Application(client_max_size=LONGEST_BODY, middlewares=[self._guard])
         # With and without a /v1 of their own: OpenAI's client appends /chat/completions, Anthropic's /v1/messages.
         for base in ("/sessions/{id}", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):
             app.router.add_post(f"{base}/chat/completions", functools.partial(self._complete, OPENAI))
+            app.router.add_post(f"{base}/responses", functools.partial(self._complete, RESPONSES))
             app.router.add_post(f"{base}/messages", functools.partial(self._complete, ANTHROPIC))
             app.router.add_post(f"{base}/messages/count_tokens", self._count)
             app.router.add_get(f"{base}/models", self._models)
@@ -127,14 +117,14 @@ class SessionServer:
         except web.HTTPRequestEntityTooLarge:
             return _error(api, Refused(f"the body has over {LONGEST_BODY} bytes", 413))
         except web.HTTPException as error:
-            paths = "/v1/chat/completions, /v1/messages and /v1/models"
+            paths = "/v1/chat/completions, /v1/responses, /v1/messages and /v1/models"
             told = f"{request.method} {request.path}: {error.reason}; a session has {paths}"
             return _error(api, Refused(told, error.status))
 
     def _session_of(self, request: web.Request) -> Answering:
         parts = request.path.split("/")
         session = self._sessions.get(parts[2]) if len(parts) > 2 and parts[1] == "sessions" else None
-        if session is not None and any(_is_key(given, session.api_key) for given in _keys(request)):
+        if session is not None and any(_is_key(given, session.api_key) for given in (parts[2], *_keys(request))):
             return session
         told = (
             "no open session of this run has this address and key: an agent's client needs the base_url and the api_key"

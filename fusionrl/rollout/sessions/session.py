@@ -15,7 +15,7 @@ from fusionrl.data.sample import Sample
 from fusionrl.data.tokenizer import load_tokenizer
 from fusionrl.engines.client import Generation
 from fusionrl.engines.http import EndpointError
-from fusionrl.rollout.agent import end_of_turn, parse_tool_calls
+from fusionrl.rollout.agent import ToolCall, end_of_turn, parse_tool_calls
 from fusionrl.rollout.sessions.messages import Asked, Call, Refused, Said
 from fusionrl.rollout.sessions.segments import Segment, Segments
 from fusionrl.rollout.sglang_rollout import generate_turn, room
@@ -25,12 +25,17 @@ from fusionrl.rollout.types import SESSION
 logger = logging.getLogger(__name__)
 
 NO_ROOM = "leave no room for an answer"  # said of a full context
+# Words by which the client packages raise where a limit cut a turn: openai-agents, and two streams of openai.
+CUT = ("incomplete_details", "Didn't receive a `response.completed` event", "the length limit was reached")
 # What a segment says of its sample; all else is the row's and what the agent wrote on it.
 _OF_SEGMENT = (
     *("prompt", "prompt_tokens", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
     *("weight_versions", "teacher_log_probs", "rollout_routed_experts", "status"),
 )
-_ignored: set[str] = set()  # arguments of requests of which the log has spoken
+_BY_FLAGS = (
+    "it is ignored, for tokens that are trained on are sampled by the run's flags (--rollout-temperature and its like)"
+)
+_told: set[str] = set()  # fields of requests of which the log has spoken
 
 
 class Session:
@@ -59,6 +64,8 @@ class Session:
         """Why the engines gave no answer; None once they gave one again."""
         self.lacks_room = False
         """Whether the request before this moment was refused because the context was full."""
+        self.is_cut = False
+        """Whether a limit cut the turn that was answered last."""
         self.is_aborted = False
         """Whether the rollout has ended before the agent."""
         self._has_ended = False
@@ -92,16 +99,18 @@ class Session:
     async def _answer(self, asked: Asked) -> Said:
         if self._has_ended or self.is_aborted:
             raise Refused("the session has ended", 400, "session_ended")
-        _tell_ignored(asked.ignored)
+        self._check_constraints(asked)
+        _tell_once(asked.ignored, _BY_FLAGS)
         segments = self._segments
         try:
-            segment = segments.continued_by(asked.messages, asked.tools)
+            template = segments.template_of(asked)
+            segment = segments.continued_by(asked, template)
             if segment is None:
-                segment = Segment(segments.begun(asked.messages, asked.tools), [], asked.tools)
+                segment = Segment(segments.begun(asked, template), [], asked.tools, template)
                 added: list[int] = []
             else:
                 added = segments.added(segment, asked.messages)
-        except (ValueError, TypeError) as error:  # a TypeError: text that is no Unicode
+        except (ValueError, TypeError) as error:  # a TypeError: text that is not Unicode
             raise Refused(str(error)) from error
         params = self._params_of(asked)
         self._check_room(segment, len(added), params)
@@ -120,7 +129,7 @@ class Session:
         segment.messages = [*asked.messages, said.message()]
         segment.num_turns += 1
         segments.keep(segment)
-        self.failure, self.lacks_room = None, False
+        self.failure, self.lacks_room, self.is_cut = None, False, said.finish == "length"
         return said
 
     async def _turn(
@@ -138,6 +147,12 @@ class Session:
                 raise Refused(str(error), 400) from error
             self.failure = error
             raise Refused(f"the engines gave no answer: {error!r}", 500) from error
+
+    def _check_constraints(self, asked: Asked) -> None:
+        if not self._args.agent_free_sampling and asked.constraints:
+            raise Refused(f"{asked.constraints[0]}; --agent-free-sampling accepts it, and samples freely")
+        names = tuple(constraint.partition(":")[0].partition(" ")[0] for constraint in asked.constraints)
+        _tell_once(names, "by --agent-free-sampling the answer is sampled freely")
 
     def _params_of(self, asked: Asked) -> SamplingParams:
         params = dict(self._params)
@@ -177,7 +192,7 @@ class Session:
         if asked.tools and asked.reads_calls and answer.finish_reason != "length":
             whole = tokenizer.decode(tokens, skip_special_tokens=False)
             rest, found = await parse_tool_calls(self._args, tokenizer, asked.tools, whole)
-            if found and all(call.error is None and call.name and _is_object(call.arguments) for call in found):
+            if found and all(call.error is None and call.name and _is_json(call) for call in found):
                 text = rest
                 # Nine characters, as Mistral's templates demand.
                 calls = [
@@ -197,8 +212,8 @@ class Session:
     def count_tokens(self, asked: Asked) -> int:
         """Return the tokens of the prompt of a request, as a segment of its own."""
         try:
-            return len(self._segments.begun(asked.messages, asked.tools).tokens)
-        except ValueError as error:
+            return len(self._segments.begun(asked, self._segments.template_of(asked)).tokens)
+        except (ValueError, TypeError) as error:  # a TypeError: text that is not Unicode
             raise Refused(str(error)) from error
 
     # -------------------------------------------------------------------------------- samples
@@ -279,20 +294,19 @@ def _blank(sample: Sample) -> Sample:
     return blank
 
 
-def _is_object(arguments: str) -> bool:
+def _is_json(call: ToolCall) -> bool:
+    """Return whether a call has an object for arguments, and can be sent: no NaN, and no half of a surrogate pair."""
     try:
-        return isinstance(json.loads(arguments), dict)
-    except json.JSONDecodeError:
+        arguments = json.loads(call.arguments)
+        json.dumps([call.name, arguments], allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         return False
+    return isinstance(arguments, dict)
 
 
-def _tell_ignored(names: tuple[str, ...]) -> None:
-    """Say once of each argument that the run's flags stand in its place."""
+def _tell_once(names: tuple[str, ...], what: str) -> None:
+    """Say once of each field of agents' requests what becomes of it."""
     for name in names:
-        if name not in _ignored:
-            _ignored.add(name)
-            logger.warning(
-                "an agent's request sets %s: it is ignored, for tokens that are trained on are sampled by the run's"
-                " flags (--rollout-temperature and its like)",
-                name,
-            )
+        if name not in _told:
+            _told.add(name)
+            logger.warning("an agent's request sets %s: %s", name, what)

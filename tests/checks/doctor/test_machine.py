@@ -163,16 +163,18 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     usage = SimpleNamespace(free=10 * GIB)
     monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
     folders = {"--run-dir": tmp_path / "runs" / "new", "TMPDIR": tmp_path}
-    found = one(disk_findings(folders, 20.0 * GIB, "checkpoints"))
+    found = one(disk_findings(folders, {"--run-dir": ("checkpoints", 20.0 * GIB)}))
     assert "10.0 GiB free, and checkpoints take 20.0" in found.fact and "--keep-checkpoints" in found.cure
-    assert not has_fault(disk_findings(folders, 5.0 * GIB, "checkpoints"))
+    assert not has_fault(disk_findings(folders, {"--run-dir": ("checkpoints", 5.0 * GIB)}))
+    found = one(disk_findings({"--save-hf": tmp_path}, {"--save-hf": ("weights", 16.0 * GIB)}))
+    assert "10.0 GiB free, and weights take 16.0" in found.fact and "checkpoints" not in found.cure
     usage.free = 0
-    assert [f.fact.split(" ")[0] for f in disk_findings(folders, 0, "") if f.status == "fault"] == [*folders]
+    assert [f.fact.split(" ")[0] for f in disk_findings(folders, {}) if f.status == "fault"] == [*folders]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.os, "access", lambda path, mode: False)  # root may write everywhere
-    assert "may not write" in one(disk_findings({"--run-dir": tmp_path / "run"}, 0, "")).fact
+    assert "may not write" in one(disk_findings({"--run-dir": tmp_path / "run"}, {})).fact
 
 
 def test_a_host_name_that_does_not_resolve() -> None:

@@ -197,7 +197,8 @@ function textOf(value) {
 // ---------------------------------------------------------------- tokens
 const KINDS = {
   mask: { column: "mask", title: "trained on", scale: "mask" },
-  mismatch: { column: "gap", title: "trainer − engine, nats", scale: "signed" },
+  // least: the full colour stands for so much at least, or the largest rounding of a healthy run would have it.
+  mismatch: { column: "gap", title: "trainer − engine, nats", scale: "signed", least: 0.01 },
   entropy: { column: "entropy", title: "entropy, nats", scale: "positive" },
   advantage: { column: "advantage", title: "advantage", scale: "signed" },
   version: { column: "version", title: "weight version", scale: "kinds" },
@@ -237,7 +238,7 @@ function scaleOf(row, name) {
   const range = rangeOf(values);
   if (range === null) return null;
   if (kind.scale === "kinds") return { kind: "kinds", values: [...new Set(values)].filter((v) => v !== null).sort((a, b) => a - b) };
-  return { kind: kind.scale, limit: Math.max(Math.abs(range[0]), Math.abs(range[1])), low: range[0], high: range[1] };
+  return { kind: kind.scale, limit: Math.max(Math.abs(range[0]), Math.abs(range[1]), kind.least || 0), low: range[0], high: range[1] };
 }
 
 const HUES = [210, 30, 280, 140, 60, 0];

@@ -40,7 +40,7 @@ function placing(name) {
   const [low, high] = [range[0] - pad, range[1] + pad];
   const width = WIDTH - LEFT - RIGHT, height = HEIGHT - TOP - BOTTOM;
   return {
-    range,
+    range, steps,
     x: (step) => LEFT + (steps[1] > steps[0] ? ((step - steps[0]) / (steps[1] - steps[0])) * width : width / 2),
     y: (value) => TOP + ((high - value) / (high - low)) * height,
     step: (x) => steps[0] + ((x - LEFT) / width) * (steps[1] - steps[0]),
@@ -115,8 +115,9 @@ function chart(name) {
   canvas.addEventListener("keydown", key);
   return h("figure", { class: "chart" },
     h("figcaption", {}, h("strong", {}, name), " ", reading),
-    h("div", { class: "plot" }, canvas, links.childElementCount ? links : null),
-    h("p", { class: "axis", "aria-hidden": "true" }, `${formatNumber(place.range[0])} to ${formatNumber(place.range[1])}`));
+    h("div", { class: "plot" }, canvas, links.childElementCount ? links : null,
+      [...new Set(place.range)].map((value) => h("span", { class: "axis", top: `${place.y(value)}px`, "aria-hidden": "true" }, formatNumber(value)))),
+    h("p", { class: "axis steps", "aria-hidden": "true" }, place.steps.map((step) => h("span", {}, `step ${formatNumber(step)}`))));
 }
 
 // A circle that leads to the samples of a step. Where they are not on the page, to those of the nearest step that has.

@@ -81,16 +81,17 @@ function stepView(route, block) {
 function sampleTable(route, block, places) {
   const samples = block.samples;
   const column = (title, values) => ({ title, key: (i) => at(values, i), cell: (i) => formatNumber(at(values, i)) });
-  const texts = (i) => {
+  const text = (i, name, limit) => {
     const row = block.rows[samples.line[i]];
-    return row ? excerpt(textOf(row.response), 120) : "(not on this page)";
+    return row ? excerpt(textOf(row[name]), limit) : "(not on this page)";
   };
   return pagedTable("Samples of this step", [
     { title: "sample", key: (i) => samples.index[i], cell: (i) => link({ run: route.run, file: route.file, sample: samples.line[i] }, String(samples.index[i] ?? `line ${samples.line[i]}`)) },
     { title: "group", key: (i) => samples.group[i], cell: (i) => link({ run: route.run, file: route.file, group: samples.group[i] }, samples.group_names[samples.group[i]]) },
     column("reward", samples.reward), column("advantage", samples.advantage), column("mismatch", samples.mismatch),
     column("tokens", samples.length), { title: "status", cell: (i) => block.statuses[samples.status[i]] },
-    { title: "answer", cell: texts },
+    { title: "prompt", cell: (i) => text(i, "prompt", 60) }, { title: "label", cell: (i) => text(i, "label", 40) },
+    { title: "answer", cell: (i) => text(i, "response", 120) },
   ], places, 100);
 }
 

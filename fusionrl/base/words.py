@@ -1,0 +1,8 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 node", "2 nodes", "0 nodes"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,51 @@
+"""The write stage: a file of each rollout's samples, for `fusionrl show` and `fusionrl view`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fusionrl.config.config import Config
+from fusionrl.data.sample import Sample
+from fusionrl.data.tokenizer import load_tokenizer
+from fusionrl.observe.rollouts import RolloutWriter
+
+logger = logging.getLogger(__name__)
+
+# Samples of --mode sft only repeat the data: a run of billions of tokens would fill a disk with them.
+SFT_BYTES = 2**30
+
+
+class SampleFiles:
+    """Writes the samples of rollouts; in mode sft until the files of all attempts have `SFT_BYTES`."""
+
+    def __init__(self, config: Config, writer: RolloutWriter, attempt: int) -> None:
+        self._config, self._writer, self._attempt = config, writer, attempt
+        self._num_bytes = sum(path.stat().st_size for path in writer.folder.glob("*.train.a*.jsonl"))
+        self._has_room = True
+
+    def write(self, rollout_id: int, samples: Sequence[Sample]) -> Path | None:
+        """Write a rollout's samples and return their file; None for a rollout of mode sft that has no room."""
+        if self._config.run.mode != "sft":
+            return self._writer.write(rollout_id, self._attempt, (sample.to_row() for sample in samples))
+        if self._num_bytes >= SFT_BYTES:
+            if self._has_room:
+                step, size = rollout_id + 1, self._num_bytes / 2**30
+                logger.info("rollouts/ has %.1f GiB of samples: those of step %d and later are left out", size, step)
+            self._has_room = False
+            return None
+        path = self._writer.write(rollout_id, self._attempt, self._supervised_rows(samples))
+        self._num_bytes += path.stat().st_size
+        return path
+
+    def _supervised_rows(self, samples: Sequence[Sample]) -> Iterator[dict[str, object]]:
+        """Rows with the text of the tokens, as rendered, and without a reward: nothing has graded them."""
+        tokenizer = load_tokenizer(str(self._config.model.hf_checkpoint))
+        for sample in samples:
+            tokens = np.asarray(sample.array("tokens"))
+            parts = {"prompt": tokens[: sample.prompt_length], "response": tokens[sample.prompt_length :]}
+            texts = {name: tokenizer.decode(part, clean_up_tokenization_spaces=False) for name, part in parts.items()}
+            yield sample.to_row() | texts | {"reward": None}

@@ -1,0 +1,143 @@
+"""Flags for the files that slime reads by --sglang-config and --megatron-config-path. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from fusionrl.config.fields import FIELDS
+from fusionrl.config.hooks import flag_of
+
+_ROLES = {"regular": "generate", "prefill": "prefill", "decode": "decode"}
+# Of one engine with data-parallel attention: an engine here is divided by tensor parallelism alone.
+_DP_ATTENTION = frozenset({"dp_size", "enable_dp_attention", "enable_dp_lm_head", "moe_dense_tp_size"})
+
+
+class NoFlagsError(ValueError):
+    """A file that says what no flag here does."""
+
+
+def with_flags(
+    argv: Sequence[str], text_of: Callable[[str], str | None], note: Callable[[str], None]
+) -> tuple[list[str], list[str]]:
+    """Return a command line with the flags that do the same as such files, and the files that it no longer reads.
+
+    text_of  the text of a file by its path; None: it is not there
+    note     gets a line for each file. One that is not there, or that no flags replace, stays in the command line,
+             where the table of flags refuses it
+    """
+    result, done = list(argv), []
+    for flag, flags_of in _READERS.items():
+        place = result.index(flag) if flag in result[:-1] else -1
+        path = result[place + 1] if place >= 0 else ""
+        text = text_of(path) if path else None
+        if text is None:
+            continue
+        try:
+            added = flags_of(_loaded(text))
+        except NoFlagsError as error:
+            note(f"{flag} {path}: {error}")
+            continue
+        for name in (flag, *added):
+            result = _without(result, name)
+        written = [word for name, values in added.items() for word in (name, *values)]
+        result += written
+        done.append(path)
+        note(f"{flag} {path}: it is {' '.join(written)}")
+    return result, done
+
+
+def _without(argv: list[str], flag: str) -> list[str]:
+    """Return the command line without a flag and its values."""
+    kept, is_kept = [], True
+    for word in argv:
+        is_kept = word != flag if word.startswith("--") else is_kept
+        kept += [word] if is_kept else []
+    return kept
+
+
+def _loaded(text: str) -> object:
+    import yaml  # tenths of a second: only where there is such a file
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise NoFlagsError(f"it is not YAML ({error})") from error
+
+
+def _entries(found: object, name: str) -> list[dict[str, object]]:
+    entries = found.get(name) if isinstance(found, Mapping) else None
+    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
+        raise NoFlagsError(f"expected a list of mappings under `{name}`")
+    return entries
+
+
+def _engine_groups(found: object) -> dict[str, list[str]]:
+    """Return --engine-group for the groups of the one model, and --sglang-* for what its groups have alike."""
+    models = _entries(found, "sglang")
+    if len(models) != 1:
+        raise NoFlagsError(f"it serves {len(models)} models; the engines of a run serve the policy alone")
+    (model,) = models
+    if other := model.keys() - {"name", "num_gpus_per_engine", "server_groups", "update_weights"}:
+        raise NoFlagsError(f"its model has {', '.join(sorted(other))}; the engines of a run serve --hf-checkpoint")
+    if model.get("update_weights") is False:
+        raise NoFlagsError("update_weights is false: the engines of a run get every push")
+    # A placeholder is devices without an engine.
+    groups = [one for one in _entries(model, "server_groups") if one.get("worker_type") != "placeholder"]
+    if strange := [one.get("worker_type") for one in groups if one.get("worker_type") not in _ROLES]:
+        raise NoFlagsError(f"worker_type {strange[0]}: the engines of a run are {', '.join(_ROLES)}")
+    if not groups:
+        raise NoFlagsError("it has no engines")
+    own = [_overrides(one) for one in groups]
+    own = [{name: value for name, value in one.items() if name not in _DP_ATTENTION} for one in own]
+    alike = {
+        name: value
+        for name, value in own[0].items()
+        if value is not False and all(name in one and one[name] == value for one in own)
+    }
+    flags = {f"--sglang-{_option(name)}": [] if value is True else [_text(value)] for name, value in alike.items()}
+    texts = []
+    for number, (group, options) in enumerate(zip(groups, own, strict=True), 1):
+        kind = str(group["worker_type"])
+        size = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine")
+        items = {"num_gpus": group.get("num_gpus"), **({"per_engine": size} if size else {})}
+        items |= {} if kind == "regular" else {"role": kind}
+        items |= {_option(name): value for name, value in options.items() if name not in alike}
+        texts.append(f"{kind}-{number}:{','.join(f'{name}={_text(value)}' for name, value in items.items())}")
+    return {**flags, "--engine-group": texts}
+
+
+def _roles(found: object) -> dict[str, list[str]]:
+    """Return the critic's flags, and the actor's own values."""
+    flags: dict[str, list[str]] = {}
+    for entry in _entries(found, "megatron"):
+        role = entry.get("role")
+        if role not in ("actor", "critic"):
+            raise NoFlagsError(f"role {role}: the roles here are actor and critic")
+        for name, value in _overrides(entry).items():
+            field = f"critic_{name}" if role == "critic" else name
+            if field not in FIELDS or isinstance(value, bool):
+                raise NoFlagsError(f"{role} {name}: there is no {flag_of(field)} with a value")
+            flags[flag_of(field)] = [_text(value)]
+    return flags
+
+
+def _overrides(entry: Mapping[str, object]) -> dict[str, object]:
+    overrides = entry.get("overrides") or {}
+    if not isinstance(overrides, Mapping):
+        raise NoFlagsError("overrides: expected a mapping")
+    return {str(name): value for name, value in overrides.items()}
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_READERS: dict[str, Callable[[object], dict[str, list[str]]]] = {
+    "--sglang-config": _engine_groups,
+    "--megatron-config-path": _roles,
+}

@@ -1,0 +1,101 @@
+"""How the tokens of a response were sampled: their temperatures, and what else changed the policy's distribution.
+
+Trainers score with `Sample.temperature`. One number stands for the whole response. Turns of several temperatures make
+it an array, one number for each token; tokens that were appended after the last turn have the last one. NaN: not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fusionrl.data.sample import Sample
+
+CHANGED = "sampling_changed"  # in a sample's metadata: sampling parameters that changed the distribution
+# SGLang's parameters, with the value that changes nothing. top_p, top_k and min_p cut the tail off, and the engine's
+# log-probs are those of the whole distribution; with the others they are those of the changed one.
+_UNCHANGED: dict[str, tuple[object, ...]] = {
+    "top_p": (1, 1.0),
+    "top_k": (-1, 1 << 30),
+    "min_p": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_new_tokens": (0,),
+    **dict.fromkeys(("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "watermark"), ("", {})),
+}
+GREEDY_BELOW = 1e-6  # SGLang takes the likeliest token below it, and gives log-probs of temperature 1
+
+
+def scored_at(temperature: object) -> float:
+    """Return the temperature of an engine's log-probs for a request with `temperature` (SGLang's default: 1).
+
+    Raises:
+        ValueError: it is no finite number of at least 0.
+    """
+    value = 1.0 if temperature is None else temperature
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value < np.inf:
+        raise ValueError(f"the temperature {temperature!r} is no finite number of at least 0")
+    return 1.0 if value < GREEDY_BELOW else float(value)
+
+
+def changes_of(params: Mapping[str, object]) -> list[str]:
+    """Return the names of the sampling parameters by which tokens do not come from the policy's distribution."""
+    found = [name for name, usual in _UNCHANGED.items() if params.get(name) is not None and params[name] not in usual]
+    temperature = params.get("temperature")
+    is_greedy = isinstance(temperature, int | float) and temperature < GREEDY_BELOW
+    return [*found, "temperature"] if is_greedy else found
+
+
+def note_request(sample: Sample, start: int, params: Mapping[str, object]) -> None:
+    """Note that the response tokens of `sample` from `start` on were sampled by a request with `params`."""
+    note_temperature(sample, start, params.get("temperature"))
+    if changes := changes_of(params):
+        note_changes(sample, changes)
+
+
+def note_changes(sample: Sample, changes: Iterable[str]) -> None:
+    """Note in the metadata which sampling parameters changed the distribution of a sample's tokens."""
+    known = (sample.metadata or {}).get(CHANGED) or []
+    sample.metadata = {**(sample.metadata or {}), CHANGED: sorted({*known, *changes})}
+
+
+def note_temperature(sample: Sample, start: int, temperature: object) -> None:
+    """Note that the response tokens of `sample` from `start` on were sampled by a request with `temperature`."""
+    value = scored_at(temperature)
+    held: Any = sample.temperature
+    if start == 0 or (np.ndim(held) == 0 and held == value):
+        sample.temperature = value
+        return
+    whole = np.full(sample.response_length, np.nan, np.float32)
+    if held is not None:  # tokens of tools stand behind those that were noted: they have the temperature before
+        earlier = np.atleast_1d(np.asarray(held, np.float32))
+        whole[: len(earlier)], whole[len(earlier) : start] = earlier[: len(whole)], earlier[-1]
+    whole[start:] = value
+    sample.temperature = whole
+
+
+def temperatures_of(sample: Sample, default: float) -> np.ndarray | None:
+    """[response_length] fp32 temperatures of a sample; None where all are `default`, that of unknown tokens.
+
+    Raises:
+        ValueError: names the sample: a temperature that is no positive number.
+    """
+    held: Any = sample.temperature
+    if held is None or (np.ndim(held) == 0 and held == default):
+        return None
+    try:
+        known = np.atleast_1d(np.asarray(held, np.float32))
+        values = np.full(sample.response_length, known[-1], np.float32)
+        values[: len(known)] = known[: len(values)]
+    except (IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"sample {sample.index}: temperature {held!r:.80}: {error}") from error
+    values[np.isnan(values)] = default
+    if not ((values > 0) & np.isfinite(values)).all():
+        raise ValueError(
+            f"sample {sample.index}: temperature {held!r:.80} must be above 0, as log-probs are scored at it"
+        )
+    return None if (values == np.float32(default)).all() else values

@@ -1,0 +1,149 @@
+"""Every sampling flag of rollouts and evaluations, at its bounds and beyond, against SGLang's own checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fusionrl.checks.validate import validate
+from fusionrl.config.config import Config
+from fusionrl.config.eval_sets import eval_sets
+from fusionrl.rollout.evaluation import eval_sampling_params
+from fusionrl.rollout.state import sampling_params
+
+VOCAB = 512
+NUMBERS = [-1.0, 0.0, 1e-9, 1e-6, 0.5, 1.0, 2.0, 1e9, math.inf, math.nan]
+WHOLE = [-2, -1, 0, 1, 3, 5, VOCAB, 1 << 40]
+STOPS: list[list[str]] = [[], ["x"], [""], ["x", ""], ["s"] * 32, ["s"] * 33]
+IDS = [[], [0], [VOCAB - 1], [VOCAB], [-1], [3, 1 << 40]]
+VALUES: dict[str, list[Any]] = {
+    "rollout_temperature": NUMBERS,
+    "rollout_top_p": NUMBERS,
+    "rollout_top_k": WHOLE,
+    "rollout_max_response_len": WHOLE,
+    "rollout_min_response_len": WHOLE,
+    "rollout_stop": STOPS,
+    "rollout_stop_token_ids": IDS,
+    "rollout_ignore_eos": [True, False],
+    "rollout_skip_special_tokens": [True, False],
+    "eval_temperature": NUMBERS,
+    "eval_top_p": NUMBERS,
+    "eval_top_k": WHOLE,
+    "eval_max_response_len": WHOLE,
+}
+OF_A_SET = {
+    "temperature": NUMBERS,
+    "top_p": NUMBERS,
+    "top_k": WHOLE,
+    "min_new_tokens": WHOLE,
+    "max_response_len": WHOLE,
+    "repetition_penalty": NUMBERS,
+    "stop": STOPS,
+    "stop_token_ids": IDS,
+}
+
+
+@pytest.fixture
+def base(tiny_model: Path, write_rows: Callable[..., Path]) -> dict[str, Any]:
+    """A run of --mode reject-sampling, which trains nothing, so that every way of sampling is allowed."""
+    rows = str(write_rows([{"input": "1+1=", "label": "2"}]))
+    values = {"hf_checkpoint": str(tiny_model), "prompt_data": rows, "label_key": "label", "rm_type": "exact"}
+    sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 4, "num_rollout": 1}
+    return values | sizes | {"mode": "reject-sampling", "device": "cpu"}
+
+
+def sglang_refuses(params: dict[str, Any]) -> bool:
+    """Ask SGLang itself; an empty stop string and a stop token beyond the vocabulary it lets pass, or dies of."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    if "" in (params.get("stop") or ()) or any(not 0 <= token < VOCAB for token in params.get("stop_token_ids") or ()):
+        return True
+    try:
+        asked = SamplingParams(**params)
+        asked.verify(VOCAB)
+        asked.normalize(SimpleNamespace(encode=lambda text, **_: list(text)))
+    except ValueError:
+        return True
+    return False
+
+
+def mistakes(values: dict[str, Any]) -> list[str]:
+    try:
+        config = Config.from_flat(values)
+    except (ValidationError, ValueError) as error:
+        return str(error).splitlines()
+    return validate(config)[1]
+
+
+@pytest.mark.parametrize("flag", VALUES)
+def test_what_sglang_refuses_is_refused_by_name_before_the_start(flag: str, base: dict[str, Any]) -> None:
+    pytest.importorskip("sglang")
+    is_eval = flag.startswith("eval_")
+    if is_eval:
+        base |= {"mode": "eval", "eval_prompt_data": ["own", base.pop("prompt_data")]}
+        for name in ("rollout_batch_size", "num_rollout", "n_samples_per_prompt"):
+            base.pop(name)
+    verdicts = set()
+    for value in VALUES[flag]:
+        found = mistakes(base | {flag: value})
+        verdicts.add(bool(found))
+        if found:
+            assert any(flag in text.replace("-", "_") for text in found), (value, found)
+            continue
+        args = Config.from_flat(base | {flag: value}).to_args()
+        params = sampling_params(args)
+        if is_eval:
+            params = eval_sampling_params(params, eval_sets(args)[0])
+        assert not sglang_refuses(params), (flag, value)
+    assert False in verdicts, "some value is good"
+
+
+@pytest.mark.parametrize("key", OF_A_SET)
+def test_the_same_holds_for_keys_of_eval_config(key: str, base: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    import yaml
+
+    for number, value in enumerate(OF_A_SET[key]):
+        file = tmp_path / f"sets-{number}.yaml"
+        file.write_text(yaml.safe_dump({"datasets": [{"name": "own", "path": base["prompt_data"], key: value}]}))
+        values = {name: v for name, v in base.items() if name in ("hf_checkpoint", "label_key", "rm_type", "device")}
+        values |= {"mode": "eval", "eval_config": str(file), "rollout_max_response_len": 4}
+        found = mistakes(values)
+        if found:
+            assert all(key in text for text in found), (value, found)
+            continue
+        args = Config.from_flat(values).to_args()
+        assert not sglang_refuses(eval_sampling_params(sampling_params(args), eval_sets(args)[0])), (key, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rollout_stop": [""]}, "--rollout-stop '': every answer would end after its first token"),
+        ({"rollout_stop_token_ids": [2, 512]}, "--rollout-stop-token-ids 512: the model's token ids are 0 to 511"),
+        ({"rollout_temperature": 1e-9}, "--rollout-temperature 1e-09: below 1e-06 SGLang takes the likeliest token"),
+        ({"rollout_min_response_len": 2, "mode": "rl"}, "--rollout-min-response-len 2 with --mode rl"),
+        ({"rollout_min_response_len": 9}, "--rollout-min-response-len 9: it is over --rollout-max-response-len 4"),
+        ({"rollout_top_k": 0}, "--rollout-top-k 0: give at least 1, or -1 for all tokens"),
+    ],
+)
+def test_what_a_mistake_is_told(changes: dict[str, Any], text: str, base: dict[str, Any]) -> None:
+    found = mistakes(base | changes)
+    assert any(text in one for one in found), found
+
+
+def test_a_flag_of_rollouts_that_an_evaluation_takes_over_is_named_as_it_was_given(base: dict[str, Any]) -> None:
+    base |= {"mode": "eval", "eval_prompt_data": ["own", base.pop("prompt_data")]}
+    for name in ("rollout_batch_size", "num_rollout", "n_samples_per_prompt"):
+        base.pop(name)
+    (found,) = mistakes(base | {"rollout_top_k": 0})
+    assert found.startswith("--rollout-top-k 0:")
+    (found,) = mistakes(base | {"eval_top_k": 0})
+    assert found.startswith("--eval-top-k 0:")
+    assert mistakes(base | {"eval_temperature": 0}) == []

@@ -1,0 +1,130 @@
+"""Attempts that come back as several samples: group statistics, denominators, metrics and filters count attempts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import numpy as np
+import pytest
+
+from fusionrl.algorithms.estimators import ESTIMATORS
+from fusionrl.algorithms.groups import SampleBatch
+from fusionrl.buffer.build import build_shards
+from fusionrl.buffer.eval_metrics import eval_set_metrics
+from fusionrl.buffer.report import rollout_metrics, set_metrics
+from fusionrl.data.attempts import attempts_of, join_attempt
+from fusionrl.data.sample import Sample, Status
+from fusionrl.plan.balance import Balance, SequenceCost
+from fusionrl.plan.batch import BatchPlan
+from fusionrl.rollout.filters import check_accuracy_in_range
+from fusionrl.rollout.types import as_train_output
+
+STAGES = {name: stage for name, estimator in ESTIMATORS.items() if (stage := estimator.group_stage())}
+STAGES["grpo, plain"] = ESTIMATORS["grpo"].group_stage(is_plain=True)  # type: ignore[assignment]
+BALANCE = Balance(SequenceCost(linear=1.0, quadratic=0.0), 99)
+
+
+def fanned(counts: list[int], rewards: list[float], group: int = 0, lengths: int = 2) -> list[Sample]:
+    """One group of attempts of so many samples each, all with the attempt's reward."""
+    samples = []
+    for number, (count, reward) in enumerate(zip(counts, rewards, strict=True)):
+        own = [
+            Sample(
+                index=10 * group + number,
+                group_index=group,
+                tokens=list(range(1, 2 + lengths)),
+                response_length=lengths,
+                reward=reward,
+                status=Status.COMPLETED,
+                metadata={"data_source": "a"},
+            )
+            for _ in range(count)
+        ]
+        join_attempt(own, 10 * group + number)
+        samples += own
+    return samples
+
+
+def test_the_attempts_of_samples() -> None:
+    samples = [*fanned([1, 3, 1], [0, 1, 0]), *fanned([2, 1], [1, 0], group=1)]
+    assert attempts_of(samples).tolist() == [0, 1, 1, 1, 2, 3, 3, 4]
+    assert [s.rollout_id for s in samples] == [None, 1, 1, 1, None, 10, 10, None]
+    of_slime = Sample(group_index=0, rollout_id=1)  # a function's own numbers stay, and mean one attempt of its group
+    assert attempts_of([*samples, of_slime])[-1] == 1 and attempts_of([]).size == 0
+    unnumbered = [[Sample(group_index=0) for _ in range(2)] for _ in range(2)]  # of a user's data source
+    for attempt in unnumbered:
+        join_attempt(attempt, None)
+    assert attempts_of([*unnumbered[0], *unnumbered[1]]).tolist() == [0, 0, 1, 1]
+
+
+def test_one_right_attempt_of_four_that_returns_three_samples() -> None:
+    """The issue's case: +0.75 and -0.25, not ±0.5."""
+    samples = fanned([3, 1, 1, 1], [1, 0, 0, 0])
+    rewards, groups = np.array([s.reward for s in samples], float), np.zeros(6, int)
+    batch = SampleBatch(rewards, groups, attempts=attempts_of(samples))
+    assert ESTIMATORS["dr_grpo"].group(batch).tolist() == [0.75] * 3 + [-0.25] * 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("seed", range(5))
+def test_every_estimator_gives_each_sample_the_advantage_of_its_attempt(name: str, seed: int) -> None:
+    """By a loop: what the stage gives for the attempts alone, each as one sample."""
+    random = np.random.default_rng(seed)
+    sizes = random.integers(1, 4, 12)
+    values = random.integers(0, 2, 12).astype(float) if name == "pass_at_k" else random.normal(size=12)
+    groups, lengths, baselines = np.repeat([0, 1, 2], 4), random.integers(1, 9, 12), random.normal(size=12)
+    scored = random.random(12) < 0.9
+    attempts = np.repeat(np.arange(12), sizes)
+    shuffled = random.permutation(len(attempts))  # samples of an attempt need not stand together
+    spread = {
+        "rewards": values[attempts][shuffled],
+        "group_index": groups[attempts][shuffled],
+        "lengths": (lengths / sizes)[attempts][shuffled],  # OPO weighs an attempt by all of its tokens
+        "baselines": baselines[attempts][shuffled],
+        "scored": scored[attempts][shuffled],
+        "attempts": attempts[shuffled],
+    }
+    whole = SampleBatch(values, groups, lengths, baselines, 2, scored)
+    want = STAGES[name](whole)[attempts][shuffled]
+    assert STAGES[name](SampleBatch(k=2, **spread)) == pytest.approx(want, abs=1e-12)
+
+
+def test_samples_of_an_attempt_with_rewards_of_their_own_are_held_against_the_mean_of_attempts() -> None:
+    batch = SampleBatch(np.array([1.0, 0.0, 0.0]), np.zeros(3, int), attempts=np.array([0, 0, 1]))
+    assert ESTIMATORS["dr_grpo"].group(batch).tolist() == [0.75, -0.25, -0.25]  # type: ignore[misc]
+
+
+def test_an_attempt_is_not_divided_over_two_steps() -> None:
+    samples = [*fanned([3, 1], [1, 0], 0), *fanned([1, 3], [1, 0], 1)]
+    values = [0.0] * 8
+    (shard,) = build_shards(samples, values, values, BatchPlan(2, 4, 2, 4, 1), BALANCE, rollout_id=0)
+    of_step = [{int(shard.fields["group_index"][i]) for b in step.micro_batches for i in b} for step in shard.steps]
+    assert of_step == [{0}, {1}] and [step.num_samples for step in shard.steps] == [2, 2]
+
+
+def test_metrics_count_attempts() -> None:
+    samples = [*fanned([3, 1, 1, 1], [1, 0, 0, 0]), *fanned([1, 1, 1, 1], [0, 0, 0, 1], 1)]
+    raw = [float(s.reward) for s in samples]  # type: ignore[arg-type]
+    found = rollout_metrics(samples, raw)
+    assert found["rollout/accuracy"] == found["rollout/raw_reward"] == pytest.approx(0.25)
+    assert (found["rollout/num_samples"], found["rollout/num_attempts"]) == (10, 8)
+    assert found["rollout/raw_reward_std"] == pytest.approx(np.std([1, 0, 0, 0, 0, 0, 0, 1]))
+    assert set_metrics(samples, raw)["rollout/a/accuracy"] == pytest.approx(0.25)
+    of_eval = eval_set_metrics("a", {"rewards": raw, "samples": samples})
+    assert of_eval["accuracy"] == pytest.approx(0.25) and of_eval["num_samples"] == 8
+    assert of_eval["pass@4"] == 1.0 and of_eval["pass@1"] == pytest.approx(0.25)
+    assert of_eval["accuracy_ci95"] == 0.0  # both prompts are answered alike
+
+
+def test_the_filter_of_accuracy_counts_attempts() -> None:
+    args = Namespace(accuracy_lower_bound=0.2, accuracy_upper_bound=0.3, reward_key=None)
+    assert check_accuracy_in_range(args, fanned([3, 1, 1, 1], [1, 0, 0, 0])).keep
+    assert not check_accuracy_in_range(args, fanned([1, 1, 1, 3], [1, 1, 0, 0])).keep
+
+
+def test_a_rollout_function_that_returns_lists_within_a_group() -> None:
+    made = [Sample(index=5, group_index=1), Sample(index=5, group_index=1), Sample(index=6, group_index=1)]
+    (group,) = as_train_output([[made[:2], made[2]]]).samples
+    assert attempts_of(group).tolist() == [0, 0, 1] and group[2].rollout_id is None
+    copies = [[Sample(index=5, group_index=1) for _ in range(2)] for _ in range(3)]
+    assert attempts_of(as_train_output([copies]).samples[0]).tolist() == [0, 0, 1, 1, 2, 2]
