@@ -69,6 +69,7 @@ def check_failure(output: str, folder: Path) -> None:
     assert "fusionrl/rewards/worker.py" not in output
     (file,) = list_rollouts(folder, kind="failed")
     (row,) = file.rows()
-    assert str(file.path) in last and f"at sample {row['index']}" in last and row["prompt"] and row["response"]
+    assert str(file.path) in last and f"at sample {row['index']}" in last and row["prompt"]
+    assert row["response_length"] > 0  # its text may be empty: an end token alone
     log = (folder / "logs" / "driver.log").read_text()
     assert all(name in log for name in ("fusionrl/rewards/worker.py", "fusionrl/buffer/actor.py", "tests/e2e/hooks.py"))
